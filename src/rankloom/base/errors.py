@@ -1,0 +1,81 @@
+"""Every error rankloom raises on purpose: each names rank, thing, expected, actual, and what to do.
+
+`RankloomError` is the family. What the user can mend in their input is also a `ValueError`;
+what happens to a running job (a lost rank, a mismatch between ranks) is also a `RuntimeError`.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class RankloomError(Exception):
+    """The family of all errors that rankloom raises on purpose."""
+
+
+class ConfigError(RankloomError, ValueError):
+    """A setting, an argument or a config file asks for something that cannot be."""
+
+
+class MeshError(ConfigError):
+    """The mesh does not fit the ranks there are."""
+
+
+class BatchError(ConfigError):
+    """A batch cannot be cut over ranks and micro-batches as asked."""
+
+
+class DataError(RankloomError, ValueError):
+    """Training data is missing, empty, damaged or of the wrong kind."""
+
+
+class LossError(RankloomError, ValueError):
+    """The loss function did not return `(sum, count)`."""
+
+
+class NotContiguous(RankloomError, ValueError):
+    """A tensor with gaps was given to a collective; gloo would move the wrong bytes silently."""
+
+
+class ShapeMismatch(RankloomError, ValueError):
+    """A tensor on one rank does not have the shape, dtype or length that was expected."""
+
+
+class ModelMismatch(RankloomError, ValueError):
+    """Ranks hold models that differ in names, shapes or dtypes."""
+
+
+class CollectiveMismatch(RankloomError, RuntimeError):
+    """Ranks called different collectives, or the same in another order (found in debug mode)."""
+
+
+class CollectiveTimeout(RankloomError, RuntimeError):
+    """A collective did not finish in time; names who was where when debug mode is on."""
+
+
+class RankLost(RankloomError, RuntimeError):
+    """A peer is gone: its connection closed, or it never came."""
+
+
+class NonFinite(RankloomError, RuntimeError):
+    """A loss or a gradient is NaN or infinite; every rank raises this in the same step."""
+
+
+class RankFailed(RankloomError, RuntimeError):
+    """The first rank that failed in `simulate` or `spawn`; its own exception is the cause."""
+
+    def __init__(self, message: str, *, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint that names the nearest known word, or all of them when none is near.
+
+    >>> did_you_mean("tenosr", ["tensor", "shard"])
+    "Did you mean 'tensor'?"
+    >>> did_you_mean("qqq", ["tensor", "shard"])
+    'Known: shard, tensor.'
+    """
+    known = sorted(known)
+    near = get_close_matches(word, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."

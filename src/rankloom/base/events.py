@@ -1,0 +1,54 @@
+"""What happens during a run, as frozen values, and the sink they go to.
+
+The floors below `watch/` say what happened by handing an event to a sink; who draws it, writes it
+or ignores it is not their business. Every number on a progress line or a plot is a fold over these.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One optimizer step has ended on one rank; loss, count and grad_norm are those of all ranks."""
+
+    rank: int
+    step: int          # steps finished so far, this one included
+    loss: float        # sum over all ranks / count
+    count: float       # what the loss was averaged over: tokens, for a language model
+    grad_norm: float   # before clipping
+    lr: float
+    seconds: float     # wall time of this step on this rank
+    exposed: float     # seconds of it spent waiting for communication
+    memory: int        # peak bytes of this rank's process, or of its GPU
+    skipped: bool      # the optimizer did not step: fp16 overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The validation loss over the whole validation set, exact on any number of ranks."""
+
+    rank: int
+    step: int
+    loss: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A file of the run folder is complete on disk."""
+
+    rank: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A sentence that the person at the terminal should read once."""
+
+    rank: int
+    text: str
+
+
+Event = StepDone | Evaluated | Saved | Notice
+Sink = Callable[[Event], None]

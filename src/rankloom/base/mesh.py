@@ -1,0 +1,74 @@
+"""Name the axes of a grid of ranks. Pure arithmetic: needs no process group."""
+
+from dataclasses import dataclass, fields
+from math import prod
+
+from rankloom.base.errors import ConfigError, MeshError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A grid of ranks whose axes have names; the last axis varies fastest.
+
+    >>> mesh = Mesh(pipe=2, replicate=2, tensor=2)
+    >>> mesh.size
+    8
+    >>> mesh.coords(5)["pipe"], mesh.coords(5)["replicate"], mesh.coords(5)["tensor"]
+    (1, 0, 1)
+    >>> mesh.peers(5, "replicate")            # ranks that differ from 5 along replicate only
+    (5, 7)
+    >>> mesh.peers(5, "replicate", "tensor")  # two axes flattened into one group
+    (4, 5, 6, 7)
+    """
+
+    pipe: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, n in self.sizes().items():
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ConfigError(f"mesh axis {axis!r} is {n!r}; it must be a whole number of ranks, 1 or more")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> number of ranks along it, slowest axis first."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks the whole grid needs."""
+        return prod(self.sizes().values())
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands: axis name -> position along it."""
+        place = {}
+        for axis, n in reversed(self.sizes().items()):
+            rank, place[axis] = divmod(rank, n)
+        return dict(reversed(place.items()))
+
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, in rank order, `rank` included."""
+        sizes = self.sizes()
+        for axis in axes:
+            if axis not in sizes:
+                raise MeshError(f"no mesh axis {axis!r}. {did_you_mean(axis, sizes)}")
+        here = self.coords(rank)
+        fixed = [axis for axis in sizes if axis not in axes]
+        return tuple(r for r in range(self.size) if all(self.coords(r)[a] == here[a] for a in fixed))
+
+    def expect_ranks(self, ranks: int) -> None:
+        """Raise unless the grid needs exactly `ranks` ranks; the message shows the arithmetic."""
+        if self.size != ranks:
+            raise MeshError(f"mesh {self} needs {self.product()} = {self.size} ranks, but there are {ranks}")
+
+    def product(self) -> str:
+        """The product of the axes that split anything, for messages: `pipe 2 x tensor 2`."""
+        split = [f"{axis} {n}" for axis, n in self.sizes().items() if n > 1]
+        return " x ".join(split) or "1"
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{axis}={n}" for axis, n in self.sizes().items() if n > 1)
+        return f"Mesh({split})"

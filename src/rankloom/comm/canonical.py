@@ -1,0 +1,161 @@
+"""An all-reduce whose every bit is the same for any number of ranks.
+
+Floating-point addition depends on its order, and the order of an ordinary all-reduce depends on the number of ranks. Here
+the summands are not ranks but L logical shards, fixed for the run, and they are added along one binary tree, whoever
+computed them:
+
+    level 3               (0..7)
+    level 2       (0..3)          (4..7)
+    level 1    (0,1)   (2,3)   (4,5)   (6,7)
+    level 0    0   1   2   3   4   5   6   7
+
+Every rank owns a contiguous run of leaves and adds what it can alone: the largest whole subtrees inside its run (its
+*nodes*). Then the vector is cut in p chunks, every rank sends its nodes of chunk c to rank c (all-to-all), rank c adds them
+along the rest of the tree, and the finished chunks are gathered. Where p divides L and both are powers of two a rank has one
+node, and the traffic is that of a ring.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rankloom.base.cost import Bill
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.world.group import Group
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """The subtree over leaves [first, first + 2**level), cut off at the last leaf there is."""
+
+    first: int
+    level: int
+
+    @property
+    def end(self) -> int:
+        """One past the last leaf it may cover."""
+        return self.first + (1 << self.level)
+
+    def is_left(self) -> bool:
+        """Whether it is the left child of its parent."""
+        return self.first >> self.level & 1 == 0
+
+    def parent(self) -> "Node":
+        """The node one level up."""
+        return Node(self.first & ~(1 << self.level), self.level + 1)
+
+
+def owned_leaves(rank: int, ranks: int, leaves: int) -> range:
+    """The contiguous run of leaves that `rank` computes; the first ranks own one more where it does not divide.
+
+    >>> [list(owned_leaves(r, 3, 8)) for r in range(3)]
+    [[0, 1, 2], [3, 4, 5], [6, 7]]
+    """
+    each, more = divmod(leaves, ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def owned_nodes(run: range, leaves: int) -> list[Node]:
+    """The fewest subtrees that cover exactly the leaves of `run`, left to right.
+
+    >>> owned_nodes(range(3, 6), leaves=8)
+    [Node(first=3, level=0), Node(first=4, level=1)]
+    """
+    nodes, at = [], run.start
+    end = run.stop if run.stop < leaves else 1 << leaves.bit_length()   # the last run owns the empty rest of the tree
+    while at < run.stop:
+        level = 0
+        while at % (2 << level) == 0 and at + (2 << level) <= end and (1 << level) < leaves:
+            level += 1
+        nodes.append(Node(at, level))
+        at += 1 << level
+    return nodes
+
+
+@dataclass(slots=True)
+class Fold:
+    """Adds nodes of one tree as they come, left to right, and keeps only those whose sibling has not come yet.
+
+    memory: at most log2(leaves) + 1 tensors
+    """
+
+    leaves: int
+    kept: list[tuple[Node, Tensor]] = field(default_factory=list)
+
+    def push(self, node: Node, value: Tensor) -> None:
+        """Take `value`, which now belongs to this fold and may be added to in place."""
+        self.kept.append((node, value))
+        self._climb()
+
+    def _climb(self) -> None:
+        while self.kept:
+            node, value = self.kept[-1]
+            if len(self.kept) > 1 and not node.is_left() and self.kept[-2][0] == Node(node.parent().first, node.level):
+                self.kept.pop()
+                left = self.kept.pop()[1]
+                self.kept.append((node.parent(), left.add_(value)))
+            elif node.is_left() and node.end >= self.leaves > 1 << node.level:
+                self.kept[-1] = (node.parent(), value)   # its sibling has no leaves: it is its parent
+            else:
+                return
+
+    def nodes(self) -> list[Node]:
+        """What is kept, left to right."""
+        return [node for node, _ in self.kept]
+
+    def values(self) -> list[Tensor]:
+        """The partial sums, in the order of `nodes()`."""
+        return [value for _, value in self.kept]
+
+    def total(self) -> Tensor:
+        """The sum of all leaves, once they have all been pushed."""
+        if len(self.kept) != 1:
+            raise ShapeMismatch(f"the tree over {self.leaves} leaves is not whole: it holds {self.nodes()}")
+        return self.kept[0][1]
+
+
+def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
+    """Sum over all leaves along the canonical tree; every rank gets the same bits, whatever p is.
+
+    partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order
+    sent:     (k+1) n(p-1)/p elements for a rank with k nodes (n rounded up to a multiple of p), 2(p-1) messages
+    raises:   ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
+    """
+    p = group.size
+    held = [owned_nodes(owned_leaves(rank, p, leaves), leaves) for rank in range(p)]
+    if p > leaves:
+        raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")
+    if len(partials) != len(held[group.rank]):
+        raise ShapeMismatch(f"rank {group.rank}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
+    if p == 1:
+        return _fold(held[0], partials, leaves)
+    n = partials[0].numel()
+    chunk = -(-n // p)
+    dealt = group.all_to_all(_by_chunk(partials, p, chunk), label=label, send_rows=[len(partials)] * p,
+                             recv_rows=[len(nodes) for nodes in held])
+    mine = _fold([node for nodes in held for node in nodes], list(dealt), leaves)
+    return group.all_gather(mine, label=label)[:n]
+
+
+def _by_chunk(partials: list[Tensor], p: int, chunk: int) -> Tensor:
+    """[p * k, chunk]: for each rank in turn, its chunk of each of the k partial sums; the tail is padded with zeros."""
+    out = partials[0].new_zeros(len(partials), p * chunk)
+    for row, partial in zip(out, partials):
+        row[: partial.numel()].copy_(partial)
+    return out.view(len(partials), p, chunk).transpose(0, 1).reshape(p * len(partials), chunk)
+
+
+def _fold(nodes: list[Node], values: list[Tensor], leaves: int) -> Tensor:
+    fold = Fold(leaves)
+    for node, value in zip(nodes, values, strict=True):
+        fold.push(node, value)
+    return fold.total()
+
+
+def canonical_all_reduce_bill(n: int, p: int, leaves: int, itemsize: int, rank: int = 0) -> Bill:
+    """What `rank` sends in `canonical_all_reduce`."""
+    if p == 1:
+        return Bill()
+    nodes = len(owned_nodes(owned_leaves(rank, p, leaves), leaves))
+    return Bill(sent=(nodes + 1) * (p - 1) * -(-n // p) * itemsize, messages=2 * (p - 1))

@@ -1,0 +1,113 @@
+"""Token arrays on disk: raw .bin (with a .json beside it that names the dtype) or .npy, memory-mapped on reading."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankloom.base.errors import DataError
+from rankloom.data.text import disk
+
+Tokens = NDArray[Any]
+Progress = Callable[[str, float], None]     # what is being done, and how much of it is done: 0 .. 1
+
+_BLOCK = 1 << 22
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of uint16 and uint32 that holds every token."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+@contextmanager
+def atomic_file(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole; on an error it does not appear at all.
+
+    replace: False keeps the file that is already there, so that of several writers the first wins
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        if replace or not _link(name, path):
+            os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _link(name: str, path: Path) -> bool:
+    """Give a file its name unless the name is taken; False where the file system has no links."""
+    try:
+        os.link(name, path)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def open_tokens(path: str | Path, vocab_size: int | None = None, *, progress: Progress | None = None) -> Tokens:
+    """Map a token array into memory [n]: .npy, or .bin with the dtype in `<path>.json`, uint16 without one.
+
+    vocab_size: every token is checked against it, a block at a time
+    raises: DataError for a file that is missing, empty, damaged, not whole numbers, or not of this vocabulary
+    """
+    path = Path(path)
+    with disk(path, "open the token array"):
+        tokens = _map_npy(path) if path.suffix == ".npy" else _map_bin(path)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+        raise DataError(f"{path}: expected one row of whole numbers, got shape {tokens.shape} of {tokens.dtype}")
+    if vocab_size is not None:
+        _check_range(tokens, vocab_size, path, progress)
+    return tokens
+
+
+def _map_npy(path: Path) -> Tokens:
+    try:
+        loaded: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path}: not an array in .npy format: {error}") from error
+    return loaded
+
+
+def _map_bin(path: Path) -> Tokens:
+    beside, size = Path(f"{path}.json"), path.stat().st_size
+    name = "uint16"
+    if beside.exists():
+        name = read_json(beside).get("dtype", name)
+    if name not in ("uint8", "uint16", "uint32", "int32", "int64"):
+        raise DataError(f"{beside}: dtype {name!r}; it must be uint8, uint16, uint32, int32 or int64")
+    if size == 0 or size % np.dtype(name).itemsize:
+        raise DataError(f"{path}: {size} bytes are not a whole number of {name} tokens, 1 or more; "
+                        f"name another dtype in {beside.name}, for example {{\"dtype\": \"uint32\"}}")
+    return np.memmap(path, dtype=name, mode="r")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file."""
+    try:
+        entry = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(entry).__name__}")
+    return entry
+
+
+def _check_range(tokens: Tokens, vocab_size: int, path: Path, progress: Progress | None) -> None:
+    for start in range(0, len(tokens), _BLOCK):
+        block = tokens[start:start + _BLOCK]
+        low, high = int(block.min()), int(block.max())
+        if low < 0 or high >= vocab_size:
+            worst = start + int(block.argmin() if low < 0 else block.argmax())
+            raise DataError(f"{path}: token {int(tokens[worst])} at position {worst} is outside the vocabulary "
+                            f"0 to {vocab_size - 1}; raise data.vocab_size, or use the tokenizer that made this array")
+        if progress:
+            progress("check tokens", min(1.0, (start + len(block)) / len(tokens)))

@@ -1,0 +1,236 @@
+"""A source, tokenised once and kept on disk; training and validation text that do not overlap.
+
+The cache is keyed by contents: the text, the split and the tokenizer. Files appear whole or not at all, the small
+.json last, so ranks may race and a crash leaves nothing half-made. Read text.py, tokenizer.py and arrays.py first.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.rng import key_to_seed
+from rankloom.data.arrays import Progress, Tokens, atomic_file, open_tokens, read_json, token_dtype
+from rankloom.data.order import permute
+from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
+from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+
+FORMAT = 1                       # of the cache; a new number makes old files invisible
+FEW = 20                         # documents: below this each gives its own tail to validation
+BPE_CHARACTERS = 100_000_000     # of training text that BPE learns from
+PIECE = 1 << 20                  # characters encoded at a time: longer documents are cut at a line end
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokens for training and for validation, mapped from disk, and the tokenizer that made them (none for arrays)."""
+
+    source: str
+    train: Tokens
+    validation: Tokens
+    vocab_size: int
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which text is kept for validation: whole documents by number, or without any the tail of each document."""
+
+    fraction: float
+    held_out: frozenset[int]
+
+    def cut(self, number: int, text: str) -> tuple[str, str]:
+        """The training and the validation part of a document; either may be empty."""
+        if self.held_out:
+            return ("", text) if number in self.held_out else (text, "")
+        keep = int(len(text) * (1 - self.fraction))
+        line_end = text.find("\n", keep)
+        at = line_end + 1 if 0 <= line_end < len(text) - 1 else keep
+        return text[:at], text[at:]
+
+
+def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_size: int = 4096,
+                   validation: float = 0.05, cache: str | Path | None = None, seed: int = 0,
+                   progress: Progress | None = None) -> Corpus:
+    """The tokens of a source, from the cache where they are already there.
+
+    source:     "stdlib", "shakespeare", a text file, a folder, a .jsonl file; or tokens as .npy or .bin
+    tokenizer:  "bpe" (trained on the training part), "bytes", or the path of a saved one
+    vocab_size: for BPE how many tokens to learn; for token arrays the limit that they are checked against
+    validation: share of the text kept for validation: whole documents drawn by `seed`, or, of fewer than 20
+                documents, the last part of each
+    cache:      a folder, ~/.cache/rankloom when left out
+    raises:     DataError, ConfigError
+    """
+    if not 0 < validation < 1:
+        raise ConfigError(f"data.validation = {validation}; it must be between 0 and 1, for example 0.05")
+    if Path(source).suffix in ARRAY_SUFFIXES:
+        return _from_array(Path(source), tokenizer, vocab_size, validation, progress)
+    folder = Path.home() / ".cache" / "rankloom" if cache is None else Path(cache)
+    known = survey(source)
+    split = choose_split(known, validation, seed)
+    with disk(folder, "keep tokens in this cache folder (data.cache)"):
+        chosen = _tokenizer(source, tokenizer, vocab_size, folder, (known, split), progress)
+        train, held = _tokens(source, chosen, folder, (known, split), progress)
+    return Corpus(str(source), train, held, chosen.vocab_size, chosen)
+
+
+def choose_split(known: Survey, fraction: float, seed: int) -> Split:
+    """Draw documents for validation until they are `fraction` of the text; few or huge documents give tails instead."""
+    target = fraction * sum(known.sizes)
+    held: list[int] = []
+    if len(known.sizes) >= FEW:
+        numbers = np.arange(len(known.sizes))
+        for number in permute(numbers, len(numbers), key_to_seed(seed, "validation")).tolist():
+            if known.sizes[number] <= target:
+                held.append(number)
+                target -= known.sizes[number]
+    return Split(fraction, frozenset(held))
+
+
+def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: float,
+                progress: Progress | None) -> Corpus:
+    tokens = open_tokens(path, vocab_size, progress=progress)
+    at = int(len(tokens) * (1 - validation))
+    if at < 1 or at >= len(tokens):
+        raise DataError(f"{path}: {len(tokens)} tokens are too few to keep {validation:g} of them for validation")
+    reader = load_tokenizer(tokenizer) if str(tokenizer) not in ("bpe", "bytes") else None
+    return Corpus(str(path), tokens[:at], tokens[at:], vocab_size, reader)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:24]
+
+
+def _split_key(known: Survey, split: Split) -> tuple[object, ...]:
+    return known.fingerprint, split.fraction, tuple(sorted(split.held_out))
+
+
+def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, cut: tuple[Survey, Split],
+               progress: Progress | None) -> Tokenizer:
+    """The tokenizer asked for; BPE is trained once, and every rank reads what the first one wrote."""
+    if str(wanted) == "bytes":
+        return ByteTokenizer()
+    if str(wanted) != "bpe":
+        return load_tokenizer(wanted)
+    path = folder / "tokenizers" / f"{_key(*_split_key(*cut), vocab_size)}.json"
+    if not path.exists():
+        if progress:
+            progress("train tokenizer", 0.0)
+        trained = train_bpe(_training_text(source, cut[1]), vocab_size)
+        with atomic_file(path, replace=False) as file:
+            file.write(trained.inner.to_str().encode())
+        if progress:
+            progress("train tokenizer", 1.0)
+    return load_tokenizer(path)
+
+
+def _training_text(source: str | Path, split: Split) -> Iterator[str]:
+    """The text BPE learns from: never validation text, and no more than BPE_CHARACTERS of it."""
+    left = BPE_CHARACTERS
+    for number, document in enumerate(documents(source)):
+        text = split.cut(number, document.text)[0][:left]
+        yield from pieces(text)
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[Survey, Split],
+            progress: Progress | None) -> tuple[Tokens, Tokens]:
+    """Training and validation tokens, encoded unless the cache has them whole."""
+    name = tokenizer_hash(tokenizer)
+    base = folder / "tokens" / _key(*_split_key(*cut), name)
+    paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
+    note = base.with_suffix(".json")
+    if not _complete(note, paths):
+        counts = _encode(source, tokenizer, cut, paths, progress)
+        entry = {"source": str(source), "source_sha256": cut[0].fingerprint, "tokenizer_sha256": name,
+                 "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
+        for path in (*(Path(f"{p}.json") for p in paths), note):
+            with atomic_file(path) as file:
+                file.write(json.dumps(entry).encode())
+    train, held = (open_tokens(path) for path in paths)
+    return train, held
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """SHA-256 of what a tokenizer does."""
+    text = tokenizer.inner.to_str() if hasattr(tokenizer, "inner") else type(tokenizer).__name__
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _complete(note: Path, paths: tuple[Path, Path]) -> bool:
+    """Whether both arrays are there and as long as the note says."""
+    if not note.exists():
+        return False
+    entry = read_json(note)
+    size = np.dtype(entry["dtype"]).itemsize
+    wanted = (entry["train"] * size, entry["validation"] * size)
+    return all(path.exists() and path.stat().st_size == n for path, n in zip(paths, wanted, strict=True))
+
+
+def _encode(source: str | Path, tokenizer: Tokenizer, cut: tuple[Survey, Split], paths: tuple[Path, Path],
+            progress: Progress | None) -> tuple[int, int]:
+    """Write both arrays; returns how many tokens each has."""
+    known, split = cut
+    total, done = max(1, sum(known.sizes)), 0
+    counts = [0, 0]
+    with ExitStack() as stack:
+        files = [stack.enter_context(atomic_file(path)) for path in paths]
+        for batch in _batches(documents(source)):
+            for side in (0, 1):
+                texts = [split.cut(number, document.text)[side] for number, document in batch]
+                counts[side] += _write(files[side], [t for t in texts if t], tokenizer)
+            done += sum(len(document.text) for _, document in batch)
+            if progress:
+                progress("tokenize", min(1.0, done / total))
+        if not all(counts):
+            raise DataError(f"{source}: {total} characters are too little text to keep {split.fraction:g} of it "
+                            "for validation; use more text or a larger data.validation")
+    return counts[0], counts[1]
+
+
+def _batches(every: Iterator[Document]) -> Iterator[list[tuple[int, Document]]]:
+    """Numbered documents in groups of about PIECE characters."""
+    group: list[tuple[int, Document]] = []
+    size = 0
+    for number, document in enumerate(every):
+        group.append((number, document))
+        size += len(document.text)
+        if size >= PIECE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
+    """Append the tokens of some documents, each followed by end of text; returns how many."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.eot], dtype=dtype)
+    cut = [list(pieces(text)) for text in texts]
+    encoded = iter(tokenizer.encode_batch([piece for parts in cut for piece in parts]))
+    count = 0
+    for parts in cut:
+        for tokens in (*(next(encoded) for _ in parts), end):
+            file.write(tokens.astype(dtype).tobytes())
+            count += len(tokens)
+    return count
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in parts of about PIECE characters, cut after a line end where there is one."""
+    start = 0
+    while start < len(text):
+        stop = min(len(text), start + PIECE)
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop

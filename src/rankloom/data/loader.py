@@ -1,0 +1,176 @@
+"""This rank's batches, made by a thread that runs ahead of the step. Read order.py first.
+
+The position of a loader is one number, the step. The thread holds no more than `ahead` batches; it ends when the
+loader is closed or forgotten, and what goes wrong in it is raised where the batch is asked for.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rankloom.base.errors import BatchError, DataError, RankloomError
+from rankloom.data.order import evaluation_share, samples_of_step, share
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Samples(Protocol):
+    """Things that can be trained on, by number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        """Inputs and targets of some samples, rows in the order of `ids`."""
+
+
+class TokenSamples:
+    """Cuts a stream of tokens in samples of `seq_len` that do not overlap.
+
+    Sample i reads tokens[iT : iT+T] and is asked for tokens[iT+1 : iT+T+1]; every token but the first is
+    a target at most once. A tail shorter than a sample is left out.
+    """
+
+    def __init__(self, tokens: NDArray[Any], seq_len: int, vocab_size: int | None = None):
+        self.tokens, self.seq_len, self.vocab_size = tokens, seq_len, vocab_size
+        if len(self) < 1:
+            raise DataError(f"{len(tokens)} tokens are too few for one sample of seq_len = {seq_len}, which needs "
+                            f"{seq_len + 1}; use more text, another data.validation, or a smaller seq_len")
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        """tokens [B, T] and targets [B, T], int64."""
+        starts = np.asarray(ids, dtype=np.int64) * self.seq_len
+        rows = np.stack([np.asarray(self.tokens[s:s + self.seq_len + 1], dtype=np.int64) for s in starts])
+        if self.vocab_size is not None and rows.max() >= self.vocab_size:
+            raise DataError(f"token {rows.max()} is outside the vocabulary of {self.vocab_size}; the data was made "
+                            "with another tokenizer, or model.vocab_size is too small")
+        whole = torch.from_numpy(rows)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+class Loader:
+    """Iterates over the steps from `start_step`; each gives this rank's rows of the global batch, in rank order.
+
+    steps:   how many steps there are in the run as a whole; endless when left out
+    ahead:   batches made before they are asked for
+    device:  where batches go; towards a GPU through pinned memory, without waiting
+
+        with Loader(samples, global_batch=64, rank=world.rank, ranks=world.size, seed=0) as loader:
+            for tokens, targets in loader: ...
+
+    raises: BatchError when the global batch is smaller than the ranks; while iterating, a DataError that
+            names the step and the sample that could not be made
+    """
+
+    def __init__(self, samples: Samples, *, global_batch: int, rank: int = 0, ranks: int = 1, seed: int = 0,
+                 start_step: int = 0, steps: int | None = None, ahead: int = 2, device: torch.device | str = "cpu"):
+        if global_batch < ranks:
+            raise BatchError(f"a global batch of {global_batch} cannot be cut over {ranks} ranks; "
+                             f"make it {ranks} or more")
+        self.step = start_step
+        self._device = torch.device(device)
+        self._work = _Work(samples, global_batch, share(rank, ranks, global_batch), seed,
+                           range(start_step, steps) if steps is not None else None,
+                           ahead=ahead, pin=self._device.type == "cuda")
+        self._thread = threading.Thread(target=self._work.run, args=(start_step,), name="rankloom-loader", daemon=True)
+        self._finalizer = weakref.finalize(self, self._work.stop)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._work.stopped.is_set():
+            raise StopIteration
+        item = self._work.items.get()
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self._work.slots.release()
+        self.step += 1
+        tokens, targets = (t.to(self._device, non_blocking=True) for t in item)
+        return tokens, targets
+
+    def close(self) -> None:
+        """End the thread; closing twice is fine."""
+        self._finalizer()
+        self._thread.join()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Work:
+    """What the thread needs, and no more: a reference to the loader would keep it alive for ever."""
+
+    def __init__(self, samples: Samples, global_batch: int, rows: range, seed: int, steps: range | None, *,
+                 ahead: int, pin: bool):
+        self.samples, self.global_batch, self.rows, self.seed = samples, global_batch, rows, seed
+        self.steps, self.pin = steps, pin
+        self.items: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self.slots = threading.Semaphore(max(1, ahead))
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Wake and end the thread, wherever it waits."""
+        self.stopped.set()
+        self.slots.release()
+
+    def run(self, step: int) -> None:
+        """The thread: a free slot, a batch, the next step."""
+        try:
+            while self.steps is None or step in self.steps:
+                self.slots.acquire()
+                if self.stopped.is_set():
+                    break
+                self.items.put(self.make(step))
+                step += 1
+            self.items.put(StopIteration())
+        except BaseException as error:      # whatever it is, the thread that asks for batches must hear of it
+            self.items.put(error)
+
+    def make(self, step: int) -> Batch:
+        """This rank's batch of one step."""
+        ids = samples_of_step(step, self.global_batch, len(self.samples), self.seed)[self.rows.start:self.rows.stop]
+        try:
+            tokens, targets = self.samples.batch(ids.tolist())
+        except Exception as error:
+            raise DataError(f"step {step}: {blame(self.samples, ids.tolist())}: {error}") from error
+        return (tokens.pin_memory(), targets.pin_memory()) if self.pin else (tokens, targets)
+
+
+def blame(samples: Samples, ids: Sequence[int]) -> str:
+    """Which of some samples cannot be made: each is tried alone."""
+    for i in ids:
+        try:
+            samples.batch([i])
+        except Exception:
+            return f"sample {i}"
+    return f"samples {list(ids)} together"
+
+
+def evaluation_batches(samples: Samples, *, rows: int, rank: int = 0, ranks: int = 1,
+                       device: torch.device | str = "cpu") -> Iterator[Batch]:
+    """This rank's share of the samples, in order, in batches of at most `rows`: each sample once over all ranks."""
+    mine = evaluation_share(rank, ranks, len(samples))
+    for start in range(mine.start, mine.stop, rows):
+        try:
+            tokens, targets = samples.batch(range(start, min(start + rows, mine.stop)))
+        except RankloomError:
+            raise
+        except Exception as error:
+            raise DataError(f"evaluation: samples {start} to {min(start + rows, mine.stop) - 1}: {error}") from error
+        yield tokens.to(device), targets.to(device)

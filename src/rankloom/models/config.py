@@ -1,0 +1,127 @@
+"""The shape of a GPT, named presets, and what a shape costs. Pure arithmetic: imports no torch."""
+
+from dataclasses import dataclass, fields, replace
+
+from rankloom.base.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a Llama-style GPT; every number that decides which parameters there are.
+
+    >>> GPTConfig.from_depth(6).width
+    384
+    """
+
+    vocab_size: int = 8192
+    seq_len: int = 1024       # the longest sequence the model can read
+    width: int = 512          # of the residual stream
+    layers: int = 6
+    heads: int = 8            # of the queries
+    kv_heads: int = 8         # of keys and values; fewer than `heads` is grouped-query attention
+    ffn: int = 1368           # inner width of the gated MLP
+    tie: bool = False         # the output matrix is the embedding
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "seq_len", "width", "layers", "heads", "kv_heads", "ffn"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"model.{name} is {value!r}; it must be a whole number, 1 or more")
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ConfigError(f"model.heads = {self.heads} must cut width = {self.width} in heads of an even width; "
+                              f"{self.width} / {self.heads} = {self.width / self.heads:g}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"model.kv_heads = {self.kv_heads} must divide heads = {self.heads}: "
+                              "each key-value head serves the same number of query heads")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout = {self.dropout}; it must be in [0, 1)")
+        if self.rope_base <= 0 or self.norm_eps <= 0:
+            raise ConfigError(f"model.rope_base = {self.rope_base} and norm_eps = {self.norm_eps} must be above 0")
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys (or all values) of one token."""
+        return self.kv_heads * self.head_width
+
+    @classmethod
+    def from_depth(cls, layers: int, **overrides: object) -> "GPTConfig":
+        """One size dial: everything follows from the number of layers.
+
+        Width grows as 64 x layers, heads are 64 wide, and the MLP is 8/3 of the width, rounded up to 64.
+        """
+        width = 64 * layers
+        shape = cls(width=width, layers=layers, heads=layers, kv_heads=layers, ffn=_round_up(8 * width / 3, 64))
+        return _override(shape, overrides)
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return int(-(-value // multiple)) * multiple
+
+
+def _shape(width: int, layers: int, heads: int, ffn: int, **rest: object) -> GPTConfig:
+    return GPTConfig(width=width, layers=layers, heads=heads, ffn=ffn, **{"kv_heads": heads, **rest})  # type: ignore[arg-type]
+
+
+_LLAMA3 = dict(vocab_size=128256, kv_heads=8, seq_len=4096, rope_base=500000.0)
+
+PRESETS: dict[str, GPTConfig] = {
+    "1M": _shape(128, 4, 2, 320, vocab_size=2048, tie=True),
+    "3M": _shape(192, 5, 3, 512, vocab_size=4096, tie=True),
+    "11M": _shape(256, 8, 4, 768),
+    "27M": _shape(512, 6, 8, 1368),
+    "57M": _shape(768, 6, 12, 2176),
+    "124M": _shape(768, 12, 12, 2048, vocab_size=50304, tie=True),          # the shape of GPT-2 small
+    "350M": _shape(1024, 24, 16, 2752, vocab_size=50304, tie=True),         # GPT-2 medium
+    "1.2B": _shape(2048, 16, 32, 8192, tie=True, **_LLAMA3),                # Llama 3.2 1B
+    "3B": _shape(3072, 28, 24, 8192, tie=True, **_LLAMA3),                  # Llama 3.2 3B
+    "8B": _shape(4096, 32, 32, 14336, **_LLAMA3),                           # Llama 3 8B
+    "13B": _shape(5120, 40, 40, 13824, vocab_size=32000, seq_len=4096),     # Llama 2 13B
+    "34B": _shape(8192, 48, 64, 22016, vocab_size=32000, kv_heads=8, seq_len=4096),   # Code Llama 34B
+    "70B": _shape(8192, 80, 64, 28672, **_LLAMA3),                          # Llama 3 70B
+}
+
+
+def preset(name: str, **overrides: object) -> GPTConfig:
+    """A named shape, some of its fields replaced. Names are parameter counts, at the preset's own vocabulary.
+
+    raises: ConfigError for a name or a field that does not exist, with the nearest one that does
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"no model preset {name!r}. {did_you_mean(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+    return _override(PRESETS[name], overrides)
+
+
+def _override(config: GPTConfig, overrides: dict[str, object]) -> GPTConfig:
+    known = [field.name for field in fields(GPTConfig)]
+    for key in overrides:
+        if key not in known:
+            raise ConfigError(f"no model setting {key!r}. {did_you_mean(key, known)}")
+    return replace(config, **overrides)  # type: ignore[arg-type]
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Parameters of `GPT(config)`, a tied matrix counted once."""
+    attention = 2 * config.width * (config.width + config.kv_width)     # query, output; key, value
+    block = attention + 3 * config.width * config.ffn + 2 * config.width
+    tables = config.vocab_size * config.width * (1 if config.tie else 2)
+    return tables + config.layers * block + config.width
+
+
+def model_flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
+    """Floating-point operations of forward and backward per token: 6 x parameters + causal attention.
+
+    The 6: each weight multiplies and adds once forward and twice backward. Attention adds, per layer, scores and
+    weighted values against on average seq_len / 2 earlier tokens: 2 x 2 x width x seq_len / 2 forward, three
+    times that with backward. An untied embedding counts as if it were multiplied, as the field does.
+    Recomputed activations are not counted: this is the model's work, not the machine's.
+    """
+    seq_len = config.seq_len if seq_len is None else seq_len
+    return 6 * parameter_count(config) + 6 * config.layers * config.width * seq_len

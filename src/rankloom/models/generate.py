@@ -1,0 +1,69 @@
+"""Text from a trained GPT: one token at a time, with the keys and values of earlier tokens kept."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.rng import stream
+from rankloom.models.gpt import GPT, KVCache, check_tokens
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperature: float = 1.0,
+             top_k: int | None = None, seed: int = 0, stop: int | None = None) -> Tensor:
+    """Continue each row of `prompt_tokens` [B, P]; returns [B, P + new], the prompt included.
+
+    temperature: 0 takes the likeliest token; below 1 is safer, above 1 wilder
+    top_k:       draw among the k likeliest only
+    seed:        row r draws from a stream of its own, so a row does not depend on its neighbours
+    stop:        a token that ends a row; rows that ended repeat it, and all ended ends early
+    Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
+    """
+    _check(model, prompt_tokens, temperature, top_k)
+    was_training = model.training
+    model.eval()
+    rows = len(prompt_tokens)
+    generators = [stream(seed, "generate", row) for row in range(rows)]
+    ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
+    text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model, rows)
+    for _ in range(max_new_tokens):
+        if caches[0].length + unread.shape[1] > model.config.seq_len:
+            unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model, rows)
+        logits = F.linear(model.hidden(unread, caches)[:, -1], model.output_weight)
+        unread = choose(logits, temperature, top_k, generators)[:, None]
+        if stop is not None:
+            unread = unread.masked_fill(ended[:, None], stop)
+            ended |= unread[:, 0] == stop
+        text = torch.cat((text, unread), dim=1)
+        if stop is not None and bool(ended.all()):
+            break
+    model.train(was_training)
+    return text
+
+
+def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | None) -> None:
+    if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
+        raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
+                        "or more (the end-of-text token, when there is no text to start from)")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ConfigError(f"temperature = {temperature} must be 0 or more, and top_k = {top_k} 1 or more, or none")
+    check_tokens(prompt_tokens, model.config.vocab_size)
+
+
+def new_caches(model: GPT, rows: int) -> list[KVCache]:
+    """An empty cache per block, for `rows` sequences."""
+    return [KVCache(rows, model.config, like=model.output_weight.detach()) for _ in model.blocks]
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
+    """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so every device draws alike."""
+    if temperature == 0:
+        return logits.argmax(dim=1)
+    scores = logits.double().cpu() / temperature
+    if top_k is not None and top_k < scores.shape[1]:
+        kth = scores.topk(top_k, dim=1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    odds = scores.softmax(dim=1)
+    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(odds, generators, strict=True)]
+    return torch.cat(drawn).to(logits.device)

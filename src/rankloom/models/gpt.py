@@ -1,0 +1,219 @@
+"""A Llama-style GPT in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional tying.
+
+It knows nothing of ranks. Initial weights are keyed by parameter name, so they do not depend on who builds which
+part, in which order or where. Read config.py before this file, and loss.py for what happens to the last matrix.
+
+Shapes: B rows, T tokens, W width, H query heads, K key-value heads, D = W / H.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankloom.base.errors import DataError
+from rankloom.base.rng import stream
+from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
+from rankloom.models.loss import (
+    Kernel,
+    chunked_cross_entropy,
+    count_targets,
+    language_model_loss,
+    plain_language_model_loss,
+)
+
+__all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
+           "parameter_count", "plain_language_model_loss", "preset"]
+
+INIT_STD = 0.02     # GPT-2's; outputs into the residual stream are divided by sqrt(2 x layers)
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines [T, D/2], made in fp64, kept in fp32, or in fp64 for an fp64 model.
+
+    They are attributes, not buffers: nothing to save, to broadcast, or to cut over ranks. A model that moves
+    or changes dtype rebuilds them, for bf16 tables would rotate token 300 like token 301.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.seq_len, self.width, self.base = config.seq_len, config.head_width, config.rope_base
+        self.build(torch.device("cpu"), torch.float32)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the tables anew for a device and a dtype."""
+        steps = torch.arange(0, self.width, 2, dtype=torch.float64)
+        angles = torch.outer(torch.arange(self.seq_len, dtype=torch.float64), self.base ** (-steps / self.width))
+        self.cos, self.sin = (t.to(device=device, dtype=dtype) for t in (angles.cos(), angles.sin()))
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        probe = fn(torch.empty(0, dtype=self.cos.dtype, device=self.cos.device))
+        self.build(probe.device, torch.float64 if probe.dtype == torch.float64 else torch.float32)
+        return super()._apply(fn, recurse)   # type: ignore[no-untyped-call]
+
+    def forward(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [stop - start, 1, D/2] of some positions."""
+        return self.cos[start:stop, None], self.sin[start:stop, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle. x: [B, T, heads, D]; source: Su et al. 2021."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+class KVCache:
+    """Keys and values of the tokens read so far, for one block. Shapes [B, capacity, K, D]."""
+
+    def __init__(self, rows: int, config: GPTConfig, like: Tensor):
+        shape = (rows, config.seq_len, config.kv_heads, config.head_width)
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        self.length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values [B, T, K, D] of new tokens; returns all there are."""
+        start, self.length = self.length, self.length + keys.shape[1]
+        self.keys[:, start:self.length], self.values[:, start:self.length] = keys, values
+        return self.keys[:, :self.length], self.values[:, :self.length]
+
+
+class Attention(nn.Module):
+    """Causal attention in which `heads / kv_heads` query heads share one key-value head."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.head_width = config.head_width
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.kv_width, bias=False)
+        self.value = nn.Linear(config.width, config.kv_width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        """x: [B, T, W] -> [B, T, W]. The number of heads is read off the weights, whoever cut them."""
+        query, key, value = (f(x).unflatten(-1, (-1, self.head_width)) for f in (self.query, self.key, self.value))
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        new, known = query.shape[1], key.shape[1]
+        # one new token sees all; with no past the plain triangle does; else the triangle starts after the past
+        mask = None
+        if new not in (1, known):
+            mask = torch.ones(new, known, dtype=torch.bool, device=x.device).tril(known - new)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask,
+            is_causal=new == known and new > 1, enable_gqa=query.shape[2] != key.shape[2])
+        return self.output(mixed.transpose(1, 2).flatten(2))   # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU: a gate decides what passes. Source: Shazeer 2020."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn, bias=False)
+        self.up = nn.Linear(config.width, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, W] -> [B, T, W]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))   # type: ignore[no-any-return]
+
+
+def _dropout(config: GPTConfig) -> nn.Module:
+    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.attention_dropout = _dropout(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = MLP(config)
+        self.mlp_dropout = _dropout(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+        """x: [B, T, W] -> [B, T, W]; cos and sin are those of the T positions."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))   # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """The model. `model(tokens)` gives logits; `model(tokens, targets=targets)` gives (loss sum, count).
+
+    With a tied output there is no output module at all: one parameter, one name.
+    `loss_kernel` may hold a compiled `loss_and_gradient`.
+    """
+
+    def __init__(self, config: GPTConfig, *, seed: int = 0, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.loss_kernel: Kernel | None = None
+        with torch.device("meta"):     # nothing is drawn or allocated until each parameter is, once, by name
+            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            self.embedding_dropout = _dropout(config)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+            self.head = None if config.tie else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        if torch.device(device).type != "meta":
+            initialize(self, seed=seed, device=device, dtype=dtype)
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The matrix [V, W] that turns hidden states into logits."""
+        return self.embedding.weight if self.head is None else self.head.weight   # type: ignore[return-value]
+
+    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """tokens [B, T] -> what the output matrix is applied to [B, T, W].
+
+        raises: DataError when the sequence, with what is cached, is longer than the model can read
+        """
+        start = caches[0].length if caches else 0
+        stop = start + tokens.shape[1]
+        if stop > self.config.seq_len:
+            raise DataError(f"a sequence of {stop} tokens, but the model reads at most {self.config.seq_len}; "
+                            "raise seq_len or cut the sequence")
+        cos, sin = self.rotary(start, stop)
+        x = self.embedding_dropout(self.embedding(tokens))
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, caches[i] if caches else None)
+        return self.norm(x)   # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted)."""
+        hidden = self.hidden(tokens)
+        if targets is None:
+            return F.linear(hidden, self.output_weight)
+        total = chunked_cross_entropy(hidden, self.output_weight, targets, kernel=self.loss_kernel)
+        return total, count_targets(targets)
+
+
+def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Give every parameter of a model on the meta device its values.
+
+    They are drawn on the CPU in fp32 from a stream keyed by the parameter's name, whatever the device and dtype.
+    """
+    model.to(dtype)      # first: nothing is allocated yet
+    model.to_empty(device=device)
+    into_residual = INIT_STD / sqrt(2 * model.config.layers)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:                      # norms
+            nn.init.ones_(parameter)
+            continue
+        std = into_residual if name.endswith(("attention.output.weight", "mlp.down.weight")) else INIT_STD
+        values = torch.empty(parameter.shape).normal_(0.0, std, generator=stream(seed, "init", name))
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raise DataError when a token is not in the vocabulary. It waits for the device: not for every step."""
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise DataError(f"tokens from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is "
+                        f"0 to {vocab_size - 1}; the data was made with another tokenizer, or the model is too small")

@@ -1,0 +1,1 @@
+"""Floor 4: one file per technique; each reads as its paper does."""

@@ -1,0 +1,89 @@
+"""Data parallel (stage 0): every rank holds the whole model and a part of the batch; gradients are summed over ranks.
+
+How that goes, bucket by bucket, is in parallel/gradients.py. This file is the front door for people with a loop of
+their own: it averages, like torch's DDP, and a finished `loss.backward()` means finished gradients. The engine
+(train/engine.py) uses the same reducer, but sums, and divides once by the global count.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.comm.choose import BACKEND
+from rankloom.parallel.gradients import BUCKET_BYTES, GradientReducer
+from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
+from rankloom.world.group import Group
+
+
+class DataParallel(nn.Module):
+    """A model whose gradients, after `backward()`, are the mean over all ranks of the group."""
+
+    def __init__(self, module: nn.Module, reducer: GradientReducer, buffers: BufferKeeper):
+        super().__init__()
+        self.module = module
+        self._reducer, self._running = reducer, buffers
+        self._finish_queued = False
+        for param in module.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._queue_finish)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        if self._finish_queued and torch.is_grad_enabled():
+            self._finish_queued = False   # the last backward died before its end
+            self._reducer.abandon()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one outside reduces the sum."""
+        with self._reducer.sync(False):
+            yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with the names of the plain model."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the model itself; see `state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _queue_finish(self, _: Tensor) -> None:
+        if self._reducer.syncing and not self._finish_queued:
+            self._finish_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._reducer.finish()
+        self._running.average_changed()
+        self._finish_queued = False
+
+
+def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND,
+                  bucket_bytes: int = BUCKET_BYTES) -> DataParallel:
+    """Wrap `model` for a loop of your own: after `loss.backward()` every gradient is the mean over the group.
+
+    A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
+    Ranks must hold the same model; where values differ, rank 0's are taken, with a warning.
+
+    sent:   2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
+    raises: ModelMismatch when names, shapes or dtypes differ between ranks
+    """
+    make_replicas_equal(model, group)
+    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, bucket_bytes=bucket_bytes, average=True,
+                              by_rows=embeddings(model))
+    return DataParallel(model, reducer, BufferKeeper(model, group))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, each once, tied ones under their first name."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def embeddings(model: nn.Module) -> frozenset[str]:
+    """Names of the weights of `nn.Embedding` modules, whose gradients may be mostly rows of zeros."""
+    return frozenset(f"{name}.weight" if name else "weight" for name, module in model.named_modules()
+                     if isinstance(module, nn.Embedding) and not module.sparse)

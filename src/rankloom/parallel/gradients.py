@@ -1,0 +1,257 @@
+"""Sum the gradients of a model over a group, in flat buckets that leave while backward goes on.
+
+Communication plan, one step:
+
+    first backward       learn the order in which gradients come, agree on rank 0's, lay parameters and
+                         gradients out in flat buckets in that order
+    backward             a gradient lands in its bucket; a full bucket leaves at once (all-reduce, asynchronous),
+                         in bucket order on every rank, while backward goes on
+    end of backward      launch what is left, agree which parameters were used anywhere, wait
+    embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
+
+A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
+used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
+
+Read shard/flat.py before this file; parallel/data.py and train/engine.py use it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named
+from rankloom.comm.rows import rows_are_cheaper, sum_rows, touched_rows
+from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
+from rankloom.world.group import Group
+
+BUCKET_BYTES = 25 << 20
+
+
+class Pending(Protocol):
+    """Something on its way that can be waited for."""
+
+    def wait(self) -> Any:
+        """Block until it is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InThread:
+    """An all-reduce written in Python, running in the reducer's own thread beside backward."""
+
+    future: Future
+
+    def wait(self) -> Any:
+        return self.future.result()
+
+
+class _Queued:
+    """An all-reduce whose kernels are in the GPU's queue: the stream keeps the order."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Bucket:
+    """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
+
+    Its parameters are moved into a flat buffer of the same layout.
+    """
+
+    def __init__(self, owners: Mapping[str, Tensor]):
+        gradients = {name: owner.grad for name, owner in owners.items()}
+        for owner in owners.values():
+            owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
+        move_into(FlatBuffer(owners), owners)
+        self.buffer = FlatBuffer(owners)
+        self.waiting_for = set(owners)
+        self.pending: Pending | None = None
+        for name, owner in owners.items():
+            gradient = gradients.pop(name)
+            owner.grad = None if gradient is None else self.buffer.views[name].copy_(gradient)
+
+    def land(self, name: str, param: Tensor, owner: Tensor, scale: float) -> None:
+        """Take over the gradient that backward has just left in `param.grad`; `owner.grad` becomes the bucket's view.
+
+        owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
+        """
+        view, gradient = self.buffer.views[name], param.grad
+        assert gradient is not None, f"{name}: hook without a gradient"
+        if gradient is view:       # accumulated in place by autograd
+            view.mul_(scale) if scale != 1.0 else None
+        elif owner.grad is view:   # accumulated here, in the master's dtype
+            view.add_(gradient).mul_(scale) if scale != 1.0 else view.add_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
+        if owner is not param:
+            param.grad = None
+        owner.grad = view
+
+
+class GradientReducer:
+    """Sums the gradients of one model over one group, in buckets, while backward runs.
+
+    params:  name -> the parameter that backward writes a gradient to
+    owners:  name -> whose `.grad` the optimizer reads, where that is not the parameter itself (a master copy)
+    average: divide the sum by the ranks
+    by_rows: names of embeddings, whose gradients are mostly rows of zeros
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
+                 all_reduce: str = BACKEND, bucket_bytes: int = BUCKET_BYTES, average: bool = False,
+                 by_rows: frozenset[str] = frozenset()):
+        self.owners, self.group = dict(owners or params), group
+        self.scale = 1.0 / group.size if average else 1.0
+        self.syncing = True
+        self.buckets: list[Bucket] = []
+        # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
+        rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
+        self._by_rows = [name for name in params if name in by_rows and rows_pay]
+        self._bucket_bytes = bucket_bytes
+        self._home: dict[str, Bucket] = {}
+        self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
+        self._launched = 0
+        self._algorithm = all_reduce_named(all_reduce)
+        self._worker = ThreadPoolExecutor(1, "all-reduce") if self._algorithm and group.device.type == "cpu" else None
+        for name, param in params.items():
+            param.register_post_accumulate_grad_hook(partial(self._land, name))
+
+    @contextlib.contextmanager
+    def sync(self, on: bool) -> Iterator[None]:
+        """Whether backward passes inside launch full buckets; without, gradients only accumulate."""
+        before, self.syncing = self.syncing, on
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def zero(self) -> None:
+        """Forget all gradients; the next to land overwrites its place."""
+        for owner in self.owners.values():
+            owner.grad = None
+
+    def abandon(self) -> None:
+        """Clear away a backward that died half way, so that the next step starts clean."""
+        self._wait_for_buckets()
+        self._reset()
+        self.zero()
+
+    def finish(self, totals: Tensor | None = None) -> Tensor | None:
+        """After the last backward of a step, on every rank: launch what is left, and wait.
+
+        Afterwards `.grad` is the sum over ranks where any rank used the parameter, else None.
+        totals: a few numbers to sum over the ranks on the way; returned
+        """
+        if not self.buckets:
+            self._lay_out()
+        for bucket in self.buckets:
+            for name in bucket.waiting_for:
+                self._stand_in(bucket, name)
+            bucket.waiting_for.clear()
+        self._launch_full_buckets()
+        if self._worker is not None:
+            self._wait_for_buckets()   # two threads must not start collectives in an order of chance
+        summed = None if totals is None else self.group.all_reduce(totals, label="totals", async_op=True)
+        self._agree_on_used()
+        self._wait_for_buckets()
+        self._reset()
+        return None if summed is None else summed.wait()
+
+    # ------------------------------------------------------------------ while backward runs
+
+    def _land(self, name: str, param: Tensor) -> None:
+        owner = self.owners[name]
+        if self.buckets:
+            bucket = self._home[name]
+            bucket.land(name, param, owner, self.scale if self.syncing else 1.0)
+            if self.syncing:
+                bucket.waiting_for.discard(name)
+                self._launch_full_buckets()
+            return
+        self._arrivals.setdefault(name)   # the first backward: gradients stay where autograd made them
+        if owner is not param:
+            assert param.grad is not None, f"{name}: hook without a gradient"
+            owner.grad = param.grad.to(owner.dtype) if owner.grad is None else owner.grad.add_(param.grad)
+            param.grad = None
+
+    def _launch_full_buckets(self) -> None:
+        # In bucket order on every rank, whatever order gradients came in here: collectives must match.
+        dense = len(self.buckets) - len(self._by_rows)
+        while self._launched < dense and not self.buckets[self._launched].waiting_for:
+            bucket = self.buckets[self._launched]
+            bucket.pending = self._start(bucket.buffer.flat, f"gradients of bucket {self._launched}")
+            self._launched += 1
+
+    def _start(self, flat: Tensor, label: str) -> Pending:
+        algorithm: AllReduce | None = self._algorithm
+        if algorithm is None:
+            return self.group.all_reduce(flat, label=label, async_op=True)
+        if self._worker is not None:
+            return _InThread(self._worker.submit(algorithm, flat, self.group))
+        algorithm(flat, self.group)
+        return _Queued()
+
+    # ------------------------------------------------------------------ at the end of backward
+
+    def _stand_in(self, bucket: Bucket, name: str) -> None:
+        """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
+        view = bucket.buffer.views[name]
+        if self.owners[name].grad is None:
+            view.zero_()
+        elif self.scale != 1.0:
+            view.mul_(self.scale)
+
+    def _agree_on_used(self) -> None:
+        """Hand gradients over where any rank used the parameter; sum those that go by rows.
+
+        One small message tells both: a flag for each parameter, and the most rows any rank touched of each embedding.
+        """
+        views = {name: self._home[name].buffer.views[name] for name in self._by_rows}
+        touched = {name: touched_rows(view) for name, view in views.items()}
+        facts = [int(owner.grad is not None) for owner in self.owners.values()] + [len(rows) for rows in touched.values()]
+        # On the CPU even where gradients are on a GPU: reading the answer must not stop the GPU's queue.
+        facts = self.group.all_reduce(torch.tensor(facts, dtype=torch.int32), "max", label="used parameters").tolist()
+        for (name, owner), used in zip(self.owners.items(), facts):
+            owner.grad = self._home[name].buffer.views[name] if used else None
+        for (name, view), most in zip(views.items(), facts[len(self.owners):]):
+            if rows_are_cheaper(most, view, self.group.size):
+                sum_rows(view, touched[name], most, self.group, label=f"rows of {name}")
+            else:
+                self.group.all_reduce(view, label=f"gradient of {name}")
+
+    def _wait_for_buckets(self) -> None:
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+
+    def _reset(self) -> None:
+        self._launched = 0
+        for bucket in self.buckets:
+            bucket.waiting_for = set(bucket.buffer.views)
+
+    def _lay_out(self) -> None:
+        """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""
+        names = list(self.owners)
+        late = [name for name in reversed(names) if name not in self._arrivals]
+        order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals)])
+        *indices, arrived = self.group.broadcast(order, label="order of gradients").tolist()
+        ordered = [names[index] for index in indices]
+        dense = [[name for name in part if name not in self._by_rows] for part in (ordered[:arrived], ordered[arrived:])]
+        # Parameters that got no gradient have buckets of their own: they would hold up the others every step.
+        for part in dense:
+            for owners in by_dtype(self.owners, part):
+                for bucket_names in cut_into_buckets({name: t.nbytes for name, t in owners.items()}, self._bucket_bytes):
+                    self._add_bucket(bucket_names)
+        for name in self._by_rows:
+            self._add_bucket([name])
+
+    def _add_bucket(self, names: list[str]) -> None:
+        bucket = Bucket({name: self.owners[name] for name in names})
+        self.buckets.append(bucket)
+        self._home |= dict.fromkeys(names, bucket)

@@ -1,0 +1,84 @@
+"""Replicas must begin equal, and stay equal where they are not trained: parameters at the start, buffers after each step."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ModelMismatch
+from rankloom.world.group import Group
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers of `model`, each once, tied ones under their first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
+    """Check that all ranks hold the same tensors, and give every rank the values of rank 0.
+
+    returns: names of the tensors whose values differed on this rank before (a warning says so too)
+    sent:    the model once, from rank 0
+    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ
+    """
+    if group.size == 1:
+        return []
+    _expect_same_tensors(model, group)
+    changed = []
+    for name, tensor in named_state(model):
+        theirs = group.broadcast(tensor.detach().clone().contiguous(), label=f"initial {name}")
+        if not torch.equal(theirs, tensor.detach()):
+            changed.append(name)
+            with torch.no_grad():
+                tensor.copy_(theirs)
+    if changed:
+        warnings.warn(
+            f"rank {group.rank}: {len(changed)} tensors differed from rank 0 (first: {changed[0]}); rank 0's values are used. "
+            "Seed the model's initialisation the same on all ranks to be rid of this warning.", stacklevel=3)
+    return changed
+
+
+def _expect_same_tensors(model: nn.Module, group: Group) -> None:
+    mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
+        return
+    root = group.all_gather_object(mine if group.rank == 0 else None, label="rank 0's model")[0]
+    differ = [f"{name}: {mine.get(name, 'missing')} here, {root.get(name, 'missing')} on rank 0"
+              for name in dict.fromkeys((*root, *mine)) if mine.get(name) != root.get(name)]
+    problem = f"rank {group.rank} holds another model than rank 0: {'; '.join(differ[:3])}" if differ else None
+    group.agree(problem, error=ModelMismatch, label="same model")
+
+
+class BufferKeeper:
+    """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
+
+    Which buffers those are is seen from torch's version counters, and agreed on, so a buffer that only some ranks
+    changed is no hang. Constants (rotary tables) never travel.
+    """
+
+    def __init__(self, model: nn.Module, group: Group):
+        self.buffers, self.group = dict(model.named_buffers()), group
+        self._versions = self._seen()
+
+    def average_changed(self) -> list[str]:
+        """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""
+        if not self.buffers:
+            return []
+        now = self._seen()
+        flags = torch.tensor([now[name] != self._versions[name] for name in self.buffers], dtype=torch.int32)
+        flags = self.group.all_reduce(flags, "max", label="which buffers changed")
+        changed = [name for name, flag in zip(self.buffers, flags.tolist()) if flag]
+        for name in changed:
+            buffer = self.buffers[name]
+            # A count (batches tracked) is the same everywhere; where it is not, the largest is the honest one.
+            self.group.all_reduce(buffer, "mean" if buffer.is_floating_point() else "max", label=f"buffer {name}")
+        self._versions = self._seen()
+        return changed
+
+    def _seen(self) -> dict[str, int]:
+        return {name: buffer._version for name, buffer in self.buffers.items()}

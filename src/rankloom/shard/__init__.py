@@ -1,0 +1,1 @@
+"""Floor 3: tensors laid out over ranks."""

@@ -1,0 +1,88 @@
+"""Named tensors laid end to end in one contiguous buffer, and lists of tensors cut into buckets.
+
+A collective wants one contiguous piece of memory; a model has hundreds of tensors. Where the tensors *are* views of one
+buffer, nothing need be copied in before a collective or out after it. Pure arithmetic first, then the buffer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGN = 64   # bytes. A view that starts off a cache line costs matrix kernels speed, and may change their bits.
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lives inside a flat buffer: elements [start, end)."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        return self.start + self.shape.numel()
+
+
+def lay_out(shapes: Mapping[str, torch.Size], itemsize: int) -> tuple[list[Slot], int]:
+    """Slots for tensors laid end to end, each aligned, and the elements of the whole buffer.
+
+    >>> slots, total = lay_out({"a": torch.Size([3]), "b": torch.Size([2, 16])}, itemsize=4)
+    >>> [(s.start, s.end) for s in slots], total
+    ([(0, 3), (16, 48)], 48)
+    """
+    step = max(1, ALIGN // itemsize)
+    slots, end = [], 0
+    for name, shape in shapes.items():
+        slots.append(Slot(name, shape, -(-end // step) * step))
+        end = slots[-1].end
+    return slots, -(-end // step) * step
+
+
+def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, cut in runs of at most `limit` bytes; a larger tensor is a bucket of its own.
+
+    >>> cut_into_buckets({"a": 3, "b": 3, "c": 9, "d": 1}, limit=6)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    buckets: list[list[str]] = []
+    held = limit + 1
+    for name, size in sizes.items():
+        if held + size > limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(name)
+        held += size
+    return buckets
+
+
+class FlatBuffer:
+    """One contiguous tensor and a view of it for each name. Gaps between views stay zero.
+
+    memory: the tensors' bytes, plus less than 64 each
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], dtype: torch.dtype | None = None):
+        first = next(iter(like.values()))
+        dtype = dtype or first.dtype
+        self.slots, total = lay_out({name: t.shape for name, t in like.items()}, dtype.itemsize)
+        self.flat = torch.zeros(total, dtype=dtype, device=first.device)
+        self.views = {slot.name: self.flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+
+
+def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:
+    """Copy each tensor into its view and make it that view. Its old memory is freed unless someone else holds it."""
+    for name, tensor in tensors.items():
+        buffer.views[name].copy_(tensor.detach())
+        tensor.data = buffer.views[name]
+
+
+def by_dtype(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The tensors in the order of `names`, in one group for each (dtype, device): a flat buffer has one of each."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name in names:
+        groups.setdefault((tensors[name].dtype, tensors[name].device), {})[name] = tensors[name]
+    return list(groups.values())

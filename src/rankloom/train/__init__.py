@@ -1,0 +1,1 @@
+"""Floor 6: the engine, and the loop around it."""

@@ -1,0 +1,49 @@
+"""From summed gradients to a finished update: divide, clip, step, in as few passes over memory as can be.
+
+Dividing by the count and clipping are one factor. A fused optimizer takes it into its own pass over the gradients;
+for the others the flat buffers are multiplied once.
+"""
+
+import resource
+import sys
+
+import torch
+from torch import Tensor
+
+CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: torch.optim.Optimizer, flats: list[Tensor], totals: Tensor, *, scale: float,
+                    clip: float | None) -> tuple[float, float, float, bool]:
+    """Step the optimizer on the mean, clipped gradient; not at all when the loss or a gradient is not finite.
+
+    flats:   the flat gradient buffers, summed over all ranks and multiplied by `scale`; each element once
+    totals:  fp64 [loss sum, count] over all ranks
+    returns: (loss sum, count, gradient norm before clipping, whether all was finite)
+    """
+    total, count = totals
+    wide = torch.float64 if flats[0].dtype == torch.float64 else torch.float32
+    norms = torch.stack([torch.linalg.vector_norm(flat, dtype=wide) for flat in flats])
+    norm = torch.linalg.vector_norm(norms.to(torch.float64)) / (count * scale)
+    factor = 1.0 / (count * scale)
+    if clip is not None:
+        factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    bad = ~(torch.isfinite(norm) & torch.isfinite(total) & (count > 0))
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and all(flat.dtype == torch.float32 for flat in flats):
+        # Setting these two is the interface that torch's own gradient scaler uses.
+        optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[attr-defined]
+        optimizer.step()
+    elif not bad.item():
+        for flat in flats:
+            flat.mul_(factor.to(flat.dtype))
+        optimizer.step()
+    values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
+    return values[0], values[1], values[2], not values[3]
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this rank has held: of its GPU, or of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,90 @@
+"""Cut a batch in micro-batches, and deal its rows over ranks.
+
+A batch is a tensor, or tuples, lists and dicts of tensors, nested as you like; every tensor has one row per sample along dim 0.
+What is not a tensor goes along unchanged.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import BatchError
+from rankloom.comm.canonical import owned_leaves
+from rankloom.world.group import Group
+
+
+def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
+    """The same nesting, with `change(tensor)` in place of each tensor."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return type(batch)((key, map_tensors(change, value)) for key, value in batch.items())
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(change, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(change, value) for value in batch)
+    return batch
+
+
+def rows_of(batch: Any, rank: int) -> int:
+    """How many samples a batch holds.
+
+    raises: BatchError when it has no tensors, or tensors of different length along dim 0
+    """
+    lengths: list[int] = []
+    map_tensors(lambda t: lengths.append(t.shape[0] if t.dim() else -1), batch)
+    if not lengths or -1 in lengths or len(set(lengths)) > 1:
+        raise BatchError(f"rank {rank}: a batch must hold tensors with one row per sample along dim 0, all equally long; "
+                         f"found lengths {lengths} in a {type(batch).__name__}")
+    return lengths[0]
+
+
+def cut(batch: Any, pieces: int, rank: int) -> list[Any]:
+    """The batch in `pieces` contiguous runs of rows; where they do not divide, the first are one longer.
+
+    raises: BatchError when there are fewer rows than pieces
+    """
+    rows = rows_of(batch, rank)
+    if rows < pieces:
+        raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; "
+                         "give it at least one row for each, or accumulate less")
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
+    return [map_tensors(partial(_rows, first=first, end=end), batch) for first, end in runs]
+
+
+def _rows(x: Tensor, first: int, end: int) -> Tensor:
+    return x[first:end]
+
+
+def deal_rows(batch: Any, group: Group, leaves: int) -> tuple[Any, int]:
+    """Give each rank the rows of the logical shards it owns, whoever holds them now.
+
+    The global batch is all ranks' batches one after another, in rank order, and is cut in `leaves` contiguous shards; fewer
+    when it has fewer rows.
+    returns: (this rank's rows, the number of shards)
+    raises:  BatchError, on all ranks, when there are fewer rows than ranks
+    """
+    held = group.all_gather(torch.tensor([rows_of(batch, group.rank)], device=group.device), label="rows").tolist()
+    leaves = min(leaves, sum(held))
+    if leaves < group.size:
+        raise BatchError(f"a global batch of {sum(held)} rows in {leaves} logical shards is too small for {group.size} ranks")
+    wanted = _wanted_rows(sum(held), group.size, leaves)
+    if wanted == held:
+        return batch, leaves
+    send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
+    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), leaves
+
+
+def _wanted_rows(rows: int, ranks: int, leaves: int) -> list[int]:
+    sizes = [len(shard) for shard in torch.arange(rows).tensor_split(leaves)]
+    return [sum(sizes[leaf] for leaf in owned_leaves(rank, ranks, leaves)) for rank in range(ranks)]
+
+
+def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:
+    """How many rows of `rank`'s run, in a cut by `mine`, fall into each run of a cut by `theirs`."""
+    start, end = sum(mine[:rank]), sum(mine[: rank + 1])
+    bounds = [(sum(theirs[:r]), sum(theirs[: r + 1])) for r in range(len(theirs))]
+    return [max(0, min(end, stop) - max(start, first)) for first, stop in bounds]

@@ -1,0 +1,119 @@
+"""Number formats: what a model computes in, what the optimizer keeps, and the loss scale of fp16.
+
+bf16 and fp16 compute in 16 bits and keep fp32 master weights: gradients are accumulated, summed over ranks and applied in
+fp32, and after each step the masters are rounded into the model. fp16 has too few exponents for small gradients, so its loss is
+multiplied by a scale that grows while it can and halves when something overflows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankloom.base.errors import ConfigError, did_you_mean
+
+GROW_AFTER = 2000        # steps without overflow until the scale doubles
+FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The formats of one run. `compute` None means: as the model is."""
+
+    name: str
+    compute: torch.dtype | None = None
+    master: torch.dtype | None = None
+    scaled: bool = False
+
+
+PRECISIONS = {p.name: p for p in (
+    Precision("fp32", torch.float32),
+    Precision("fp64", torch.float64),
+    Precision("bf16", torch.bfloat16, master=torch.float32),
+    Precision("fp16", torch.float16, master=torch.float32, scaled=True),
+)}
+
+
+def precision_named(name: str | None) -> Precision:
+    """The precision of that name; None keeps the dtypes that the model has."""
+    if name is None:
+        return Precision("as the model is")
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision {name!r} is unknown. {did_you_mean(name, PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+class MasterWeights:
+    """Casts a model to its compute format; holds the parameters that the optimizer updates.
+
+    owners: name -> that parameter: the model's own, or its fp32 master copy
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision):
+        self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.owners: dict[str, nn.Parameter] = self.params
+        if precision.compute is None:
+            return
+        if precision.master is None:
+            model.to(precision.compute)
+            return
+        full = {id(param) for module in model.modules() if isinstance(module, _BatchNorm) for param in module.parameters()}
+        self.owners = {name: param if id(param) in full else nn.Parameter(param.detach().to(precision.master, copy=True))
+                       for name, param in self.params.items()}
+        for param in model.parameters():
+            if param.is_floating_point() and id(param) not in full:   # running statistics want full weights beside them
+                param.data = param.data.to(precision.compute)
+        model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the optimizer's step: round the masters into the model."""
+        pairs = [(param, self.owners[name]) for name, param in self.params.items() if self.owners[name] is not param]
+        if pairs:
+            torch._foreach_copy_([param for param, _ in pairs], [owner for _, owner in pairs])
+
+    def full_values(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`state` (a model's state dict), with master values in place of rounded ones."""
+        masters = {id(param): self.owners[name] for name, param in self.params.items()}
+        return {name: masters.get(id(value), value).detach().clone() for name, value in state.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _CastInputs:
+    """A model in 16 bits wants its floating inputs in 16 bits; token numbers stay as they are."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self._cast, args)), {key: self._cast(value) for key, value in kwargs.items()}
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """What the loss is multiplied by before backward, always a power of two, so that it costs no bits.
+
+    >>> LossScale(8.0).after(overflow=True)
+    LossScale(value=4.0, good_steps=0)
+    """
+
+    value: float = 1.0
+    good_steps: int = 0
+
+    @classmethod
+    def first(cls, count: float) -> "LossScale":
+        """For a loss that is a sum over `count` items: 2**16 over the power of two nearest to the count."""
+        return cls(2.0 ** (FIRST_EXPONENT - round(torch.tensor(max(count, 1.0)).log2().item())))
+
+    def after(self, overflow: bool) -> "LossScale":
+        """The scale of the next step."""
+        if overflow:
+            return LossScale(self.value / 2)
+        if self.good_steps + 1 == GROW_AFTER:
+            return LossScale(self.value * 2)
+        return LossScale(self.value, self.good_steps + 1)

@@ -1,0 +1,97 @@
+"""Build process groups by hand: no default group, no environment, so many worlds may live in one process.
+
+Every group has its own prefix in the store, which carries the generation: a rebuilt group never reads an old address.
+"""
+
+import torch
+import torch.distributed as dist
+
+from rankloom.base.errors import MeshError, RankLost
+from rankloom.base.mesh import Mesh
+from rankloom.world.debug import Inspector
+from rankloom.world.group import Group, seconds
+
+LOOPBACK = "127.0.0.1"
+
+
+def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, timeout: float, loopback: bool,
+            own_gpu: bool) -> dist.ProcessGroup:
+    """A process group of `size` ranks that meet in `store`: gloo for CPU tensors, NCCL for CUDA tensors.
+
+    loopback: all ranks are on this host, so connections need neither a host name nor an open interface
+    own_gpu:  no other rank uses this rank's GPU; NCCL refuses to share one, gloo (through the host) does not
+    raises:   RankLost when the others do not come within `timeout` seconds
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    options = dist.ProcessGroupGloo._Options()   # type: ignore[attr-defined]
+    options._timeout = seconds(timeout)
+    make = dist.ProcessGroupGloo.create_device
+    options._devices = [make(hostname=LOOPBACK) if loopback else dist.ProcessGroupGloo.create_default_device()]
+    try:
+        gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank}: could not connect to all {size} ranks within {timeout:g} s: "
+                       f"{str(error).splitlines()[0]}") from error
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    cuda = torch.device("cuda")
+    if device.type == "cuda" and own_gpu:
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = seconds(timeout)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, nccl_options)
+        group._register_backend(cuda, dist.ProcessGroup.BackendType.NCCL, nccl)
+    elif device.type == "cuda":
+        group._register_backend(cuda, dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def as_mesh(ranks: int | Mesh) -> Mesh:
+    """A number of ranks stands for that many replicas."""
+    if isinstance(ranks, Mesh):
+        return ranks
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise MeshError(f"the number of ranks is {ranks!r}, expected a Mesh or a whole number, 1 or more")
+    return Mesh(replicate=ranks)
+
+
+class World(Group):
+    """All ranks of the job as one group, and the mesh that names their axes.
+
+    `group("replicate")` is the group of the ranks that differ from this one along that axis only; several axes make
+    one flattened group; no axes, the world itself. Asking again gives the same group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, device: torch.device, *, timeout: float,
+                 local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False):
+        self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
+        self._store, self._loopback, self._debug = store, loopback, debug
+        self._groups: dict[tuple[int, ...], Group] = {}
+        pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
+        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, inspector=inspector)
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank's peers along `axes`. All those peers must ask for it in the same order."""
+        ranks = self.mesh.peers(self.rank, *axes) if axes else self.ranks
+        if ranks == self.ranks:
+            return self
+        if ranks not in self._groups:
+            pg, inspector = self._join(ranks, self.rank, self.device, self.timeout)
+            self._groups[ranks] = Group(pg, ranks.index(self.rank), ranks, name="+".join(axes), device=self.device,
+                                        timeout=self.timeout, inspector=inspector)
+        return self._groups[ranks]
+
+    def close(self) -> None:
+        """Drop every connection of this rank; peers that wait for it are set free."""
+        for group in self._groups.values():
+            group.close()
+        super().close()
+
+    def _join(self, ranks: tuple[int, ...], me: int, device: torch.device,
+              timeout: float) -> tuple[dist.ProcessGroup | None, Inspector | None]:
+        if len(ranks) == 1:
+            return None, None
+        store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
+        own_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
+        pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self._loopback, own_gpu=own_gpu)
+        watch = dist.PrefixStore("debug", store)
+        return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None

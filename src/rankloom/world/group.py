@@ -1,0 +1,307 @@
+"""A group of ranks: the one object that may talk to other ranks. It is given, never looked up.
+
+Every collective checks that its tensor is contiguous (gloo moves the wrong bytes of a view silently), writes what
+it costs into the group's ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a
+label. Called plainly, a collective returns its result; with `async_op=True` it returns a `Handle` at once.
+
+A group of one rank has no connection at all: every collective is the identity.
+Read `world/launch.py` for how groups come to be, `base/cost.py` for the bills.
+"""
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+from rankloom.base.errors import CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.world.debug import Fingerprint, Inspector, call_site
+
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What one rank has sent to one group so far, and how long it stood waiting for it."""
+
+    messages: int = 0
+    bytes: int = 0
+    calls: int = 0
+    waited: float = 0.0   # seconds blocked in wait(); on CUDA a wait only orders streams, so this stays near 0
+
+    def add(self, bill: Bill) -> None:
+        """Enter one call."""
+        self.calls += 1
+        self.messages += bill.messages
+        self.bytes += bill.sent
+
+
+class Handle:
+    """A collective on its way. `wait()` returns its result; the buffers must not be touched before."""
+
+    def __init__(self, group: "Group", label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
+        self.group, self.label, self.works, self._finish = group, label, works, finish
+
+    def wait(self) -> Tensor:
+        """Block until the result is there (on CUDA: order the current stream behind it).
+
+        raises: RankLost, CollectiveTimeout
+        """
+        begin = time.perf_counter()
+        for work in self.works:
+            with self.group.translated_errors(self.label):
+                work.wait()
+        self.works = ()
+        self.group.ledger.waited += time.perf_counter() - begin
+        return self._finish()
+
+
+class Group:
+    """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
+
+    `ranks` are their numbers in the world, for messages. `device` is where this rank's tensors live.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int], *, name: str = "world",
+                 device: torch.device | str = "cpu", timeout: float = 300.0, inspector: Inspector | None = None):
+        self.rank, self.ranks, self.name = rank, tuple(ranks), name
+        self.device, self.timeout = torch.device(device), timeout
+        self.ledger = Ledger()
+        self._process_group, self._inspector = process_group, inspector
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, rank {self.rank} of {self.size})"
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
+        """Combine `x` over the ranks, in place; every rank ends with the same. op: sum, mean, max, min, product.
+
+        x: any shape, the same on all ranks   sent: 2n(p-1)/p
+        """
+        if op not in (*REDUCE_OPS, "mean"):
+            raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPS["sum" if op == "mean" else op]   # type: ignore[assignment]
+        finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
+        return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
+                             start=lambda pg: pg.allreduce([x], options), finish=finish)
+
+    def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
+        """Overwrite `x` on every rank with rank `root`'s. x: any shape, the same on all ranks."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self._peer(root), 0
+        return self._collect("broadcast", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
+                             start=lambda pg: pg.broadcast([x], options), finish=lambda: x)
+
+    def all_gather(self, x: Tensor, *, label: str = "", async_op: bool = False) -> Any:
+        """All ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)"""
+        rows = x.unsqueeze(0) if x.dim() == 0 else x
+        out = rows.new_empty((rows.shape[0] * self.size, *rows.shape[1:])) if self.size > 1 else rows
+        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
+                             start=lambda pg: pg._allgather_base(out, rows), finish=lambda: out)
+
+    def reduce_scatter(self, x: Tensor, *, label: str = "", async_op: bool = False) -> Any:
+        """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
+
+        gloo's own reduce-scatter moves twice the bytes (all-reduce, then slice); so on the CPU the slices are dealt
+        out and added here, in rank order. `x` is not changed.
+        """
+        n = self._equal_rows(x, "reduce_scatter")
+        bill = scatter_bill(x.nbytes, self.size)
+        if x.device.type != "cpu":
+            out = x.new_empty((n, *x.shape[1:]))
+            return self._collect("reduce_scatter", x, label, async_op, bill=bill,
+                                 start=lambda pg: pg._reduce_scatter_base(out, x), finish=lambda: out)
+        dealt = torch.empty_like(x) if self.size > 1 else x
+        return self._collect("reduce_scatter", x, label, async_op, bill=bill,
+                             start=lambda pg: pg.alltoall_base(dealt, x, [], []),
+                             finish=lambda: _add_in_order(dealt, self.size) if self.size > 1 else x)
+
+    def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
+                   label: str = "", async_op: bool = False) -> Any:
+        """Deal rows of `x` out: the first send_rows[0] to rank 0, the next send_rows[1] to rank 1, and so on.
+
+        Returns what all ranks dealt to this one, in rank order: [sum(recv_rows), ...]. Left out, shares are equal.
+        """
+        if send_rows is None or recv_rows is None:
+            send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
+        if sum(send_rows) != x.shape[0] or len(send_rows) != self.size:
+            raise ShapeMismatch(f"{self._where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as {list(send_rows)}")
+        out = x.new_empty((sum(recv_rows), *x.shape[1:])) if self.size > 1 else x
+        sent = (x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1))
+        # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
+        return self._collect("all_to_all", x, label, async_op, bill=Bill(sent=sent, messages=self.size - 1),
+                             shape=tuple(x.shape[1:]), finish=lambda: out,
+                             start=lambda pg: pg.alltoall_base(out, x, list(recv_rows), list(send_rows)))
+
+    def barrier(self, *, label: str = "") -> None:
+        """Return when every rank has come here."""
+        self.all_reduce(torch.zeros(1, device=self.device), label=label or "barrier")
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    # ------------------------------------------------------------------ one to one
+
+    def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        """Send `x` to rank `to` of this group."""
+        peer = self._peer(to)
+        return self._pass("send", x, label, async_op, Bill(sent=x.nbytes, messages=1), lambda pg: pg.send([x], peer, tag))
+
+    def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
+        peer = self._peer(frm)
+        return self._pass("recv", into, label, async_op, Bill(), lambda pg: pg.recv([into], peer, tag))
+
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
+        """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
+        if self.device.type == "cuda" and self.size > 1:
+            return self._exchange_coalesced(out, to, into, frm, label)
+        received = self.recv(into, frm, tag=tag, label=label, async_op=True)
+        self.send(out, to, tag=tag, label=label)
+        return received.wait()
+
+    def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Tensor:
+        # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
+        self._require_contiguous(out, label)
+        pg, device = self._connected(label), into.device
+        self.ledger.add(Bill(sent=out.nbytes, messages=1))
+        pg._start_coalescing(device)
+        pg.recv([into], self._peer(frm), 0)
+        pg.send([out], self._peer(to), 0)
+        work = pg._end_coalescing(device)
+        return Handle(self, label, [work] if work is not None else [], lambda: into).wait()
+
+    # ------------------------------------------------------------------ values that are not tensors
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        """Every rank's `value`, in rank order. JSON values only: nothing is ever unpickled."""
+        text = json.dumps(value).encode()
+        sizes = self.all_gather(torch.tensor([len(text)], device=self.device), label=f"{label}: length").tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.all_gather(padded.to(self.device), label=f"{label}: text").view(self.size, -1).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes)]
+
+    def agree(self, problem: str | None, *, error: type[RankloomError] = ConfigError, label: str = "agree") -> None:
+        """Every rank raises or none does: a rank that raised alone would leave the others waiting.
+
+        problem: what is wrong on this rank, or None. Each rank raises `error` with the problems of all.
+        """
+        problems = [said for said in self.all_gather_object(problem, label=label) if said]
+        if problems:
+            raise error("\n".join(dict.fromkeys(problems)))
+
+    # ------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
+        self._process_group = None
+
+    def translated_errors(self, label: str) -> "_TranslatedErrors":
+        """A context that turns a backend's failure into an error that names rank, group and label."""
+        return _TranslatedErrors(self, label)
+
+    # ------------------------------------------------------------------ inside
+
+    def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
+                 finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
+        """Check, enter into the ledger, start; the common part of all collectives."""
+        if self.size == 1:
+            handle = Handle(self, label, (), lambda: x)
+            return handle if async_op else x
+        self._require_contiguous(x, label or op)
+        pg = self._connected(label or op)
+        if self._inspector:
+            shown = str(list(x.shape if shape is None else shape))
+            self._inspector.check(Fingerprint(op, shown, str(x.dtype).removeprefix("torch."), label, call_site()))
+        self.ledger.add(bill)
+        with self.translated_errors(label or op):
+            work = start(pg)
+        handle = Handle(self, label or op, [work], finish)
+        return handle if async_op else handle.wait()
+
+    def _pass(self, op: str, x: Tensor, label: str, async_op: bool, bill: Bill, start: Callable) -> Any:
+        """Like `_collect`, for messages between two ranks, which the others know nothing of."""
+        self._require_contiguous(x, label or op)
+        pg = self._connected(label or op)
+        if bill.messages:
+            self.ledger.add(bill)
+        with self.translated_errors(label or op):
+            work = start(pg)
+        handle = Handle(self, label or op, [work], lambda: x)
+        return handle if async_op else handle.wait()
+
+    def _connected(self, label: str) -> dist.ProcessGroup:
+        if self._process_group is None:
+            raise RankLost(f"{self._where(label)}: this group is closed, or has one rank only")
+        return self._process_group
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"{self._where('peer')}: there is no rank {rank} in a group of {self.size}")
+        return rank
+
+    def _equal_rows(self, x: Tensor, op: str) -> int:
+        if x.dim() == 0 or x.shape[0] % self.size:
+            raise ShapeMismatch(f"{self._where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
+                                "equal slices along dim 0; pad it")
+        return x.shape[0] // self.size
+
+    def _require_contiguous(self, x: Tensor, label: str) -> None:
+        if not x.is_contiguous():
+            raise NotContiguous(f"{self._where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
+                                "expected a contiguous one; pass x.contiguous()")
+
+    def _where(self, label: str) -> str:
+        return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
+
+    def _explain(self, label: str, error: Exception) -> RankloomError:
+        text = str(error).splitlines()[0]
+        if "imeout" in text or "imed out" in text:
+            who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
+                " RANKLOOM_DEBUG=1 says which rank was where.")
+            return CollectiveTimeout(f"{self._where(label)} did not finish within {self.timeout:g} s: "
+                                     f"a rank is slow, stopped, or skipped this call.{who}")
+        return RankLost(f"{self._where(label)} lost its connection to another rank, which has ended or failed: {text}")
+
+
+class _TranslatedErrors:
+    """See `Group.translated_errors`. A class, because a generator context costs more than the call it guards."""
+
+    __slots__ = ("group", "label")
+
+    def __init__(self, group: Group, label: str):
+        self.group, self.label = group, label
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
+            raise self.group._explain(self.label, error) from error
+
+
+def _add_in_order(dealt: Tensor, ranks: int) -> Tensor:
+    """Sum the `ranks` equal pieces of `dealt`, first to last: the same order on every machine."""
+    pieces = dealt.chunk(ranks)
+    total = pieces[0].clone()
+    for piece in pieces[1:]:
+        total.add_(piece)
+    return total
+
+
+def seconds(timeout: float) -> datetime.timedelta:
+    """A time-out as torch.distributed wants it."""
+    return datetime.timedelta(seconds=timeout)

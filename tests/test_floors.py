@@ -1,0 +1,68 @@
+"""Lower floors never import upper ones; late imports inside functions count too."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "rankloom"
+FLOORS = ["base", "world", "comm", "shard", "parallel", "models data", "train", "watch"]
+FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms.split()}
+FILES = sorted(ROOT.rglob("*.py"))
+# Upper floors that a room may not see although they lie below it: watch reads events and run folders only.
+SEES_ONLY = {"watch": {"base"}, "models": {"base"}, "data": {"base"}}
+
+
+def imports(file: Path) -> set[str]:
+    """Full names of all modules that `file` imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "rankloom" and len(parts) > 1 and parts[1] in FLOOR else None
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent != ROOT], ids=lambda f: str(f.relative_to(ROOT)))
+def test_a_module_imports_only_from_floors_below_its_own(file):
+    room = file.relative_to(ROOT).parts[0]
+    for used in filter(None, map(room_of, imports(file))):
+        assert used == room or FLOOR[used] < FLOOR[room], f"{file.name} ({room}) imports {used}, which is not below it"
+        assert used == room or used in SEES_ONLY.get(room, {used}), f"{room} must not know {used}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_only_world_talks_to_torch_distributed(file):
+    text = file.read_text()
+    tree = ast.parse(text)
+    dotted = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    names = imports(file) | {f"{n.value.id}.{n.attr}" for n in dotted}
+    if file.relative_to(ROOT).parts[0] != "world":
+        assert not any(name.startswith("torch.distributed") for name in names)
+    if file.relative_to(ROOT) != Path("world/launch.py"):
+        assert not names & {"os.environ", "os.getenv", "os.putenv"}, "the environment is read in world/launch.py only"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_none_of_torch_s_big_distributed_classes_is_used(file):
+    for banned in ("DistributedDataParallel", "fully_shard", "FullyShardedDataParallel", "DTensor", "distributed.pipelining",
+                   "distributed.tensor", "distributed.checkpoint"):
+        code = "\n".join(ast.unparse(n) for n in ast.parse(file.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom))
+        assert banned not in code
+
+
+def test_no_module_imports_itself_in_a_circle():
+    graph = {".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): imports(f) for f in FILES}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' -> '.join((*path, module))}"
+        if module not in seen:
+            for used in graph.get(module, set()) & graph.keys():
+                visit(used, (*path, module))
+            seen.add(module)
+
+    seen: set[str] = set()
+    for module in graph:
+        visit(module, ())
