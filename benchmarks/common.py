@@ -1,0 +1,83 @@
+"""What the benchmarks share: start ranks under torchrun, take turns, show and keep tables."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> dict:
+    """Run `script --worker ARGUMENTS --out FILE` on `ranks` processes of this host; what rank 0 wrote to FILE."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                   "--rdzv-endpoint", "127.0.0.1:0", script, "--worker", *arguments, "--out", str(out)]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+        return json.loads(out.read_text())
+
+
+def pin_to_core(rank: int) -> None:
+    """One thread for each rank, on one core: what moves between runs is then the code."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+
+
+def take_turns(steps: dict[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 3) -> dict[str, dict]:
+    """Run every variant once a round, in rotating order; wall and CPU seconds of each counted run."""
+    names = list(steps)
+    times: dict[str, dict] = {name: {"wall": [], "cpu": []} for name in names}
+    for turn in range(warm_up + rounds):
+        for name in names[turn % len(names):] + names[: turn % len(names)]:
+            barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            barrier()
+            if turn >= warm_up:
+                times[name]["wall"].append(time.perf_counter() - wall)
+                times[name]["cpu"].append(time.process_time() - cpu)
+    return times
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """Their median, in milliseconds."""
+    return round(statistics.median(seconds) * 1e3, 1)
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """The median of a/b taken round by round, so that a drift of the machine cancels."""
+    return round(statistics.median(x / y for x, y in zip(a, b)), 3)
+
+
+def show(rows: list[dict]) -> str:
+    """Rows as a Markdown table."""
+    head = list(rows[0])
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
+
+
+def machine() -> str:
+    """What and when: a figure without these means nothing."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (f"{platform.machine()}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{datetime.date.today()}, load at start {os.getloadavg()[0]:.2f}")
+
+
+def keep(name: str, where: str, rows: list[dict], note: str = "") -> None:
+    """Write the table to benchmarks/results/NAME.md and .json."""
+    RESULTS.mkdir(exist_ok=True)
+    command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
+    (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(f"`{command}`\n\n{where}\n\n{show(rows)}\n{note}")

@@ -1,0 +1,123 @@
+"""One training step of a GPT: torch's DistributedDataParallel, ours, and no communication at all, in turn.
+
+    python benchmarks/data_parallel.py                                   # 2 and 4 ranks, 11M and 57M, fp32
+    python benchmarks/data_parallel.py --ranks 2 --models 11M --precision bf16
+
+Same process group (gloo), same model, same data, same fused AdamW, in the same processes, interleaved: every round runs
+each variant once, in rotating order, and ratios are taken inside a round. DDP gets its best settings: gradients as bucket
+views, static graph, no buffer broadcast, and the better of two bucket sizes. Peak memory comes from separate runs, one variant a
+process, as the largest resident set of any rank.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from torch.nn.parallel import DistributedDataParallel
+
+import rankloom as rl
+from rankloom.models.config import preset
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
+
+
+def wrappers(group: rl.Group) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
+    """The variants, by name."""
+    best = dict(gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    return {
+        "no communication": lambda model: model,
+        "torch DDP, 25 MiB": lambda model: DistributedDataParallel(model, **best),
+        "torch DDP, 100 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=100, **best),
+        "rankloom": lambda model: rl.data_parallel(model, group),
+    }
+
+
+def make_step(name: str, args: argparse.Namespace, group: rl.Group) -> Callable[[], float]:
+    """A training step of one variant with a model and an optimizer of its own; returns the loss."""
+    model = GPT(preset(args.models, vocab_size=8192, seq_len=max(args.tokens, 128)), seed=0)
+    wrapped = wrappers(group)[name](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    draw = torch.Generator().manual_seed(group.rank)
+    text = torch.randint(0, 8192, (1, args.tokens + 1), generator=draw)
+    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+    def step() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            total, count = language_model_loss(wrapped, batch)
+            loss = total / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank under torchrun: measure, and let rank 0 write what it found."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    rank = int(os.environ["RANK"])
+    pin_to_core(rank)
+    dist.init_process_group("gloo")
+    group = rl.Group(dist.group.WORLD, rank, range(dist.get_world_size()))
+    names = [args.only] if args.only else list(wrappers(group))
+    steps = {name: make_step(name, args, group) for name in names}
+    times = take_turns(steps, args.repeat, group.barrier)
+    peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
+    peak = group.all_reduce(peak, "max").item()
+    if rank == 0:
+        Path(args.out).write_text(json.dumps({"times": times, "peak": peak}))
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, size: str, args: argparse.Namespace) -> list[dict]:
+    """Rows of the table for one model on one number of ranks."""
+    shared = ["--models", size, "--precision", args.precision, "--tokens", str(args.tokens)]
+    times = run_ranks(__file__, ranks, [*shared, "--repeat", str(args.repeat)])["times"]
+    names = list(times)
+    rivals = [name for name in names if name.startswith("torch")]
+    best = min(rivals, key=lambda name: statistics.median(times[name]["wall"]))
+    alone = times["no communication"]["wall"]
+    peaks = {name: run_ranks(__file__, ranks, [*shared, "--repeat", "3", "--only", name])["peak"] for name in names} if args.memory else {}
+    return [{
+        "model": size, "ranks": ranks, "precision": args.precision, "tokens per rank": args.tokens, "variant": name,
+        "median ms": median_ms(t["wall"]), "min ms": round(min(t["wall"]) * 1e3, 1), "CPU ms of rank 0": median_ms(t["cpu"]),
+        "over best DDP": median_ratio(t["wall"], times[best]["wall"]), "over no communication": median_ratio(t["wall"], alone),
+        "peak MiB": round(peaks[name] / 2**20) if peaks else "-",
+    } for name, t in times.items()]
+
+
+def main() -> None:
+    """Measure all combinations, print the tables, keep them in benchmarks/results/."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--models", default="11M,57M")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
+    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--no-memory", dest="memory", action="store_false")
+    parser.add_argument("--name", default="data_parallel", help="of the files in benchmarks/results/")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    where, rows = machine(), []
+    for size in args.models.split(","):
+        for ranks in map(int, args.ranks.split(",")):
+            rows += measure(ranks, size, args)
+            print(show(rows[-4:]), flush=True)
+    keep(args.name, where, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One GPU trains the 1.24B Llama shape: ours beside FSDP2 and torch.compile, in one run.
+
+    python benchmarks/gpu_single.py                 # a CUDA device: sequence 4096, batch 4
+    python benchmarks/gpu_single.py --small         # the same script at toy size, on whatever there is
+
+Every variant runs in a process of its own, one after another, so that peak memory is its own; all take the same batch and fused AdamW.
+Model TFLOP/s count 6 x parameters + causal attention, once per token: work done again (recompute) does not count.
+The share is of the rate that a large bf16 matrix product reaches on the same device in the same run.
+
+    ours             rl.prepare, bf16 with fp32 masters, each block compiled, cross-entropy in chunks
+    FSDP2 eager      fully_shard per block, bf16 compute, fp32 parameters
+    FSDP2 compiled   the same with each block compiled
+    compile          torch.compile of the whole model under autocast, no wrapper
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import keep, machine, show
+
+import rankloom as rl
+from rankloom.models.config import GPTConfig, model_flops_per_token, parameter_count, preset
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss, loss_and_gradient, plain_language_model_loss
+
+VARIANTS = ("ours", "FSDP2 eager", "FSDP2 compiled", "compile")
+WARM_UP = 4
+
+
+def shape(small: bool) -> tuple[GPTConfig, int]:
+    """The model and the batch."""
+    return (preset("1M", vocab_size=512, seq_len=128), 2) if small else (preset("1.2B"), 4)
+
+
+def adamw(params: object) -> torch.optim.Optimizer:
+    """The same optimizer for all."""
+    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def ours(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
+    """A step of `rl.prepare`."""
+    model = GPT(config, device=device)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+        model.loss_kernel = torch.compile(loss_and_gradient)
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=rl.init(device=device.type), clip=1.0, precision="bf16")
+    return lambda batch: engine.step(batch).loss
+
+
+def fsdp2(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
+    """A step of torch's fully_shard on a group of one."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = GPT(config, device=device)
+    for block in model.blocks:
+        if compiled:
+            block.compile()
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return plain_step(model, adamw(model.parameters()))
+
+
+def whole_compile(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
+    """A step of a plain model, compiled as a whole, under autocast."""
+    model = GPT(config, device=device)
+    step = plain_step(torch.compile(model) if compiled else model, adamw(model.parameters()))
+
+    def under_autocast(batch: tuple) -> float:
+        with torch.autocast(device.type, torch.bfloat16):
+            return step(batch)
+
+    return under_autocast
+
+
+def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tuple], float]:
+    """Forward, backward, clip, step: what a user of the peers writes."""
+    def step(batch: tuple) -> float:
+        total, count = plain_language_model_loss(model, batch)
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One variant, in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    config, rows = shape(args.small)
+    make = {"ours": ours, "compile": whole_compile}.get(args.worker, fsdp2)
+    compiled = args.worker != "FSDP2 eager" and not args.eager
+    step = make(config, device, compiled)
+    text = torch.randint(0, config.vocab_size, (rows, config.seq_len + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    seconds, losses = [], []
+    for turn in range(WARM_UP + args.repeat):
+        synchronize(device)
+        begin = time.perf_counter()
+        losses.append(step(batch))
+        synchronize(device)
+        if turn >= WARM_UP:
+            seconds.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    found = {"seconds": statistics.median(seconds), "peak": peak, "first loss": losses[0], "last loss": losses[-1]}
+    Path(args.out).write_text(json.dumps(found))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a clock read before that measures nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_rate(n: int) -> float:
+    """TFLOP/s of a bf16 matrix product of random n x n matrices: the ceiling of everything below."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(12):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(4):
+            a @ b
+        synchronize(device)
+        times.append((time.perf_counter() - begin) / 4)
+    return 2 * n**3 / statistics.median(times) / 1e12
+
+
+def measure(variant: str, args: argparse.Namespace) -> dict:
+    """Run one variant in a process of its own; what it found, or why it could not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--worker", variant, "--out", str(out), "--repeat", str(args.repeat)]
+        command += ["--small"] * args.small + ["--eager"] * args.eager
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1][:200]}
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Measure the device's ceiling, then every variant; print the table and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    if not args.small and not torch.cuda.is_available():
+        raise SystemExit("gpu_single.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    where, (config, rows) = machine(), shape(args.small)
+    ceiling = matmul_rate(512 if args.small else 8192)
+    flops = rows * config.seq_len * model_flops_per_token(config, config.seq_len)
+    print(f"{where}\n{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens, matmul {ceiling:.4g} TFLOP/s", flush=True)
+    table = []
+    for variant in args.variants.split(","):
+        found = measure(variant, args)
+        if "error" in found:
+            print(f"{variant} could not run: {found['error']}")
+            continue
+        rate = flops / found["seconds"] / 1e12
+        table.append({"variant": variant, "ms": round(found["seconds"] * 1e3, 1), "tokens/s": round(rows * config.seq_len / found["seconds"]),
+                      "model TFLOP/s": round(rate, 4 if args.small else 1), "of matmul": round(rate / ceiling, 3), "peak GiB": round(found["peak"] / 2**30, 1),
+                      "first loss": round(found["first loss"], 4), "last loss": round(found["last loss"], 4)})
+        print(show(table[-1:]), flush=True)
+    if not args.small and table:
+        keep("gpu_single", f"{where}, matmul {ceiling:.1f} TFLOP/s", table)
+
+
+if __name__ == "__main__":
+    main()
