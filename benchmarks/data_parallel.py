@@ -3,10 +3,12 @@
     python benchmarks/data_parallel.py                                   # 2 and 4 ranks, 11M and 57M, fp32
     python benchmarks/data_parallel.py --ranks 2 --models 11M --precision bf16
 
-Same process group (gloo), same model, same data, same fused AdamW, in the same processes, interleaved: every round runs
-each variant once, in rotating order, and ratios are taken inside a round. DDP gets its best settings: gradients as bucket
-views, static graph, no buffer broadcast, and the better of two bucket sizes. Peak memory comes from separate runs, one variant a
-process, as the largest resident set of any rank.
+A step is forward, backward, clipping by the global norm, and fused AdamW: for torch a loop with `clip_grad_norm_`; for us `engine.step`
+("rankloom") and the same plain loop around `rl.data_parallel` ("rankloom, own loop").
+
+Same model, same data, in the same processes, all on gloo, interleaved: every round runs each variant once, in rotating order, and
+ratios are taken inside a round. DDP gets its best settings: gradients as bucket views, static graph, no buffer broadcast, and the
+better of two bucket sizes. Peak memory comes from separate runs, one variant a process, as the largest resident set of any rank.
 """
 
 import argparse
@@ -29,36 +31,58 @@ from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
 
-def wrappers(group: rl.Group) -> dict[str, Callable[[torch.nn.Module], torch.nn.Module]]:
-    """The variants, by name."""
-    best = dict(gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
-    return {
-        "no communication": lambda model: model,
-        "torch DDP, 25 MiB": lambda model: DistributedDataParallel(model, **best),
-        "torch DDP, 100 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=100, **best),
-        "rankloom": lambda model: rl.data_parallel(model, group),
-    }
+CLIP = 1.0
+Step = Callable[[], float]
+VARIANTS = ("no communication", "torch DDP, 25 MiB", "torch DDP, 100 MiB", "rankloom", "rankloom, own loop")
 
 
-def make_step(name: str, args: argparse.Namespace, group: rl.Group) -> Callable[[], float]:
-    """A training step of one variant with a model and an optimizer of its own; returns the loss."""
+def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
+    """A training step of one variant, with a model and an optimizer of its own; returns the loss of this rank's batch."""
     model = GPT(preset(args.models, vocab_size=8192, seq_len=max(args.tokens, 128)), seed=0)
-    wrapped = wrappers(group)[name](model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    draw = torch.Generator().manual_seed(group.rank)
-    text = torch.randint(0, 8192, (1, args.tokens + 1), generator=draw)
+    text = torch.randint(0, 8192, (1, args.tokens + 1), generator=torch.Generator().manual_seed(world.rank))
     batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
+    if name != "rankloom":
+        return make_plain_step(wrap(name, model, world), batch, autocast)
+
+    def loss(model: torch.nn.Module, batch: tuple) -> tuple:
+        with autocast:
+            return language_model_loss(model, batch)
+
+    engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, clip=CLIP)
+    return lambda: engine.step(batch).loss
+
+
+def wrap(name: str, model: torch.nn.Module, world: rl.World) -> torch.nn.Module:
+    """The model as the variant wants it."""
+    if name == "no communication":
+        return model
+    if name == "rankloom, own loop":
+        return rl.data_parallel(model, world)
+    return DistributedDataParallel(model, bucket_cap_mb=100 if "100" in name else 25, gradient_as_bucket_view=True, static_graph=True,
+                                   broadcast_buffers=False)
+
+
+def make_plain_step(wrapped: torch.nn.Module, batch: tuple, autocast: torch.autocast) -> Step:
+    """The loop that a user of DDP writes."""
+    optimizer = adamw(wrapped.parameters())
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+        with autocast:
             total, count = language_model_loss(wrapped, batch)
             loss = total / count
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
     return step
+
+
+def adamw(params: object) -> torch.optim.Optimizer:
+    """The same for all."""
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -67,14 +91,15 @@ def worker(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
     pin_to_core(rank)
     dist.init_process_group("gloo")
-    group = rl.Group(dist.group.WORLD, rank, range(dist.get_world_size()))
-    names = [args.only] if args.only else list(wrappers(group))
-    steps = {name: make_step(name, args, group) for name in names}
-    times = take_turns(steps, args.repeat, group.barrier)
+    world = rl.init()
+    names = [args.only] if args.only else list(VARIANTS)
+    steps = {name: make_step(name, args, world) for name in names}
+    times = take_turns(steps, args.repeat, world.barrier)
     peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
-    peak = group.all_reduce(peak, "max").item()
+    peak = world.all_reduce(peak, "max").item()
     if rank == 0:
         Path(args.out).write_text(json.dumps({"times": times, "peak": peak}))
+    world.close()
     dist.destroy_process_group()
 
 
@@ -115,7 +140,7 @@ def main() -> None:
     for size in args.models.split(","):
         for ranks in map(int, args.ranks.split(",")):
             rows += measure(ranks, size, args)
-            print(show(rows[-4:]), flush=True)
+            print(show(rows[-len(VARIANTS):]), flush=True)
     keep(args.name, where, rows)
 
 

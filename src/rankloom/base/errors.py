@@ -6,6 +6,8 @@ what happens to a running job (a lost rank, a mismatch between ranks) is also a 
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 
 class RankloomError(Exception):
@@ -66,6 +68,9 @@ class RankFailed(RankloomError, RuntimeError):
     def __init__(self, message: str, *, rank: int):
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), rank=self.rank), self.args
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill
 from rankloom.world.group import Group
 
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}   # whole numbers of the same size
 
 def touched_rows(x: Tensor) -> Tensor:
     """The numbers of the rows of `x` that hold anything but zeros, NaN included. x: [v, d] -> [k], ascending."""
@@ -24,26 +25,25 @@ def rows_are_cheaper(rows: int, x: Tensor, ranks: int) -> bool:
     return sum_rows_bill(rows, x.shape[1], ranks, x.itemsize).sent < all_reduce_bill(x.nbytes, ranks).sent
 
 
-def sum_rows(x: Tensor, touched: Tensor, rows: int, group: Group, *, label: str = "sum_rows") -> Tensor:
-    """Sum `x` over the group, in place, by gathering touched rows only.
+def sum_rows(x: Tensor, touched: Tensor, rows: int, group: Group, *, scale: float = 1.0, label: str = "sum_rows") -> Tensor:
+    """Sum `x` over the group, times `scale`, in place, by gathering touched rows only.
 
-    x:       [v, d] on each of p ranks
+    x:       [v, d] on each of p ranks, fp32 or fp64
     touched: [k] this rank's `touched_rows(x)`; k may differ between ranks
-    rows:    the largest k of any rank, the same on all: shorter lists are filled up with zeros added to row 0
-    sent:    2(p-1) messages, rows (d + 2)(p-1) words
+    rows:    the largest k of any rank, the same on all: shorter lists are filled up with zeros for row 0
+    sent:    p-1 messages, rows (d + 1)(p-1) elements: a row's number travels in its own bits as one more element
     """
-    numbers = torch.zeros(rows, dtype=torch.int64, device=x.device)
-    numbers[: len(touched)] = touched
-    values = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device)
-    values[: len(touched)] = x[touched]
-    all_numbers = group.all_gather(numbers, label=f"{label}: numbers", async_op=True)
-    all_values = group.all_gather(values, label=f"{label}: values", async_op=True)
+    packed = x.new_zeros(rows, x.shape[1] + 1)
+    torch.mul(x[touched], scale, out=packed[: len(touched), :-1])
+    packed.view(BITS[x.dtype])[: len(touched), -1] = touched.to(BITS[x.dtype])
+    gathered = group.all_gather(packed, label=label)
     x[touched] = 0
-    for where, what in zip(all_numbers.wait().chunk(group.size), all_values.wait().chunk(group.size)):
+    numbers = gathered.view(BITS[x.dtype])[:, -1].long()
+    for where, what in zip(numbers.chunk(group.size), gathered[:, :-1].chunk(group.size)):
         x.index_add_(0, where, what)
     return x
 
 
 def sum_rows_bill(rows: int, width: int, ranks: int, itemsize: int) -> Bill:
     """What one rank sends in `sum_rows`."""
-    return all_gather_bill(rows * 8, ranks) + all_gather_bill(rows * width * itemsize, ranks)
+    return all_gather_bill(rows * (width + 1) * itemsize, ranks)

@@ -9,6 +9,9 @@ Communication plan, one step:
     end of backward      launch what is left, agree which parameters were used anywhere, wait
     embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
 
+Copying a gradient into its bucket costs as much memory traffic as a good part of the all-reduce; so a large one is no
+copy: a bucket of one parameter takes autograd's own tensor for its buffer, and an embedding's gradient stays where it is.
+
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
 used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
 
@@ -26,11 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named
-from rankloom.comm.rows import rows_are_cheaper, sum_rows, touched_rows
+from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
 from rankloom.world.group import Group
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 32 << 20
+ALONE_BYTES = 6 << 20   # a larger gradient is a bucket by itself: no copy is worth one more message
 
 
 class Pending(Protocol):
@@ -68,24 +72,31 @@ class Bucket:
         for owner in owners.values():
             owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
         move_into(FlatBuffer(owners), owners)
-        self.buffer = FlatBuffer(owners)
+        buffer = FlatBuffer(owners)
+        self.views = buffer.views
+        self.alone = len(owners) == 1
+        # Alone, without padding: on one rank the buffer may be autograd's tensor, on another this one.
+        self.flat = next(iter(self.views.values())).view(-1) if self.alone else buffer.flat
         self.waiting_for = set(owners)
         self.pending: Pending | None = None
         for name, owner in owners.items():
             gradient = gradients.pop(name)
-            owner.grad = None if gradient is None else self.buffer.views[name].copy_(gradient)
+            owner.grad = None if gradient is None else self.views[name].copy_(gradient)
 
     def land(self, name: str, param: Tensor, owner: Tensor, scale: float) -> None:
         """Take over the gradient that backward has just left in `param.grad`; `owner.grad` becomes the bucket's view.
 
         owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
         """
-        view, gradient = self.buffer.views[name], param.grad
+        view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if gradient is view:       # accumulated in place by autograd
             view.mul_(scale) if scale != 1.0 else None
         elif owner.grad is view:   # accumulated here, in the master's dtype
             view.add_(gradient).mul_(scale) if scale != 1.0 else view.add_(gradient)
+        elif self.alone and owner is param and gradient.is_contiguous():
+            view = self.views[name] = gradient.mul_(scale) if scale != 1.0 else gradient
+            self.flat = view.view(-1)
         else:
             torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
         if owner is not param:
@@ -111,7 +122,7 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
-        self._by_rows = [name for name in params if name in by_rows and rows_pay]
+        self._by_rows = [name for name, owner in self.owners.items() if name in by_rows and rows_pay and owner.dtype in BITS]
         self._bucket_bytes = bucket_bytes
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
@@ -129,6 +140,11 @@ class GradientReducer:
             yield
         finally:
             self.syncing = before
+
+    def flat_gradients(self) -> list[Tensor]:
+        """The summed gradients, each element once, in few tensors; zeros where a parameter was not used."""
+        by_rows = [self.owners[name].grad for name in self._by_rows]
+        return [bucket.flat for bucket in self.buckets] + [grad.view(-1) for grad in by_rows if grad is not None]
 
     def zero(self) -> None:
         """Forget all gradients; the next to land overwrites its place."""
@@ -156,24 +172,23 @@ class GradientReducer:
         self._launch_full_buckets()
         if self._worker is not None:
             self._wait_for_buckets()   # two threads must not start collectives in an order of chance
-        summed = None if totals is None else self.group.all_reduce(totals, label="totals", async_op=True)
-        self._agree_on_used()
+        summed = self._agree(totals)
         self._wait_for_buckets()
         self._reset()
-        return None if summed is None else summed.wait()
+        return summed
 
     # ------------------------------------------------------------------ while backward runs
 
     def _land(self, name: str, param: Tensor) -> None:
-        owner = self.owners[name]
-        if self.buckets:
-            bucket = self._home[name]
+        owner, bucket = self.owners[name], self._home.get(name)
+        if bucket is not None:
             bucket.land(name, param, owner, self.scale if self.syncing else 1.0)
             if self.syncing:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
             return
-        self._arrivals.setdefault(name)   # the first backward: gradients stay where autograd made them
+        # In the first backward, and by rows in every one, gradients stay where autograd made them.
+        self._arrivals.setdefault(name)
         if owner is not param:
             assert param.grad is not None, f"{name}: hook without a gradient"
             owner.grad = param.grad.to(owner.dtype) if owner.grad is None else owner.grad.add_(param.grad)
@@ -181,10 +196,9 @@ class GradientReducer:
 
     def _launch_full_buckets(self) -> None:
         # In bucket order on every rank, whatever order gradients came in here: collectives must match.
-        dense = len(self.buckets) - len(self._by_rows)
-        while self._launched < dense and not self.buckets[self._launched].waiting_for:
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting_for:
             bucket = self.buckets[self._launched]
-            bucket.pending = self._start(bucket.buffer.flat, f"gradients of bucket {self._launched}")
+            bucket.pending = self._start(bucket.flat, f"gradients of bucket {self._launched}")
             self._launched += 1
 
     def _start(self, flat: Tensor, label: str) -> Pending:
@@ -200,29 +214,54 @@ class GradientReducer:
 
     def _stand_in(self, bucket: Bucket, name: str) -> None:
         """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
-        view = bucket.buffer.views[name]
+        view = bucket.views[name]
         if self.owners[name].grad is None:
             view.zero_()
         elif self.scale != 1.0:
             view.mul_(self.scale)
 
-    def _agree_on_used(self) -> None:
-        """Hand gradients over where any rank used the parameter; sum those that go by rows.
+    def _agree(self, totals: Tensor | None) -> Tensor | None:
+        """Sum the totals; hand gradients over where any rank used the parameter; sum those that go by rows.
 
-        One small message tells both: a flag for each parameter, and the most rows any rank touched of each embedding.
+        One small message tells all: a flag for each parameter, how many rows were touched of each embedding, the totals.
         """
-        views = {name: self._home[name].buffer.views[name] for name in self._by_rows}
-        touched = {name: touched_rows(view) for name, view in views.items()}
-        facts = [int(owner.grad is not None) for owner in self.owners.values()] + [len(rows) for rows in touched.values()]
-        # On the CPU even where gradients are on a GPU: reading the answer must not stop the GPU's queue.
-        facts = self.group.all_reduce(torch.tensor(facts, dtype=torch.int32), "max", label="used parameters").tolist()
-        for (name, owner), used in zip(self.owners.items(), facts):
-            owner.grad = self._home[name].buffer.views[name] if used else None
-        for (name, view), most in zip(views.items(), facts[len(self.owners):]):
-            if rows_are_cheaper(most, view, self.group.size):
-                sum_rows(view, touched[name], most, self.group, label=f"rows of {name}")
+        touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
+        facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
+        flags, numbers = self._tell(facts, totals)
+        most_rows = dict(zip(touched, flags[len(self.owners):]))
+        for (name, owner), used in zip(self.owners.items(), flags):
+            if not used:
+                owner.grad = None
+            elif name in touched:
+                owner.grad = self._sum_by_rows(name, touched[name], int(most_rows[name]))
             else:
-                self.group.all_reduce(view, label=f"gradient of {name}")
+                owner.grad = self._home[name].views[name]
+        return numbers
+
+    def _tell(self, facts: list[float], totals: Tensor | None) -> tuple[list[float], Tensor | None]:
+        """The largest of each fact over the ranks, and the sum of the totals.
+
+        An all-gather, not an all-reduce: for a message this small only hops count, and it needs half as many.
+        """
+        message = torch.tensor(facts, dtype=torch.float64)
+        if totals is not None and totals.device.type == "cpu":
+            message = torch.cat((message, totals))
+        told = self.group.all_gather(message, label="used parameters, totals").view(self.group.size, -1)
+        largest = told[:, : len(facts)].amax(0).tolist()
+        if totals is None or totals.device.type == "cpu":
+            return largest, None if totals is None else told[:, len(facts):].sum(0)
+        # Reading a GPU's totals would stop its queue, so these are summed there, and the facts beside it.
+        return largest, self.group.all_reduce(totals, label="totals")
+
+    def _own_gradient(self, name: str) -> Tensor:
+        gradient = self.owners[name].grad
+        return torch.zeros_like(self.owners[name]) if gradient is None else gradient
+
+    def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
+        gradient = self._own_gradient(name).contiguous()
+        if rows_are_cheaper(rows, gradient, self.group.size):
+            return sum_rows(gradient, touched, rows, self.group, scale=self.scale, label=f"rows of {name}")
+        return self.group.all_reduce(gradient.mul_(self.scale), label=f"gradient of {name}")
 
     def _wait_for_buckets(self) -> None:
         for bucket in self.buckets:
@@ -233,7 +272,7 @@ class GradientReducer:
     def _reset(self) -> None:
         self._launched = 0
         for bucket in self.buckets:
-            bucket.waiting_for = set(bucket.buffer.views)
+            bucket.waiting_for = set(bucket.views)
 
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""
@@ -242,14 +281,13 @@ class GradientReducer:
         order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals)])
         *indices, arrived = self.group.broadcast(order, label="order of gradients").tolist()
         ordered = [names[index] for index in indices]
-        dense = [[name for name in part if name not in self._by_rows] for part in (ordered[:arrived], ordered[arrived:])]
         # Parameters that got no gradient have buckets of their own: they would hold up the others every step.
-        for part in dense:
-            for owners in by_dtype(self.owners, part):
-                for bucket_names in cut_into_buckets({name: t.nbytes for name, t in owners.items()}, self._bucket_bytes):
-                    self._add_bucket(bucket_names)
-        for name in self._by_rows:
-            self._add_bucket([name])
+        for part in (ordered[:arrived], ordered[arrived:]):
+            for owners in by_dtype(self.owners, [name for name in part if name not in self._by_rows]):
+                large = [name for name, owner in owners.items() if owner.nbytes > ALONE_BYTES]
+                sizes = {name: self._bucket_bytes + 1 if name in large else owners[name].nbytes for name in owners}
+                for names in cut_into_buckets(sizes, self._bucket_bytes):
+                    self._add_bucket(names)
 
     def _add_bucket(self, names: list[str]) -> None:
         bucket = Bucket({name: self.owners[name] for name in names})

@@ -50,8 +50,14 @@ def _expect_same_tensors(model: nn.Module, group: Group) -> None:
     root = group.all_gather_object(mine if group.rank == 0 else None, label="rank 0's model")[0]
     differ = [f"{name}: {mine.get(name, 'missing')} here, {root.get(name, 'missing')} on rank 0"
               for name in dict.fromkeys((*root, *mine)) if mine.get(name) != root.get(name)]
+    if not differ and list(mine) != list(root):
+        first = next(pair for pair in zip(mine, root) if pair[0] != pair[1])
+        differ = [f"the same tensors in another order, {first[0]} here where rank 0 has {first[1]}"]
     problem = f"rank {group.rank} holds another model than rank 0: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
+
+
+Seen = tuple[Tensor, int]   # a buffer and its version then
 
 
 class BufferKeeper:
@@ -62,23 +68,29 @@ class BufferKeeper:
     """
 
     def __init__(self, model: nn.Module, group: Group):
-        self.buffers, self.group = dict(model.named_buffers()), group
-        self._versions = self._seen()
+        self.model, self.group = model, group
+        self._before = self._seen()
 
     def average_changed(self) -> list[str]:
         """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""
-        if not self.buffers:
-            return []
         now = self._seen()
-        flags = torch.tensor([now[name] != self._versions[name] for name in self.buffers], dtype=torch.int32)
+        if not now:
+            return []
+        flags = torch.tensor([not _same(self._before.get(name), seen) for name, seen in now.items()], dtype=torch.int32)
         flags = self.group.all_reduce(flags, "max", label="which buffers changed")
-        changed = [name for name, flag in zip(self.buffers, flags.tolist()) if flag]
+        changed = [name for name, flag in zip(now, flags.tolist()) if flag]
         for name in changed:
-            buffer = self.buffers[name]
+            buffer = now[name][0].detach()
             # A count (batches tracked) is the same everywhere; where it is not, the largest is the honest one.
-            self.group.all_reduce(buffer, "mean" if buffer.is_floating_point() else "max", label=f"buffer {name}")
-        self._versions = self._seen()
+            op = "mean" if buffer.is_floating_point() else "max"
+            buffer.copy_(self.group.all_reduce(buffer.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}"))
+        self._before = self._seen()
         return changed
 
-    def _seen(self) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in self.buffers.items()}
+    def _seen(self) -> dict[str, Seen]:
+        return {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
+
+
+def _same(before: Seen | None, now: Seen) -> bool:
+    """Whether it is the same tensor, untouched; a module may also put another in its place."""
+    return before is not None and before[0] is now[0] and before[1] == now[1]

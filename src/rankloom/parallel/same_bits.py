@@ -39,18 +39,18 @@ class CanonicalReducer(GradientReducer):
         self._folds = self._folds or [Fold(self.leaves) for _ in self.buckets]
         self._used |= {name for name, owner in self.owners.items() if owner.grad is not None}
         for bucket, fold in zip(self.buckets, self._folds):
-            for name in bucket.buffer.views:
+            for name in bucket.views:
                 self._stand_in(bucket, name)
-            fold.push(Node(index, 0), bucket.buffer.flat.clone())
+            fold.push(Node(index, 0), bucket.flat.clone())
         self._totals.push(Node(index, 0), totals)
         self.zero()
 
     def finish(self, totals: Tensor | None = None) -> Tensor:
         """After the last leaf of this rank: fold over the ranks. Returns the sum of all leaves' totals."""
         for bucket, fold in zip(self.buckets, self._folds):
-            bucket.buffer.flat.copy_(canonical_all_reduce(fold.values(), self.group, self.leaves, label="gradients"))
+            bucket.flat.copy_(canonical_all_reduce(fold.values(), self.group, self.leaves, label="gradients"))
         flags = torch.tensor([name in self._used for name in self.owners], dtype=torch.int32)
         flags = self.group.all_reduce(flags, "max", label="used parameters").tolist()
         for (name, owner), used in zip(self.owners.items(), flags):
-            owner.grad = self._home[name].buffer.views[name] if used else None
+            owner.grad = self._home[name].views[name] if used else None
         return canonical_all_reduce(self._totals.values(), self.group, self.leaves, label="totals")

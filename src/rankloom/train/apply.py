@@ -23,7 +23,7 @@ def apply_gradients(optimizer: torch.optim.Optimizer, flats: list[Tensor], total
     returns: (loss sum, count, gradient norm before clipping, whether all was finite)
     """
     total, count = totals
-    wide = torch.float64 if flats[0].dtype == torch.float64 else torch.float32
+    wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
     norms = torch.stack([torch.linalg.vector_norm(flat, dtype=wide) for flat in flats])
     norm = torch.linalg.vector_norm(norms.to(torch.float64)) / (count * scale)
     factor = 1.0 / (count * scale)

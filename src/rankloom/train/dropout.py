@@ -56,7 +56,8 @@ class KeyedDropout(nn.Module):
 
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     """Replace every `nn.Dropout` inside `model` by a keyed one; returns how many there were."""
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Dropout]
+    # One module may hang in several places; each place has its own name, so its own masks.
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Dropout]
     for name, module in found:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, KeyedDropout(module.p, name, key).train(module.training))

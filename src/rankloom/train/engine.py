@@ -29,15 +29,16 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.train.apply import apply_gradients, peak_memory
+from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.batches import cut, deal_rows, map_tensors
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.dropout import DropoutKey, key_dropout
-from rankloom.train.precision import LossScale, MasterWeights, Precision, precision_named
+from rankloom.train.precision import UNMEASURED, LossScale, MasterWeights, Precision, precision_named
 from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.launch import fix_cublas_workspace
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
-LOGICAL_SHARDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,13 @@ class Engine:
                  seed: int, all_reduce: str, sink: Sink | None):
         self.model, self.group, self.settings, self.sink = model, group, settings, sink
         self.steps_done = 0
-        self.scale = LossScale()
+        self.scale = UNMEASURED
         self._dropout = DropoutKey(seed)
         key_dropout(model, self._dropout)
         self._masters = MasterWeights(model, settings.precision)
-        owners = self._masters.owners
+        owners, by_rows = self._masters.owners, embeddings(model)
         self._reducer = CanonicalReducer(self._masters.params, group, settings.leaves, owners=owners) if settings.leaves else (
-            GradientReducer(self._masters.params, group, owners=owners, all_reduce=all_reduce, by_rows=embeddings(model)))
+            GradientReducer(self._masters.params, group, owners=owners, all_reduce=all_reduce, by_rows=by_rows))
         self._running = BufferKeeper(model, group)
         self.optimizer = _make_optimizer(optimizer, list(owners.values()))
         self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
@@ -162,9 +163,11 @@ class Engine:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
         loss, totals = self._call_loss(piece)
-        if self.settings.precision.scaled and self.steps_done == 0 and self.scale == LossScale():
-            items = self.group.all_reduce(totals.detach().clone(), label="first count")[1].item()
-            self.scale = LossScale.first(items * self.settings.accumulate)
+        if self.settings.precision.scaled and self.scale is UNMEASURED:
+            leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
+            measured = totals.clone() if not leaves or index == 0 else torch.zeros_like(totals)
+            items = self.group.all_reduce(measured, label="first count")[1].item()
+            self.scale = LossScale.first(items * (leaves or self.settings.accumulate))
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
 
@@ -187,7 +190,7 @@ class Engine:
 
     def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
-        flats = [bucket.buffer.flat for bucket in self._reducer.buckets]
+        flats = self._reducer.flat_gradients()
         total, count, norm, finite = apply_gradients(self.optimizer, flats, totals, scale=self.scale.value, clip=self.settings.clip)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
@@ -240,7 +243,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Callable[[list[nn.Parame
     make_replicas_equal(model, group)
     if settings.leaves:
         torch.set_num_threads(1)   # how a kernel splits its sums depends on its threads
-        torch.use_deterministic_algorithms(world.device.type == "cuda" or torch.are_deterministic_algorithms_enabled())
+        if world.device.type == "cuda":
+            fix_cublas_workspace()
+            torch.use_deterministic_algorithms(True)
     return Engine(model, group, settings, optimizer, seed=seed, all_reduce=all_reduce, sink=sink)
 
 
@@ -268,10 +273,10 @@ def _check(model: nn.Module, world: World, stage: int, settings: Settings) -> No
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before; prepare a fresh copy")
-    vars(model)["_prepared_by_rankloom"] = True
     if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
         raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
                           "use GroupNorm or LayerNorm in place of BatchNorm")
+    vars(model)["_prepared_by_rankloom"] = True
 
 
 def _make_optimizer(build: Callable[[list[nn.Parameter]], Any], owners: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -117,3 +117,6 @@ class LossScale:
         if self.good_steps + 1 == GROW_AFTER:
             return LossScale(self.value * 2)
         return LossScale(self.value, self.good_steps + 1)
+
+
+UNMEASURED = LossScale()   # known by its identity: a measured scale may be 1 too

@@ -11,6 +11,7 @@ Read `world/launch.py` for how groups come to be, `base/cost.py` for the bills.
 import datetime
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,20 +47,27 @@ class Handle:
     """A collective on its way. `wait()` returns its result; the buffers must not be touched before."""
 
     def __init__(self, group: "Group", label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
-        self.group, self.label, self.works, self._finish = group, label, works, finish
+        self.group, self.label, self._finish = group, label, finish
+        self.works: Sequence[Any] | None = works   # None: dropped when the group was closed
+        self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until the result is there (on CUDA: order the current stream behind it).
+        """Block until the result is there (on CUDA: order the current stream behind it). Waiting again changes nothing.
 
         raises: RankLost, CollectiveTimeout
         """
+        if self._result is not None:
+            return self._result
+        if self.works is None:
+            raise RankLost(f"{self.group.where(self.label)}: the group was closed before this ended")
         begin = time.perf_counter()
-        for work in self.works:
-            with self.group.translated_errors(self.label):
-                work.wait()
+        with self.group.translated_errors(self.label):
+            for at in range(len(self.works)):
+                self.works[at].wait()   # no local name for the work: a traceback would keep the connection open
         self.works = ()
         self.group.ledger.waited += time.perf_counter() - begin
-        return self._finish()
+        self._result = self._finish()
+        return self._result
 
 
 class Group:
@@ -74,6 +82,7 @@ class Group:
         self.device, self.timeout = torch.device(device), timeout
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector
+        self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
     @property
     def size(self) -> int:
@@ -92,6 +101,8 @@ class Group:
         """
         if op not in (*REDUCE_OPS, "mean"):
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
         options = dist.AllreduceOptions()
         options.reduceOp = REDUCE_OPS["sum" if op == "mean" else op]   # type: ignore[assignment]
         finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
@@ -135,10 +146,11 @@ class Group:
 
         Returns what all ranks dealt to this one, in rank order: [sum(recv_rows), ...]. Left out, shares are equal.
         """
-        if send_rows is None or recv_rows is None:
+        if send_rows is None and recv_rows is None:
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
-        if sum(send_rows) != x.shape[0] or len(send_rows) != self.size:
-            raise ShapeMismatch(f"{self._where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as {list(send_rows)}")
+        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or sum(send_rows) != x.shape[0]:
+            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
+                                f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         out = x.new_empty((sum(recv_rows), *x.shape[1:])) if self.size > 1 else x
         sent = (x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1))
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
@@ -166,7 +178,8 @@ class Group:
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
-        if self.device.type == "cuda" and self.size > 1:
+        pg = self._connected(label or "exchange")
+        if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             return self._exchange_coalesced(out, to, into, frm, label)
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
         self.send(out, to, tag=tag, label=label)
@@ -208,6 +221,10 @@ class Group:
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
         self._process_group = None
+        # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.
+        for reference in self._handles.valuerefs():
+            if handle := reference():
+                handle.works = None
 
     def translated_errors(self, label: str) -> "_TranslatedErrors":
         """A context that turns a backend's failure into an error that names rank, group and label."""
@@ -222,49 +239,52 @@ class Group:
             handle = Handle(self, label, (), lambda: x)
             return handle if async_op else x
         self._require_contiguous(x, label or op)
-        pg = self._connected(label or op)
+        self._connected(label or op)
         if self._inspector:
             shown = str(list(x.shape if shape is None else shape))
             self._inspector.check(Fingerprint(op, shown, str(x.dtype).removeprefix("torch."), label, call_site()))
         self.ledger.add(bill)
-        with self.translated_errors(label or op):
-            work = start(pg)
-        handle = Handle(self, label or op, [work], finish)
-        return handle if async_op else handle.wait()
+        return self._launch(label or op, async_op, start, finish)
 
     def _pass(self, op: str, x: Tensor, label: str, async_op: bool, bill: Bill, start: Callable) -> Any:
         """Like `_collect`, for messages between two ranks, which the others know nothing of."""
         self._require_contiguous(x, label or op)
-        pg = self._connected(label or op)
+        self._connected(label or op)
         if bill.messages:
             self.ledger.add(bill)
-        with self.translated_errors(label or op):
-            work = start(pg)
-        handle = Handle(self, label or op, [work], lambda: x)
+        return self._launch(label or op, async_op, start, lambda: x)
+
+    def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
+        with self.translated_errors(label):   # no local name for the connection: a traceback would keep it open
+            handle = Handle(self, label, [start(self._connected(label))], finish)
+        self._handles[id(handle)] = handle
+        if self._process_group is None:   # closed meanwhile by another thread
+            handle.works = None
         return handle if async_op else handle.wait()
 
     def _connected(self, label: str) -> dist.ProcessGroup:
         if self._process_group is None:
-            raise RankLost(f"{self._where(label)}: this group is closed, or has one rank only")
+            raise RankLost(f"{self.where(label)}: this group is closed, or has one rank only")
         return self._process_group
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise ConfigError(f"{self._where('peer')}: there is no rank {rank} in a group of {self.size}")
+            raise ConfigError(f"{self.where('peer')}: there is no rank {rank} in a group of {self.size}")
         return rank
 
     def _equal_rows(self, x: Tensor, op: str) -> int:
         if x.dim() == 0 or x.shape[0] % self.size:
-            raise ShapeMismatch(f"{self._where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
+            raise ShapeMismatch(f"{self.where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
                                 "equal slices along dim 0; pad it")
         return x.shape[0] // self.size
 
     def _require_contiguous(self, x: Tensor, label: str) -> None:
         if not x.is_contiguous():
-            raise NotContiguous(f"{self._where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
+            raise NotContiguous(f"{self.where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
                                 "expected a contiguous one; pass x.contiguous()")
 
-    def _where(self, label: str) -> str:
+    def where(self, label: str) -> str:
+        """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
 
     def _explain(self, label: str, error: Exception) -> RankloomError:
@@ -272,9 +292,12 @@ class Group:
         if "imeout" in text or "imed out" in text:
             who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
                 " RANKLOOM_DEBUG=1 says which rank was where.")
-            return CollectiveTimeout(f"{self._where(label)} did not finish within {self.timeout:g} s: "
+            return CollectiveTimeout(f"{self.where(label)} did not finish within {self.timeout:g} s: "
                                      f"a rank is slow, stopped, or skipped this call.{who}")
-        return RankLost(f"{self._where(label)} lost its connection to another rank, which has ended or failed: {text}")
+        if "scalar type" in text or "complex" in text:
+            return ShapeMismatch(f"{self.where(label)}: the backend cannot carry this dtype ({text}); "
+                                 "send x.view(torch.uint8), or convert it")
+        return RankLost(f"{self.where(label)} lost its connection to another rank, which has ended or failed: {text}")
 
 
 class _TranslatedErrors:
@@ -290,7 +313,7 @@ class _TranslatedErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
-            raise self.group._explain(self.label, error) from error
+            raise self.group._explain(self.label, error) from error.with_traceback(None)   # its frames hold the connection
 
 
 def _add_in_order(dealt: Tensor, ranks: int) -> Tensor:

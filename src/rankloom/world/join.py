@@ -7,7 +7,7 @@ from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.world.connect import World
 from rankloom.world.group import seconds
-from rankloom.world.launch import Place, debug_mode, find_place, meeting_point
+from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None) -> World:
@@ -21,6 +21,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     place = find_place()
     mesh = mesh or Mesh(replicate=place.size)
     mesh.expect_ranks(place.size)
+    if place.launcher != "alone":
+        report_uncaught()
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device(kind, place.local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)

@@ -7,14 +7,64 @@ The only file that reads the environment, and free of torch, so that a command l
 import os
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from rankloom.base.errors import ConfigError
+from rankloom.world.failure import write_failure
+
+LAUNCHED = "RANKLOOM_LAUNCHED"   # set in the ranks of world/agent.py
+FIXED_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def debug_mode() -> bool:
     """Whether RANKLOOM_DEBUG=1 asks for every collective to be compared across ranks."""
     return os.environ.get("RANKLOOM_DEBUG", "0") not in ("", "0")
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def rank_environment(ranks: int, *, deterministic: bool = False) -> dict[str, str]:
+    """What `ranks` processes that share this host need in their environment, where the user has not decided.
+
+    Each gets its share of the cores; more threads than cores wait for each other. cuBLAS adds in a fixed order only
+    with a fixed workspace, and reads that before the first product.
+    """
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if deterministic:
+        wanted |= FIXED_CUBLAS
+    return {name: value for name, value in wanted.items() if name not in os.environ} | {LAUNCHED: "1"}
+
+
+def fix_cublas_workspace() -> None:
+    """For this process, what `rank_environment` does for those it starts; in time until the first product on a GPU."""
+    for name, value in FIXED_CUBLAS.items():
+        os.environ.setdefault(name, value)
+
+
+def record_failure(error: BaseException) -> bool:
+    """Tell the launcher, if there is one, why this rank fails. The first error that is told counts.
+
+    Returns whether the launcher will show it: then this rank need not, and what it shows would stand before the cause.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return bool(file) and write_failure(error, Path(str(file))) and LAUNCHED in os.environ
+
+
+def report_uncaught() -> None:
+    """From here on, an exception that ends this process is told to the launcher."""
+    show = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, Exception) and record_failure(error)):
+            show(kind, error, trace)
+
+    sys.excepthook = tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +86,20 @@ def find_place(env: dict[str, str] | None = None) -> Place:
     env = dict(os.environ) if env is None else env
     torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return Place("torchrun", *_numbers(env, torchrun))
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
+        raise ConfigError("of the environment variables RANK and WORLD_SIZE only one is set; a launcher sets both")
+    if "RANK" in env:
+        return _checked(Place("torchrun", *_numbers(env, torchrun)))
     # salloc sets SLURM_NTASKS in a plain shell too; only srun gives a process its SLURM_PROCID and step.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
-        return Place("slurm", *_numbers(env, slurm))
+        return _checked(Place("slurm", *_numbers(env, slurm)))
     return Place("alone", 0, 1, 0, 1)
+
+
+def _checked(place: Place) -> Place:
+    if not 0 <= place.rank < place.size:
+        raise ConfigError(f"{place.launcher} says that this is rank {place.rank} of {place.size}; ranks go from 0 to size - 1")
+    return place
 
 
 def _numbers(env: dict[str, str], names: tuple[str, ...]) -> list[int]:

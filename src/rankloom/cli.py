@@ -1,0 +1,286 @@
+"""The command line: `rankloom train`, `scale`, `generate`, `presets`. The only file that prints.
+
+Importing it, and `rankloom --help`, imports neither torch nor pydantic: each command imports what it needs when it
+runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
+
+Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
+143 after SIGTERM.
+"""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from rankloom import __version__
+from rankloom.base.errors import ConfigError, RankFailed, RankloomError
+from rankloom.base.text import printable
+
+if TYPE_CHECKING:
+    from rankloom.train.finish import Summary
+    from rankloom.train.sections import Config
+    from rankloom.watch.scaling import Row
+
+Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
+
+app = App(
+    name="rankloom", version=__version__, help_format="plaintext",
+    help="Train models on many ranks, and see what every rank does.",
+)
+
+
+def main() -> None:
+    """Run one command; a mistake of the user is one message and exit code 2, never a traceback."""
+    try:
+        app()
+    except RankloomError as error:
+        if not _told_the_launcher(error):
+            _report(error)
+        raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:   # a mistake of ours, or of user code: its traceback is wanted
+        if not _told_the_launcher(error):
+            raise
+        raise SystemExit(1) from None
+
+
+def _told_the_launcher(error: Exception) -> bool:
+    """Whether this is a rank whose launcher shows the error, beside how the other ranks ended."""
+    from rankloom.world.launch import record_failure
+
+    return record_failure(error)
+
+
+def _report(error: RankloomError) -> None:
+    """The message; with RANKLOOM_DEBUG=1 the traceback before it."""
+    from rankloom.world.launch import debug_mode
+
+    if debug_mode():
+        sys.excepthook(type(error), error, error.__traceback__)
+    print(f"error: {error}", file=sys.stderr)
+
+
+@app.command
+def train(file: Path, /, *overrides: Overrides) -> None:
+    """Train a model as FILE says.
+
+    Started bare, it starts as many ranks as [mesh] asks for, on this machine.
+    Under torchrun or srun it is one of the ranks that those started.
+    Ctrl-C and SIGTERM end all ranks within a step or two, and keep the weights.
+
+    Parameters
+    ----------
+    file
+        A TOML file such as train.toml.
+    overrides
+        Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200
+    """
+    from rankloom.train.config import load_config
+    from rankloom.world.launch import find_place
+
+    config = load_config(file, overrides)
+    if find_place().launcher == "alone" and (config.mesh.replicate or 1) > 1:
+        _launch_ranks(config, file, overrides)
+    else:
+        _be_a_rank(config)
+
+
+def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
+    """Start the ranks of a run on this machine, each of them this same command, and wait for them."""
+    from rankloom.train.run_folder import claim_run_folder
+    from rankloom.world.agent import launch_ranks
+
+    run = claim_run_folder(config, datetime.now())
+    words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}"]
+    argv = [sys.executable, "-m", "rankloom", "train", str(file), *words]
+    code = 1
+    try:
+        code = launch_ranks(
+            config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic)
+        )
+    finally:
+        if code:   # rank 0, which says this at its end, may not have come that far
+            print(f"run folder: {run}", flush=True)
+    raise SystemExit(code)
+
+
+def _be_a_rank(config: "Config") -> None:
+    """Join the other ranks, or be the only one, and train; rank 0 draws."""
+    from rich.console import Console
+
+    from rankloom.train.config import with_ranks
+    from rankloom.train.loop import train as train_loop
+    from rankloom.watch.progress import Progress
+    from rankloom.world.join import init
+    from rankloom.world.launch import find_place
+
+    config = with_ranks(config, find_place().size)
+    world = init(config.mesh.as_mesh(), timeout=config.comm.timeout)
+    try:
+        with Progress(Console(), config.train.steps) as progress:
+            summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
+    finally:
+        world.close()
+    if world.rank == 0:
+        _conclude(summary)
+    if summary.stopped_by:
+        raise SystemExit(128 + summary.stopped_by)
+
+
+def _ignore(event: object) -> None:
+    """The sink of the ranks that do not draw."""
+
+
+def _conclude(summary: "Summary") -> None:
+    """Draw the loss, and say in the last lines how it ended and where everything is."""
+    run = Path(summary.folder)
+    _draw_loss(run)
+    if summary.stopped_by:
+        print(f"stopped by {signal.Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
+    rate = summary.tokens / summary.training_seconds if summary.training_seconds else 0.0
+    print(f"{summary.steps} steps, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
+    print(f"run folder: {run}")
+
+
+def _draw_loss(run: Path) -> None:
+    try:
+        from rankloom.watch.plots import plot_loss
+    except ImportError:
+        print("loss.png was not drawn: it needs matplotlib (pip install matplotlib)")
+        return
+    print(f"saved {plot_loss(run)}")
+
+
+@app.command
+def scale(
+    file: Path, /, *overrides: Overrides, ranks: str = "1,2,4", steps: int = 20, weak: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Measure what more ranks bring: speed-up, efficiency, share of time in communication.
+
+    Trains FILE for a few steps on each number of ranks, then prints a table
+    and writes scale.json and scale.png.
+
+    Parameters
+    ----------
+    file
+        A TOML file such as train.toml.
+    overrides
+        Any key of the file, as --section.key value.
+    ranks
+        Numbers of ranks, with commas between them.
+    steps
+        Steps of each run; the first 3 are not counted.
+    weak
+        Keep the batch of each rank, so that the global batch grows with the ranks. Else the global batch is the same.
+    out
+        The folder for the results; runs/scale-<time> when left out.
+    """
+    from rankloom.train.config import load_config
+    from rankloom.train.study import parse_ranks, plan_study
+    from rankloom.watch.scaling import measure, scaling_rows
+    from rankloom.world.launch import cores
+
+    config = load_config(file, overrides)
+    folder = out or Path(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
+    numbers = parse_ranks(ranks)
+    threads = max(1, cores() // numbers[-1])
+    plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))   # so that the runs end too
+    for n, words in plans.items():
+        print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
+        _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
+    rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
+    _show_scaling(rows, folder, f"{config.model.preset}, {'weak' if weak else 'strong'} scaling")
+
+
+def _run_child(argv: Sequence[str]) -> None:
+    """Run a command to its end; whatever ends this process ends that one first."""
+    with subprocess.Popen(argv) as child:
+        try:
+            code = child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
+    if code:
+        raise RankFailed(f"a run of the study ended with exit code {code}: {' '.join(argv)}", rank=0)
+
+
+def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rankloom.train.run_folder import write_json
+    from rankloom.world.launch import cores
+
+    table = Table("ranks", "tokens/s", "speed-up", "efficiency", "communication", title=title)
+    for row in rows:
+        numbers = (f"{row.tokens_per_second:,.0f}", f"{row.speed_up:.2f}", f"{row.efficiency:.0%}")
+        table.add_row(str(row.ranks), *numbers, f"{row.communication:.0%}")
+    Console().print(table)
+    if rows[-1].ranks > cores():
+        print(f"more ranks than this machine's {cores()} cores share them: their speed-up cannot grow")
+    write_json(folder / "scale.json", [asdict(row) for row in rows])
+    print(f"saved {folder / 'scale.json'}")
+    try:
+        from rankloom.watch.plots import plot_scaling
+    except ImportError:
+        print("scale.png was not drawn: it needs matplotlib (pip install matplotlib)")
+        return
+    print(f"saved {plot_scaling(rows, folder / 'scale.png', title)}")
+
+
+@app.command
+def generate(
+    run: Path, /, *, prompt: str = "", max_tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> None:
+    """Let a trained model go on with a text.
+
+    Parameters
+    ----------
+    run
+        The run folder of the training, such as runs/first.
+    prompt
+        The beginning of the text; left out, the model begins.
+    max_tokens
+        How many tokens to write at most.
+    temperature
+        0 always takes the likeliest token; above 1 is wilder than the training text.
+    top_k
+        Draw among that many likeliest tokens; 0 for all.
+    seed
+        Another seed, another text.
+    """
+    from rankloom.train.samples import continue_texts
+    from rankloom.train.weights import load_model
+
+    if max_tokens < 1:
+        raise ConfigError(f"--max-tokens {max_tokens}: must be 1 or more")
+    model, tokenizer = load_model(run)
+    if tokenizer is None:
+        raise ConfigError(f"{run}: was trained on an array of tokens, so it cannot read a prompt or write text")
+    prompts = [tokenizer.encode(prompt)]
+    texts = continue_texts(
+        model, tokenizer, prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k or None, seed=seed
+    )
+    print(printable(texts[0]))
+
+
+@app.command
+def presets() -> None:
+    """List the model sizes that [model] preset knows."""
+    from rankloom.models.config import PRESETS, parameter_count
+
+    for name, shape in PRESETS.items():
+        print(
+            f"{name:>5}  {parameter_count(shape):>14,} parameters: width {shape.width}, {shape.layers} layers, "
+            f"{shape.heads} heads, {shape.kv_heads} key-value heads, ffn {shape.ffn}, vocabulary {shape.vocab_size}"
+        )

@@ -1,0 +1,66 @@
+"""How many rows a step takes: one equation, solved for whatever the user left out."""
+
+from typing import NamedTuple
+
+from rankloom.base.errors import BatchError
+
+LOGICAL_SHARDS = 8   # of a run that is `deterministic` without saying how many
+
+
+class Batch(NamedTuple):
+    """Rows per rank and micro-batch, micro-batches per step, rows per step over all ranks."""
+
+    local: int
+    accumulate: int
+    global_: int
+
+    def equation(self, ranks: int) -> str:
+        """The arithmetic with its numbers, as it is printed at the start of a run."""
+        return _equation(self.local, ranks, self.accumulate, self.global_)
+
+
+def solve_batch(
+    ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None
+) -> Batch:
+    """Solve local x ranks x accumulate = global for what is None; `accumulate` is 1 when it cannot be told.
+
+    raises: BatchError with the equation when no whole numbers of 1 or more satisfy it
+
+    >>> solve_batch(4, local=2, global_=24)
+    Batch(local=2, accumulate=3, global_=24)
+    >>> solve_batch(3, local=2)
+    Batch(local=2, accumulate=1, global_=6)
+    """
+    asked = _equation(local or "?", ranks, accumulate or "?", global_ or "?")
+    if local is None and global_ is None:
+        raise BatchError(f"{asked} has no solution: give local_batch_size or global_batch_size")
+    if global_ is not None and global_ < ranks:
+        raise BatchError(f"global_batch_size {global_} is smaller than the {ranks} ranks; each needs at least one row")
+    if global_ is None:
+        assert local is not None, "one of the two is given: checked above"
+        return Batch(local, accumulate or 1, local * ranks * (accumulate or 1))
+    if local is None:
+        return _divided(asked, global_, ranks, accumulate or 1)
+    return _accumulated(asked, local, ranks, accumulate, global_)
+
+
+def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
+    """The rows that each micro-batch of each rank gets of a global batch."""
+    local, left = divmod(global_, ranks * accumulate)
+    if left or not local:
+        raise BatchError(f"{asked} has no solution: {global_} does not divide by {ranks} x {accumulate}")
+    return Batch(local, accumulate, global_)
+
+
+def _accumulated(asked: str, local: int, ranks: int, accumulate: int | None, global_: int) -> Batch:
+    """The micro-batches that make up a global batch, or a check of those asked for."""
+    needed, left = divmod(global_, local * ranks)
+    if left or not needed:
+        raise BatchError(f"{asked} has no solution: {global_} does not divide by {local} x {ranks}")
+    if accumulate is not None and accumulate != needed:
+        raise BatchError(f"{asked} does not hold: {local} x {ranks} x {accumulate} = {local * ranks * accumulate}")
+    return Batch(local, needed, global_)
+
+
+def _equation(local: int | str, ranks: int, accumulate: int | str, global_: int | str) -> str:
+    return f"local {local} x ranks {ranks} x accumulate {accumulate} = global {global_}"

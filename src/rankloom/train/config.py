@@ -1,0 +1,196 @@
+"""From a TOML file and command-line overrides to one frozen `Config`, or to one clear error.
+
+The error names the file or the flag, the section, the key, what was expected, and the nearest known key. What a
+file may say stands in `sections.py`. No torch here: reading a config costs milliseconds.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.train.files import replacing
+from rankloom.train.sections import Config
+
+Table = dict[str, Any]
+NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One value from the command line: the flag as it was typed, where it goes, and the text of the value."""
+
+    flag: str
+    section: str
+    key: str
+    text: str
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, lay the overrides over it (`--mesh.replicate 4`, `--train.steps=200`), and check it all.
+
+    A value of `none` takes a key back to being left out.
+    raises: ConfigError, one for all that is wrong
+    """
+    table = _read(Path(path))
+    flags = parse_overrides(overrides)
+    for flag in flags:
+        _lay_over(table, flag)
+    return make_config(table, str(path), {(flag.section, flag.key): flag.flag for flag in flags})
+
+
+def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:
+    """Check a nested table; `where` names its source in errors, `flags` the keys that came from elsewhere."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where, flags or {})) from None
+
+
+def with_ranks(config: Config, ranks: int) -> Config:
+    """The same config on `ranks` ranks; raises MeshError when its mesh asks for another number."""
+    if config.mesh.replicate is not None:
+        config.mesh.as_mesh().expect_ranks(ranks)
+        return config
+    table = config.model_dump(exclude_none=True)
+    table["mesh"]["replicate"] = ranks
+    return make_config(table, f"on {ranks} ranks")
+
+
+def write_config(config: Config, path: str | Path) -> None:
+    """Write every key with its value, defaults and overrides included, so that `load_config` reads it back equal."""
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """Cut command-line words into overrides; the last one of a key wins."""
+    found, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.partition("=")
+        section, dot, key = flag.removeprefix("--").partition(".")
+        if not (flag.startswith("--") and section and dot and key):
+            raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"{flag}: needs a value, as in {flag} 4")
+            text = rest.pop(0)
+        found.append(Override(flag, section, key, text))
+    return found
+
+
+def _read(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a config is a TOML file") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_neighbours(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name the TOML file in it{_neighbours(path / 'x')}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _neighbours(path: Path) -> str:
+    """The TOML files beside a path that is not there."""
+    try:
+        near = sorted(p.name for p in path.parent.glob("*.toml"))
+    except (OSError, ValueError):
+        near = []
+    return f". There: {', '.join(near[:8])}" if near else ""
+
+
+def _lay_over(table: Table, flag: Override) -> None:
+    section = table.setdefault(flag.section, {})
+    if not isinstance(section, dict):
+        return   # the check of the whole table says what is wrong with it
+    if flag.text == "none":
+        section.pop(flag.key, None)
+        _expect_known(flag)
+    else:
+        section[flag.key] = _value(flag)
+
+
+def _expect_known(flag: Override) -> None:
+    """`none` removes a key, so the check of the table would not see a typo in it."""
+    if flag.section not in Config.model_fields:
+        raise ConfigError(_unknown((flag.section,), flag.flag))
+    if flag.key not in _keys_of(flag.section):
+        raise ConfigError(_unknown((flag.section, flag.key), flag.flag))
+
+
+def _value(flag: Override) -> object:
+    """The text as TOML reads it; verbatim where the key holds text, so that `--run.name 7` is a name."""
+    annotation = str(_keys_of(flag.section).get(flag.key, ""))
+    if "str" in annotation or "Literal" in annotation:
+        return flag.text
+    try:
+        return tomllib.loads(f"value = {flag.text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return flag.text
+
+
+def _keys_of(section: str) -> dict[str, Any]:
+    """Key -> type of a section; empty when there is no such section."""
+    if section not in Config.model_fields:
+        return {}
+    model = Config.model_fields[section].annotation
+    assert isinstance(model, type) and issubclass(model, BaseModel), "every field of Config is a section"
+    return {key: field.annotation for key, field in model.model_fields.items()}
+
+
+def _explain(error: ValidationError, where: str, flags: Mapping[tuple[str, str], str]) -> str:
+    """One line per key that is wrong, whatever number of complaints pydantic has about it."""
+    problems: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors():
+        problems.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+    return "\n".join(_line(loc, details, where, flags) for loc, details in problems.items())
+
+
+def _line(
+    loc: tuple[str, ...], details: list[ErrorDetails], where: str, flags: Mapping[tuple[str, str], str]
+) -> str:
+    kind, origin = details[0]["type"], where
+    if len(loc) == 2 and (loc[0], loc[1]) in flags:
+        origin = flags[loc[0], loc[1]]
+    if kind == "extra_forbidden":
+        typed = next((flag for (section, _), flag in flags.items() if loc == (section,)), origin)
+        return _unknown(loc, typed)
+    expected = " or ".join(dict.fromkeys(_expectation(detail) for detail in details)).replace("or must be", "or")
+    place = f"{origin} [{loc[0]}]" if loc and origin == where else origin
+    if kind == "value_error" and len(loc) < 2:
+        return f"{place}: {expected}"
+    if len(loc) < 2:
+        return f"{place}: {'is missing; it ' if kind == 'missing' else ''}must be a section of `key = value` lines"
+    return f"{place}: {loc[1]} = {details[0]['input']!r}: {expected}"
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if detail["type"] == "string_pattern_mismatch":
+        return NAME_RULE if detail["loc"] == ("run", "name") else "must not be empty nor hold control characters"
+    if detail["type"] in ("tuple_type", "too_long", "too_short", "missing"):
+        return "must be two numbers in brackets, such as [0.9, 0.95]"
+    return text
+
+
+def _unknown(loc: tuple[str, ...], origin: str) -> str:
+    if len(loc) == 2:
+        return f"{_place(origin, loc[0])}: unknown key {loc[1]!r}. {did_you_mean(loc[1], _keys_of(loc[0]))}"
+    owners = [section for section in Config.model_fields if loc[0] in _keys_of(section)]
+    hint = f"It is a key of [{owners[0]}]." if owners else did_you_mean(loc[0], Config.model_fields)
+    return f"{origin}: unknown section [{loc[0]}]. {hint}"
+
+
+def _place(origin: str, section: str) -> str:
+    return origin if origin.startswith("--") else f"{origin} [{section}]"

@@ -1,0 +1,97 @@
+"""What a run leaves behind: weights, samples of text, the trigram model's loss beside the model's, a summary.
+
+The weights come first: what may still go wrong after them cannot lose them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.events import Saved
+from rankloom.data.ngram import trigram_loss
+from rankloom.models.config import parameter_count
+from rankloom.train.engine import Engine
+from rankloom.train.files import replacing
+from rankloom.train.job import Job, reporter
+from rankloom.train.run_folder import write_json
+from rankloom.train.samples import continue_texts, starts
+from rankloom.train.together import while_others_wait
+from rankloom.train.weights import load_model, save_model
+
+BASELINE_TOKENS = 16_000_000   # the most that the trigram model counts, at about 40 bytes of memory each
+PROMPT_TOKENS = 16   # of the validation text, which the model has not seen
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run ended; written as `summary.json`. Losses are in nats per token."""
+
+    folder: str
+    parameters: int
+    steps: int
+    tokens: int                      # trained on, over all ranks
+    training_seconds: float          # of the steps; evaluations are not counted
+    training_loss: float | None      # of the last step
+    validation_loss: float | None    # after the last step; None for a run that was stopped early
+    trigram_loss: float | None
+    stopped_by: int                  # the signal that ended the run early, or 0
+
+
+def finish(job: Job, engine: Engine, outcome: Mapping[str, Any]) -> Summary:
+    """Write what is left of a run; `outcome` has the fields of Summary that the steps know.
+
+    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended keeps its weights and
+    leaves the rest out.
+    raises: ConfigError, on all ranks, when the weights cannot be written
+    """
+    weights = engine.full_state_dict()["model"]
+    save = (lambda: _save(job, weights)) if job.world.rank == 0 else None
+    while_others_wait(job.world, save, label="save the weights")
+    trigram = None
+    if job.world.rank == 0 and not outcome["stopped_by"]:
+        trigram = _compare(job, outcome["validation_loss"])
+        _write_samples(job)
+    summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), trigram_loss=trigram, **outcome)
+    if job.world.rank == 0:
+        write_json(job.run / "summary.json", asdict(summary))
+    return summary
+
+
+def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
+    job.sink(Saved(0, str(save_model(job.run, weights, job.shape, job.corpus.tokenizer))))
+
+
+def _compare(job: Job, validation_loss: float | None) -> float | None:
+    """The trigram model's validation loss, said beside the model's."""
+    if not job.config.data.baseline or validation_loss is None:
+        return None
+    baseline = trigram_loss(
+        job.corpus.train, job.corpus.validation, job.shape.vocab_size, max_tokens=BASELINE_TOKENS,
+        progress=reporter(job.sink, 0),
+    )
+    winner = "the model is better" if validation_loss < baseline.loss else "the TRIGRAM is better: train longer"
+    job.say(
+        f"validation loss {validation_loss:.4f}, that of a trigram model of the same text {baseline.loss:.4f} "
+        f"(of {baseline.train_tokens:,} training tokens): {winner}"
+    )
+    return baseline.loss
+
+
+def _write_samples(job: Job) -> None:
+    """Let the weights on disk go on with a few starts of validation text."""
+    train, tokenizer, path = job.config.train, job.corpus.tokenizer, job.run / "samples.txt"
+    if tokenizer is None or not train.samples:
+        return
+    model, _ = load_model(job.run, job.world.device)
+    prompts = starts(job.corpus.validation, train.samples, min(PROMPT_TOKENS, train.seq_len))
+    texts = continue_texts(model, tokenizer, prompts, max_tokens=train.sample_tokens, seed=job.config.run.seed)
+    job.say("\n".join(f"sample {number}: {text}" for number, text in enumerate(texts, 1)))
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    job.sink(Saved(0, str(path)))

@@ -1,0 +1,109 @@
+"""What a run works with on one rank: its config, its world, its folder, its data. Made once, before the first step."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.events import Notice, Sink
+from rankloom.data.arrays import Tokens
+from rankloom.data.corpus import Corpus, prepare_corpus
+from rankloom.data.loader import TokenSamples
+from rankloom.models.config import GPTConfig, parameter_count
+from rankloom.train.config import write_config
+from rankloom.train.run_folder import claim_run_folder, describe_environment, write_json
+from rankloom.train.sections import Config
+from rankloom.train.together import while_others_wait
+from rankloom.world.connect import World
+
+SECONDS_BETWEEN_NOTICES = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The fixed parts of a run on one rank; `sink` writes the journal and goes to the caller's sink."""
+
+    config: Config
+    world: World
+    run: Path
+    sink: Sink
+    corpus: Corpus
+    shape: GPTConfig
+
+    def say(self, text: str) -> None:
+        """Tell the person at the terminal, once per job."""
+        if self.world.rank == 0:
+            self.sink(Notice(0, text))
+
+    def samples(self, tokens: Tokens) -> TokenSamples:
+        """Tokens cut in samples as long as the config says."""
+        return TokenSamples(tokens, self.config.train.seq_len, self.shape.vocab_size)
+
+
+def open_run(config: Config, world: World) -> Path:
+    """Rank 0 makes the run folder and writes what is known before the first step; all ranks learn the path.
+
+    raises: ConfigError, on all ranks, when the folder cannot be made or written
+    """
+    problem, path = None, None
+    if world.rank == 0:
+        try:
+            path = claim_run_folder(config, datetime.now())
+            _write_start(config, world, path)
+        except (ConfigError, OSError) as error:
+            problem = str(error)
+    world.agree(problem, label="make the run folder")
+    return Path(world.all_gather_object(str(path), label="run folder")[0])
+
+
+def _write_start(config: Config, world: World, path: Path) -> None:
+    # The folder is the name: so a run can be repeated from its own config without being in its own way.
+    unnamed = config.model_copy(update={"run": config.run.model_copy(update={"name": None})})
+    write_config(unnamed, path / "config.toml")
+    batch = {"local": config.batch().local, "accumulate": config.batch().accumulate, "global": config.batch().global_}
+    write_json(path / "env.json", describe_environment(world, sys.argv) | {"batch": batch})
+
+
+def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
+    """Tokenise once per host, or find it done before; then every rank maps the same file.
+
+    raises: DataError, on all ranks, when there is no text or it cannot be read
+    """
+    data, report = config.data, reporter(sink, world.rank)
+
+    def prepare_here() -> Corpus:
+        return prepare_corpus(
+            data.source, tokenizer=data.tokenizer or "bytes", vocab_size=data.vocab_size or 0,
+            validation=data.validation, cache=data.cache, seed=config.run.seed, progress=report,
+        )
+
+    while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise")
+    return prepare_here()
+
+
+def reporter(sink: Sink, rank: int) -> Callable[[str, float], None]:
+    """A function for long work to report to: it says how far the work is, every few seconds."""
+    last = time.monotonic()
+
+    def report(what: str, fraction: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_NOTICES:
+            last = time.monotonic()
+            sink(Notice(rank, f"{what}: {fraction:.0%}"))
+
+    return report
+
+
+def introduce(job: Job) -> None:
+    """Say what is about to be trained, on what, and in which batches."""
+    batch, seq_len = job.config.batch(), job.config.train.seq_len
+    job.say(f"run folder: {job.run}")
+    job.say(
+        f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters; data {job.corpus.source}: "
+        f"{len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation"
+    )
+    rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
+    job.say(f"batch: {batch.equation(job.world.size)} {rows}")

@@ -1,0 +1,138 @@
+"""A whole run, as one of its ranks: steps, evaluations, and what is left when it ends.
+
+`train` is what every rank calls with the same config. What goes wrong on one rank and is found here (a full disk, a
+folder that cannot be written, text that is not text) is raised on all ranks together, so none is left waiting.
+Read job.py before this file, engine.py for what one step does, stop.py for how a run ends early, finish.py for its end.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from rankloom.base.events import Evaluated, Event, Sink
+from rankloom.data.loader import Batch, Loader, evaluation_batches
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
+from rankloom.train.config import with_ranks
+from rankloom.train.engine import Engine, prepare
+from rankloom.train.finish import Summary, finish
+from rankloom.train.job import Job, introduce, open_corpus, open_run
+from rankloom.train.optim import build_optimizer, schedule
+from rankloom.train.run_folder import Journal
+from rankloom.train.sections import Config
+from rankloom.train.stop import Agreement, StopSignal
+from rankloom.world.connect import World
+
+
+def train(config: Config, world: World, sink: Sink) -> Summary:
+    """Train as `config` says, as one of the ranks of `world`; every rank returns the same losses.
+
+    sink:   gets this rank's events; draw those of one rank only
+    raises: ConfigError, DataError, on all ranks together; what a step raises
+    """
+    config = with_ranks(config, world.size)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    run = open_run(config, world)
+    with Journal(run, world.rank) as journal:
+
+        def both(event: Event) -> None:
+            journal(event)
+            sink(event)
+
+        world.agree(journal.problem, label="open the journals")
+        corpus = open_corpus(config, world, both)
+        job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
+        introduce(job)
+        stepper = Stepper(job, journal)
+        stepper.run()
+        return finish(job, stepper.engine, stepper.outcome())
+
+
+class Stepper:
+    """The part of a run that changes: how far it is, what was measured last, and whether it should stop."""
+
+    def __init__(self, job: Job, journal: Journal):
+        self.job, self.journal = job, journal
+        self.engine = build_engine(job)
+        self.stop, self.agreement = StopSignal(), Agreement(job.world)
+        self.signal = 0                           # the one that all ranks agreed on
+        self.tokens, self.seconds = 0, 0.0        # trained on, over all ranks; what the steps took
+        self.loss: float | None = None
+        self.validation: float | None = None
+
+    def run(self) -> None:
+        """All steps and the last evaluation, or as much of them as a signal allows."""
+        job, train = self.job, self.job.config.train
+        loader = Loader(
+            job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=job.world.rank,
+            ranks=job.world.size, seed=job.config.run.seed, steps=train.steps, device=job.world.device,
+        )
+        with loader, self.stop:
+            self._steps(loader)
+            if train.evaluate and not self.signal:
+                self._evaluate()
+
+    def outcome(self) -> dict[str, float | int | None]:
+        """What the summary says about the steps."""
+        return {
+            "steps": self.engine.steps_done, "tokens": self.tokens, "training_seconds": self.seconds,
+            "training_loss": self.loss, "validation_loss": None if self.signal else self.validation,
+            "stopped_by": self.signal,
+        }
+
+    def _steps(self, loader: Iterator[Batch]) -> None:
+        """Step until the last step, a signal or a problem: on every rank until the same step."""
+        every, steps = self.job.config.train.eval_every, self.job.config.train.steps
+        for batch in loader:
+            report = self.engine.step(batch)
+            self.loss, self.tokens, self.seconds = report.loss, self.tokens + int(report.count), self.seconds + report.seconds
+            done = self.engine.steps_done
+            if every and done % every == 0 and done < steps:
+                self._evaluate()
+            signal, problem = self.agreement.exchange(self.stop.number, self.journal.problem is not None)
+            self.signal = self.signal or signal
+            if self.signal or problem:
+                break
+        self.signal = self.signal or self.agreement.last()[0]
+        self.job.world.agree(self.journal.problem, label="write the journals")
+
+    def _evaluate(self) -> None:
+        """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""
+        job, world = self.job, self.job.world
+        batches = evaluation_batches(
+            job.samples(job.corpus.validation), rows=job.config.batch().local, rank=world.rank, ranks=world.size,
+            device=world.device,
+        )
+        result = self.engine.evaluate(self._until_signal(batches))
+        cut = world.all_reduce(torch.tensor([float(self.stop.number)], device=world.device), op="max", label="cut short?")
+        self.signal = int(cut.item())
+        if not self.signal:
+            self.validation = result.loss
+            job.sink(Evaluated(world.rank, self.engine.steps_done, result.loss, result.count))
+
+    def _until_signal(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield batch   # at least one, so that there is something to divide by
+            if self.stop.number:
+                return
+
+
+def build_engine(job: Job) -> Engine:
+    """The model and its engine, as the config asks for."""
+    config, batch = job.config, job.config.batch()
+    return prepare(
+        GPT(job.shape, seed=config.run.seed, device=job.world.device),
+        loss=language_model_loss,
+        optimizer=lambda params: build_optimizer(config.optimizer, params),
+        world=job.world,
+        stage=config.train.stage,
+        accumulate=batch.accumulate,
+        clip=config.optimizer.max_norm or None,
+        precision=config.train.precision,
+        deterministic=config.train.deterministic,
+        seed=config.run.seed,
+        schedule=schedule(config),
+        all_reduce=config.comm.all_reduce,
+        sink=job.sink,
+    )

@@ -1,0 +1,177 @@
+"""The folder that a run leaves behind, and the journals that fill it while the run goes.
+
+    runs/<name>/
+      config.toml         every key with its value; `rankloom train` on it repeats the run
+      env.json            where and with what it ran
+      metrics.jsonl       one line per step and evaluation, from rank 0
+      events/rank-N.jsonl everything that happened on each rank
+      logs/               what the ranks printed, when `rankloom train` launched them
+      model.safetensors, model.json, tokenizer.json
+      samples.txt, summary.json, loss.png
+
+A folder that was named is used when it holds no run yet: neither a step nor weights. Else it is an error: a run is
+never overwritten. A name that was left out is the time and the preset, with a number when that is taken.
+"""
+
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from importlib import metadata
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.events import Evaluated, Event, StepDone
+from rankloom.train.files import replacing
+from rankloom.train.sections import Config
+from rankloom.world.connect import World
+
+PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
+
+
+def claim_run_folder(config: Config, now: datetime) -> Path:
+    """Make the folder of a run, and its sub-folders, and return its path.
+
+    raises: ConfigError when it cannot be made, or when the name is that of a folder that holds a run
+    """
+    parent = Path(config.run.folder)
+    path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if config.run.name is None:
+            path = _next_free(path)
+        for folder in (path, path / "events", path / "logs"):
+            folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the run folder cannot be made ({error.strerror}); give another place with --run.folder"
+        ) from None
+    if holds_run(path):
+        raise ConfigError(f"{path}: holds a run already; give another --run.name, or remove that folder")
+    return path
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds what nobody wants to lose: a finished step, or weights."""
+    metrics = path / "metrics.jsonl"
+    return (path / "model.safetensors").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _next_free(path: Path) -> Path:
+    """Make `path`, or path-2, path-3 ...: the first that nobody has; safe when two runs start at once."""
+    for number in count(1):
+        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            continue
+    raise AssertionError("count() does not end")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as readable JSON, whole or not at all; raises ConfigError that names the path."""
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+class Journal:
+    """A sink that appends each event of this rank as a JSON line; rank 0 keeps `metrics.jsonl` too.
+
+    A line that cannot be written does not raise here, in the middle of a step, where the other ranks would be left
+    waiting: `problem` says it, and the loop makes all ranks raise together.
+    """
+
+    def __init__(self, run: Path, rank: int):
+        self.problem: str | None = None
+        self._all = self._open(run / "events" / f"rank-{rank}.jsonl")
+        self._metrics = self._open(run / "metrics.jsonl") if rank == 0 else None
+
+    def __call__(self, event: Event) -> None:
+        """Append one event. Numbers that JSON does not know (nan, inf) become null."""
+        fields = {key: _json_number(value) for key, value in asdict(event).items()}
+        line = json.dumps({"event": type(event).__name__, **fields}).encode() + b"\n"
+        self._write(self._all, line)
+        if isinstance(event, StepDone | Evaluated):
+            self._write(self._metrics, line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in (self._all, self._metrics):
+            if file is not None:
+                file.close()
+
+    def _open(self, path: Path) -> FileIO | None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)   # on a host that shares no disk with rank 0's
+            return open(path, "ab", buffering=0)
+        except OSError as error:
+            self.problem = f"{path}: cannot be opened ({error.strerror})"
+            return None
+
+    def _write(self, file: FileIO | None, line: bytes) -> None:
+        if file is None or self.problem:
+            return
+        try:
+            written = file.write(line)
+        except OSError as error:
+            self.problem = f"{file.name}: cannot be written ({error.strerror})"
+            return
+        if written != len(line):
+            self.problem = f"{file.name}: cannot be written in full; is the disk full?"
+
+
+def _json_number(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe_environment(world: World, command: Sequence[str]) -> dict[str, Any]:
+    """Where and with what a run ran, for `env.json`."""
+    gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": list(command),
+        "folder": os.getcwd(),
+        "git_commit": _git_commit(),
+        "ranks": world.size,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "gpu": gpu,
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the current folder, or None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

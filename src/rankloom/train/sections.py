@@ -1,0 +1,242 @@
+"""What a config file may say: one frozen, strict model per section, and the rules between sections.
+
+Nothing is accepted and then ignored. An option that this version cannot honour, or that has no meaning beside
+another one, is refused here, before any rank starts. No torch in this file: a mistake is told in milliseconds.
+`config.py` turns a file and command-line overrides into a `Config`.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.mesh import Mesh
+from rankloom.models.config import GPTConfig, preset
+from rankloom.train.batch import LOGICAL_SHARDS, Batch, solve_batch
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
+BYTES_VOCAB = 257   # 256 bytes and the end of a text
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """Where the results go, and the seed that every random stream starts from."""
+
+    name: str | None = Field(default=None, pattern=NAME)   # None: time stamp and preset
+    folder: str = Field(default="runs", pattern=PRINTABLE)
+    seed: Whole = 0
+
+
+class MeshSection(Section):
+    """The grid of ranks. `replicate` left out: all ranks a launcher started, or one."""
+
+    pipe: Count = 1
+    replicate: Count | None = None
+    shard: Count = 1
+    context: Count = 1
+    tensor: Count = 1
+    expert: Count = 1
+
+    @field_validator("pipe", "shard", "context", "tensor", "expert")
+    @classmethod
+    def _only_replicate(cls, ranks: int) -> int:
+        if ranks > 1:
+            raise ValueError("this version spreads a run along `replicate` only; every other axis must be 1")
+        return ranks
+
+    def as_mesh(self) -> Mesh:
+        """The value that the floors below know."""
+        return Mesh(replicate=self.replicate or 1)
+
+
+class Model(Section):
+    """A preset by name, and what to change in it. The sequence length is that of [train]."""
+
+    preset: str = "3M"
+    vocab_size: Count | None = None   # None: the tokenizer's
+    width: Count | None = None
+    layers: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    ffn: Count | None = None
+    tie: bool | None = None
+    dropout: Fraction | None = None
+    rope_base: Positive | None = None
+    norm_eps: Positive | None = None
+
+    def overrides(self) -> dict[str, int | float | bool]:
+        """What the file changes in the preset, `vocab_size` aside."""
+        return self.model_dump(exclude={"preset", "vocab_size"}, exclude_none=True)
+
+
+class Data(Section):
+    """The text, how it becomes tokens, and the part of it that is kept for validation."""
+
+    source: str = Field(default="stdlib", pattern=PRINTABLE)               # stdlib, shakespeare, or a path
+    tokenizer: str | None = Field(default=None, pattern=PRINTABLE)         # bytes (when left out), bpe, or a tokenizer.json
+    vocab_size: Count | None = None
+    validation: float = Field(default=0.05, gt=0, lt=1)
+    cache: str | None = Field(default=None, pattern=PRINTABLE)
+    baseline: bool = True                                          # compute a trigram model's loss to compare with
+
+    @model_validator(mode="after")
+    def _vocab_size_has_a_meaning(self) -> Self:
+        if self.is_array():
+            if self.vocab_size is None or self.tokenizer in ("bytes", "bpe"):
+                raise ValueError("an array of tokens needs vocab_size, and no tokenizer or the tokenizer.json that made it")
+        elif self.tokenizer == "bpe":
+            if self.vocab_size is None:
+                raise ValueError('tokenizer = "bpe" needs vocab_size, the number of tokens to learn, such as 4096')
+        elif self.vocab_size is not None:
+            raise ValueError('vocab_size has no meaning here: only tokenizer = "bpe" and arrays of tokens take one')
+        return self
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _known_tokenizer(cls, tokenizer: str | None) -> str | None:
+        if tokenizer in (None, "bytes", "bpe") or tokenizer.endswith(".json"):
+            return tokenizer
+        raise ValueError("must be 'bytes', 'bpe' or the path of a tokenizer.json")
+
+    def is_array(self) -> bool:
+        """Whether the source is tokens already."""
+        return self.source.endswith((".npy", ".bin"))
+
+
+class Train(Section):
+    """How long, how much per step, and in which numbers. One batch size may be left out, or two: it is solved."""
+
+    steps: Count = 1000
+    seq_len: Count = 256
+    local_batch_size: Count | None = None
+    global_batch_size: Count | None = None
+    accumulate: Count | None = None
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
+    threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
+    stage: Whole = 0
+    evaluate: bool = True
+    eval_every: Whole = 0   # 0: only after the last step
+    samples: Whole = 3
+    sample_tokens: Count = 128
+
+    @field_validator("stage")
+    @classmethod
+    def _only_stage_0(cls, stage: int) -> int:
+        if stage:
+            raise ValueError("this version keeps everything whole on every rank, which is stage 0")
+        return stage
+
+    @model_validator(mode="after")
+    def _one_way_to_cut(self) -> Self:
+        if self.deterministic and self.accumulate is not None:
+            raise ValueError("accumulate has no meaning with deterministic, which cuts the batch in logical shards")
+        if self.deterministic and self.threads is not None:
+            raise ValueError("threads has no meaning with deterministic, which computes on one")
+        if self.local_batch_size is None and self.global_batch_size is None:
+            raise ValueError("give local_batch_size or global_batch_size")
+        if self.eval_every and not self.evaluate:
+            raise ValueError("eval_every has no meaning with evaluate = false")
+        return self
+
+
+class Optimizer(Section):
+    """Which optimizer, and its numbers; weight decay acts on matrices only. `max_norm` 0 turns clipping off."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Positive = 1e-3
+    betas: tuple[Fraction, Fraction] | None = Field(default=None, strict=False)   # adamw: (0.9, 0.95) when left out
+    momentum: Fraction | None = None                                      # sgd: 0.9 when left out
+    weight_decay: float = Field(default=0.1, ge=0)
+    max_norm: float = Field(default=1.0, ge=0)
+    base_batch_size: Count | None = None
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+
+    @model_validator(mode="after")
+    def _no_option_without_effect(self) -> Self:
+        if self.name == "adamw" and self.momentum is not None:
+            raise ValueError('momentum has no meaning with name = "adamw"; its first beta plays that part')
+        if self.name == "sgd" and self.betas is not None:
+            raise ValueError('betas have no meaning with name = "sgd"; give momentum')
+        if (self.lr_scaling == "none") != (self.base_batch_size is None):
+            raise ValueError('lr_scaling = "linear" or "sqrt" and base_batch_size need each other')
+        return self
+
+
+class Schedule(Section):
+    """The learning rate over steps: warm-up, then decay to `min_lr_ratio` x lr."""
+
+    warmup_steps: Whole = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr_ratio: float | None = Field(default=None, ge=0, le=1)   # 0.1 when left out
+
+    @model_validator(mode="after")
+    def _constant_has_no_floor(self) -> Self:
+        if self.decay == "constant" and self.min_lr_ratio is not None:
+            raise ValueError('min_lr_ratio has no meaning with decay = "constant"')
+        return self
+
+
+class Comm(Section):
+    """How gradients are summed over ranks, and the seconds after which a silent rank ends the job."""
+
+    all_reduce: Literal["backend", "ring"] = "backend"
+    timeout: Positive = 300.0
+
+
+class Config(Section):
+    """A whole run. Every section may be left out, [train] aside: it must say a batch size."""
+
+    run: Run = Run()
+    mesh: MeshSection = MeshSection()
+    model: Model = Model()
+    data: Data = Data()
+    train: Train
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    comm: Comm = Comm()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if self.schedule.warmup_steps > self.train.steps:
+            warmup, steps = self.schedule.warmup_steps, self.train.steps
+            raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}")
+        if self.train.deterministic and self.comm.all_reduce == "ring":
+            raise ValueError("[comm] all_reduce has no meaning with [train] deterministic, which adds in its own order")
+        if self.data.baseline and not self.train.evaluate:
+            raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
+        self.gpt(self.data.vocab_size or BYTES_VOCAB)
+        if self.mesh.replicate is not None:
+            self.batch()
+            self._expect_shards_for(self.mesh.replicate)
+        return self
+
+    def _expect_shards_for(self, ranks: int) -> None:
+        shards = LOGICAL_SHARDS if self.train.deterministic is True else int(self.train.deterministic)
+        if shards and shards < ranks:
+            raise ValueError(f"[train] deterministic has {shards} logical shards, which cannot feed {ranks} ranks")
+
+    def gpt(self, tokenizer_vocab: int) -> GPTConfig:
+        """The shape of the model; raises ConfigError when there is no such preset or shape, or too few tokens."""
+        vocab_size = self.model.vocab_size or tokenizer_vocab
+        if vocab_size < tokenizer_vocab:
+            raise ConfigError(f"[model] vocab_size {vocab_size} is less than the {tokenizer_vocab} of the tokenizer")
+        changes = self.model.overrides() | {"vocab_size": vocab_size, "seq_len": self.train.seq_len}
+        return preset(self.model.preset, **changes)
+
+    def batch(self) -> Batch:
+        """The rows of a step on this config's ranks; raises BatchError when the equation cannot hold."""
+        sizes = self.train
+        return solve_batch(
+            self.mesh.replicate or 1, sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
+        )

@@ -1,0 +1,70 @@
+"""End a run early without leaving a rank behind: all ranks stop after the same step.
+
+Ctrl-C (SIGINT) and SIGTERM only raise a flag. At each step boundary the ranks add their flags up, in an all-reduce of two
+numbers that travels while the next step computes; so a stop takes effect at most two steps after the signal, and
+costs no waiting. A second signal of the same kind ends this rank at once.
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from rankloom.world.connect import World
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """While it is entered, `number` is the signal that asked for a stop, or 0.
+
+    A launcher that was stopped by Ctrl-C may pass SIGTERM on to ranks that had SIGINT already: only a repetition of the
+    same signal means "at once". Outside the main thread no handler can be set; `number` then stays 0.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == self.number:
+            raise SystemExit(128 + number)
+        self.number = self.number or number
+
+
+class Agreement:
+    """What any rank knows, all ranks know one step later: that a signal came, or that a rank cannot go on.
+
+    sent: one all-reduce of 2 elements per step
+    """
+
+    def __init__(self, world: World):
+        self._world = world
+        self._handle: Any = None
+
+    def exchange(self, signal_number: int, problem: bool) -> tuple[int, bool]:
+        """Say what is so here; returns what was so anywhere when all ranks called this the last time."""
+        known = self.last()
+        mine = torch.tensor([float(signal_number), float(problem)], device=self._world.device)
+        self._handle = self._world.all_reduce(mine, op="max", label="stop?", async_op=True)
+        return known
+
+    def last(self) -> tuple[int, bool]:
+        """What was so anywhere at the last exchange; (0, False) before there was one. Waits for it."""
+        if self._handle is None:
+            return 0, False
+        number, problem = self._handle.wait().tolist()
+        self._handle = None
+        return int(number), bool(problem)

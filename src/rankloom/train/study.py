@@ -1,0 +1,65 @@
+"""The runs of a scaling study: the same config on 1, 2, 4 ... ranks, short, and without what comes after the steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankloom.base.errors import ConfigError
+from rankloom.train.config import load_config
+from rankloom.train.sections import Config
+
+
+def parse_ranks(text: str) -> list[int]:
+    """`1,2,4` as numbers, each once, in order; raises ConfigError.
+
+    >>> parse_ranks("4,1,2")
+    [1, 2, 4]
+    """
+    try:
+        ranks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        ranks = []
+    if not ranks or ranks[0] < 1:
+        raise ConfigError(f"--ranks {text}: expected numbers of ranks with commas between them, such as 1,2,4")
+    return ranks
+
+
+def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threads: int, folder: Path) -> list[str]:
+    """The overrides, after the user's own, that make `config` the run on `ranks` ranks.
+
+    Strong scaling keeps the global batch, so that each rank has less to do with more ranks; weak scaling keeps the
+    rows of a rank, so that the batch grows. Every rank computes on the same number of threads in all runs: else one rank
+    that has the whole machine would be compared with two that share it.
+    """
+    batch = config.batch()
+    if weak:
+        sizes = {"local_batch_size": batch.local, "accumulate": batch.accumulate, "global_batch_size": "none"}
+    else:
+        sizes = {"local_batch_size": "none", "accumulate": config.train.accumulate, "global_batch_size": batch.global_}
+    if config.train.deterministic:
+        sizes["accumulate"] = None
+    train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
+    train["threads"] = None if config.train.deterministic else config.train.threads or threads
+    words = [f"--train.{key}={'none' if value is None else value}" for key, value in train.items()]
+    warm_up = min(config.schedule.warmup_steps, steps)
+    return [
+        *words, f"--mesh.replicate={ranks}", "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
+        f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
+    ]
+
+
+def plan_study(
+    file: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, weak: bool, threads: int, folder: Path
+) -> dict[int, list[str]]:
+    """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
+
+    raises: ConfigError that names the number of ranks that cannot be
+    """
+    config = load_config(file, overrides)
+    plans = {}
+    for n in ranks:
+        plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder)]
+        try:
+            load_config(file, plans[n])
+        except ConfigError as error:
+            raise ConfigError(f"on {n} ranks: {error}") from None
+    return plans

@@ -1,0 +1,55 @@
+"""Work that some ranks do while the others wait for it, however long it takes.
+
+A plain barrier would end the job at its time-out when tokenising takes an hour. Here the ranks tell each other
+a few times a second that the work goes on, so only a rank that is really gone ends the job.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from rankloom.base.errors import DataError
+from rankloom.world.connect import World
+
+SECONDS_BETWEEN_SIGNS = 0.05
+
+
+class _Worker(threading.Thread):
+    """Runs `work` and keeps what it raised."""
+
+    def __init__(self, work: Callable[[], object]):
+        super().__init__(daemon=True, name="rankloom-work")
+        self.work = work
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:   # raised by the thread that waits
+            self.error = error
+
+
+def while_others_wait(world: World, work: Callable[[], object] | None, *, label: str) -> None:
+    """Run `work`, where a rank has any, in a thread; returns on every rank when all of it is done.
+
+    raises: what `work` raised on the rank that ran it, and DataError with the same text on the others
+    """
+    worker = _Worker(work) if work else None
+    if worker:
+        worker.start()
+    while _any_alive(world, worker, label):
+        time.sleep(SECONDS_BETWEEN_SIGNS)
+    error = worker.error if worker else None
+    try:
+        world.agree(None if error is None else str(error) or repr(error), error=DataError, label=label)
+    except DataError:
+        if error is not None:
+            raise error from None
+        raise
+
+
+def _any_alive(world: World, worker: threading.Thread | None, label: str) -> bool:
+    alive = torch.tensor([float(worker is not None and worker.is_alive())], device=world.device)
+    return bool(world.all_reduce(alive, op="max", label=label).item())

@@ -1,0 +1,79 @@
+"""A trained model on disk: `model.safetensors`, its shape in `model.json`, its tokenizer in `tokenizer.json`.
+
+Each file is written whole or not at all, the weights last: where they are, the other two are.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.data.tokenizer import Tokenizer, load_tokenizer
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
+from rankloom.train.files import replacing
+from rankloom.train.run_folder import write_json
+
+
+def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, tokenizer: Tokenizer | None) -> Path:
+    """Write the files into a run folder (no tokenizer for a model of token arrays); returns the path of the weights.
+
+    raises: ConfigError that names the file that cannot be written
+    """
+    write_json(run / "model.json", dataclasses.asdict(config))
+    path = run / "model.safetensors"
+    try:
+        if tokenizer is not None:
+            with replacing(run / "tokenizer.json") as temporary:
+                tokenizer.save(temporary)
+        with replacing(path) as temporary:
+            save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, temporary)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{run}: the weights cannot be written ({error})") from None
+    return path
+
+
+def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer | None]:
+    """The model of a run folder, ready to generate, and its tokenizer, if it has one.
+
+    raises: DataError when a file is missing or damaged; ModelMismatch when the weights are not those of the shape
+    """
+    if not run.is_dir():
+        raise DataError(f"{run}: no such run folder")
+    try:
+        weights = load_file(run / "model.safetensors")
+    except FileNotFoundError:
+        raise DataError(f"{run}: holds no model.safetensors; did the run finish?") from None
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{run / 'model.safetensors'}: cannot be read ({error})") from None
+    model = GPT(_read_shape(run / "model.json"), device="meta")
+    _expect_same_tensors(model, weights, run)
+    model.load_state_dict(weights, assign=True)
+    tokenizer = run / "tokenizer.json"
+    return model.to(device).eval(), load_tokenizer(tokenizer) if tokenizer.exists() else None
+
+
+def _read_shape(path: Path) -> GPTConfig:
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        return GPTConfig(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: does not tell the shape of the model ({error})") from None
+
+
+def _expect_same_tensors(model: GPT, weights: Mapping[str, Tensor], run: Path) -> None:
+    expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ModelMismatch(
+                f"{run}: tensor {name} has shape {found.get(name)} in model.safetensors, and model.json "
+                f"expects {expected.get(name)}; these are not the files of one run"
+            )

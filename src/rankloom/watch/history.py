@@ -1,0 +1,68 @@
+"""What a run folder tells about its run, read back from `metrics.jsonl` and `summary.json`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankloom.base.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The steps and the evaluations of a run, oldest first, each as the fields of its event."""
+
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read_history(run: Path) -> History:
+    """Read a run folder; a last line that was cut by a kill is left out.
+
+    raises: DataError when there is no run, or when a line in the middle is damaged
+    """
+    path = run / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); is {run} a run folder?") from None
+    events = [_event(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+    return History(
+        [event for event in events if event.get("event") == "StepDone"],
+        [event for event in events if event.get("event") == "Evaluated"],
+        _summary(run / "summary.json"),
+    )
+
+
+def _event(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise DataError(f"{path}:{number}: not a JSON object; the file is damaged")
+    return event
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """The summary of a finished run; empty for one that did not finish."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def smooth(values: list[float], weight: float = 0.05) -> list[float]:
+    """The exponential running mean, corrected for its start, so that the first value is the first value.
+
+    >>> smooth([2.0, 2.0, 2.0])
+    [2.0, 2.0, 2.0]
+    """
+    smoothed, mean, mass = [], 0.0, 0.0
+    for value in values:
+        mean += weight * (value - mean)
+        mass += weight * (1 - mass)
+        smoothed.append(mean / mass)
+    return smoothed

@@ -1,0 +1,134 @@
+"""The one line that tells how a run goes: redrawn in place on a terminal, printed now and then elsewhere.
+
+`Progress` is a sink. Give it to one rank only, and a job has one line whatever its number of ranks. What the line
+says is a pure function of the last event and of the pace so far. Colours follow the console, so NO_COLOR holds.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from rankloom.base.events import Evaluated, Event, Notice, Saved, StepDone
+from rankloom.base.text import printable
+
+SLOWEST_WEIGHT = 0.05        # a pace remembers about 20 steps
+SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be redrawn
+SECONDS_BETWEEN_DRAWS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Running means over recent steps; the first step, which also warms everything up, is forgotten at once."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    exposed: float = 0.0
+
+    def after(self, done: StepDone) -> "Pace":
+        """The pace once `done` is counted in."""
+        weight = max(SLOWEST_WEIGHT, 1 / max(1, self.steps))
+        values = ((self.seconds, done.seconds), (self.tokens, done.count), (self.exposed, done.exposed))
+        return Pace(self.steps + 1, *(old + weight * (new - old) for old, new in values))
+
+
+def format_line(done: StepDone, pace: Pace, steps: int) -> str:
+    """The line after a step of a run of `steps` steps, short enough for a terminal of 80 columns.
+
+    grad is the global gradient norm before clipping; comm the share of a step that waited for communication; the memory
+    that of this rank at its peak.
+
+    >>> done = StepDone(0, 20, 3.25, 1024, 0.5, 1e-3, 0.5, 0.1, 2**28, False)
+    >>> format_line(done, Pace().after(done), 100)
+    'step 20/100  loss 3.250  grad 0.50  2.0k tok/s  0:40 left  comm 20%  268 MB'
+    """
+    rate = pace.tokens / pace.seconds if pace.seconds > 0 else 0.0
+    share = pace.exposed / pace.seconds if pace.seconds > 0 else 0.0
+    parts = [
+        f"step {done.step}/{steps}",
+        f"loss {done.loss:.3f}",
+        f"grad {done.grad_norm:.2f}",
+        f"{si(rate)} tok/s",
+        f"{clock(max(0, steps - done.step) * pace.seconds)} left",
+        f"comm {share:.0%}",
+        f"{si(done.memory, 0)}B",
+    ]
+    return "  ".join(parts + ["SKIPPED: overflow"] * done.skipped)
+
+
+def si(value: float, digits: int = 1) -> str:
+    """A number with a metric prefix: 1234 is `1.2k`, 268000000 with no digits is `268 M`."""
+    gap = "" if digits else " "
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            places = digits or (1 if size >= 1e9 else 0)
+            return f"{value / size:.{places}f}{gap}{prefix}"
+    return f"{value:.0f}{gap}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them: 3725 is `1:02:05`."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class Progress:
+    """A sink that draws. Use it as a context, so that the terminal is given back when a run ends in any way."""
+
+    def __init__(self, console: Console, steps: int, *, clock: Callable[[], float] = time.monotonic):
+        self.console = console
+        self.steps = steps
+        self.pace = Pace()
+        self._clock = clock
+        self._drawn = -math.inf
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, event: Event) -> None:
+        """Draw what an event changes."""
+        match event:
+            case StepDone():
+                self.pace = self.pace.after(event)
+                self._draw(event)
+            case Evaluated():
+                text = f"step {event.step}/{self.steps}  validation loss {event.loss:.4f} over {event.count:.0f} tokens"
+                self._say(text, "bold")
+            case Saved():
+                self._say(f"saved {event.path}", "green")
+            case Notice():
+                self._say(event.text, "")
+
+    def _say(self, text: str, style: str) -> None:
+        self.console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    def _draw(self, done: StepDone) -> None:
+        now, last = self._clock(), done.step >= self.steps
+        every = SECONDS_BETWEEN_DRAWS if self.console.is_terminal else SECONDS_BETWEEN_LINES
+        if now - self._drawn < every and not last:
+            return
+        self._drawn = now
+        line = Text(format_line(done, self.pace, self.steps), style="cyan", no_wrap=True, overflow="ellipsis")
+        if not self.console.is_terminal:
+            self.console.print(line, soft_wrap=True)
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        self._live.update(line, refresh=True)

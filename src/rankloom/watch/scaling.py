@@ -1,0 +1,57 @@
+"""What more ranks bring: speed-up, efficiency and the share of a step that waits for communication."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rankloom.base.errors import DataError
+from rankloom.watch.history import read_history
+
+WARM_UP_STEPS = 3   # left out: the first steps learn the bucket order and fill the allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: its ranks, the median seconds and tokens of a step, and the median seconds spent waiting."""
+
+    ranks: int
+    seconds: float
+    tokens: float
+    exposed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table; `efficiency` is 1 when no rank is wasted."""
+
+    ranks: int
+    tokens_per_second: float
+    speed_up: float
+    efficiency: float
+    communication: float
+
+
+def measure(run: Path, ranks: int) -> Measured:
+    """The pace of the run in a folder, its first steps left out; raises DataError when it has too few."""
+    steps = read_history(run).steps[WARM_UP_STEPS:]
+    if not steps:
+        raise DataError(f"{run}: has no step after its first {WARM_UP_STEPS}, which warm up; give more --steps")
+    seconds, tokens, exposed = (median(step[key] for step in steps) for key in ("seconds", "count", "exposed"))
+    return Measured(ranks, seconds, tokens, exposed)
+
+
+def scaling_rows(measured: list[Measured]) -> list[Row]:
+    """Compare every run with the one of the fewest ranks, p ranks; that one's efficiency is 1 by definition.
+
+    speed-up:   p x tokens per second / tokens per second on p ranks, so that 1 rank has speed-up 1
+    efficiency: speed-up / ranks. With the same global batch this is T1 / (N x TN); with the same batch per rank, T1 / TN
+
+    >>> scaling_rows([Measured(1, 1.0, 100, 0.0), Measured(4, 0.5, 100, 0.1)])[1]
+    Row(ranks=4, tokens_per_second=200.0, speed_up=2.0, efficiency=0.5, communication=0.2)
+    """
+    measured = sorted(measured, key=lambda one: one.ranks)
+    base = measured[0].tokens / measured[0].seconds / measured[0].ranks
+    rates = [(one, one.tokens / one.seconds) for one in measured]
+    return [
+        Row(one.ranks, rate, rate / base, rate / base / one.ranks, one.exposed / one.seconds) for one, rate in rates
+    ]

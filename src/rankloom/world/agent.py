@@ -1,0 +1,357 @@
+"""`launch_ranks`: start the ranks of a job on this host, watch them, end them together, and say which one failed first.
+
+torch's elastic agent starts the processes and gives each its rank and a store to meet in. What it lacks is added here:
+
+- Every rank is on a leash (leash.py): it cannot outlive this process, however that ends.
+- Nothing listens but on loopback, on a port that the system chose.
+- When a rank fails, the others have some seconds to notice and to end by themselves, which tells cause from consequence;
+  then they get SIGTERM, and SIGKILL after a grace. torch's agent sends SIGTERM at once, and SIGKILL after 30 seconds.
+- SIGINT and SIGTERM are passed on to the ranks once, so that they can end cleanly; a second signal kills them.
+- When all is over, failure.py picks the cause; the agent's own talk goes to launcher.log.
+
+The agent runs in a thread, so that signals are ours alone. Read failure.py for the causes.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from rankloom.base.errors import ConfigError
+from rankloom.world.connect import LOOPBACK
+from rankloom.world.failure import read_failure
+from rankloom.world.launch import rank_environment
+from rankloom.world.verdict import CLEAN_CODES, Ending, explain
+
+LEASH = Path(__file__).with_name("leash.py")
+TICK = 0.05            # seconds between two looks at the ranks
+SETTLE = 1.0           # seconds that the others have to end by themselves when the cause is known
+PATIENCE = 5.0         # the same when all that is known is that a rank lost another: a process may take long to end
+FAILURE_GRACE = 5.0    # seconds from SIGTERM to SIGKILL when a rank failed: there is nothing left to save
+GRACE = 20.0           # the same when the user asked to stop: the ranks finish their step and save the weights
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic: bool = False, grace: float = GRACE) -> int:
+    """Run `command` as `ranks` processes of this host that find each other as under torchrun; wait for all of them.
+
+    Rank 0 has this process's terminal; its stderr goes through `log_dir`/rank-0.stderr.log on its way there. What the other
+    ranks write is in files beside that one. `command` tells why it fails with launch.record_failure.
+
+    grace:   seconds that the ranks have to end cleanly after Ctrl-C or SIGTERM
+    returns: 0 when all are done; 128 + the number of the signal that stopped them
+    raises:  RankFailed with the box that names the cause; what all ranks raised alike when it is the user's to mend
+    """
+    if ranks < 1:
+        raise ConfigError(f"the number of ranks is {ranks}, expected 1 or more")
+    logs = _Logs(log_dir, rank_environment(ranks, deterministic=deterministic))
+    words = ["-I", "-S", str(LEASH), str(os.getpid()), *command]
+    spec = WorkerSpec(
+        role="", local_world_size=ranks, entrypoint=sys.executable, args=tuple(word.replace("$", "$$") for word in words),
+        rdzv_handler=_Meeting(), max_restarts=0, monitor_interval=TICK, master_addr=LOOPBACK,
+    )
+    with _chatter_in(log_dir / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
+        agent = _Agent(spec, logs, stop, grace)
+        running = thread.submit(agent.run)
+        try:
+            running.result()
+        finally:
+            agent.watch.kill()   # none is left, unless waiting for them was cut short
+    code = conclude(agent.watch.endings(logs), stop.number)
+    logs.tidy()
+    return code
+
+
+def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
+    """The exit code of a job whose ranks ended so; raises what `failure.explain` says when it failed.
+
+    stop_signal: what the launcher was asked to stop with, or 0. Then only an error that a rank reported counts.
+    """
+    errors = [e for e in endings if e.failure and not (stop_signal and e.failure.is_collateral)]
+    codes = {ending.code for ending in endings}
+    if not errors and stop_signal:
+        return 128 + stop_signal
+    if not errors and codes <= CLEAN_CODES:
+        return max(codes)   # the ranks may have agreed to stop because one of them got a signal
+    raise explain(endings, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+class StopRequests:
+    """While it is entered, counts the signals that ask this process to stop; `number` is the first.
+
+    A signal that was ignored before (nohup) stays ignored. Outside the main thread no handler can be set.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.count = 0, 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.number = self.number or number
+
+
+class Watch:
+    """The processes of the ranks: which still run, how the others ended, and the means to end them all.
+
+    The ranks work -> they are asked to end (SIGTERM, or the user's signal) -> they are killed. `tick` moves on.
+    """
+
+    def __init__(self, processes: dict[int, subprocess.Popen], files: dict[int, Path], stop: StopRequests, grace: float):
+        self.running, self.files = dict(processes), files
+        self.stop, self.grace = stop, grace
+        self.alive_at = dict.fromkeys(processes, time.monotonic())   # when each was last seen alive
+        self.codes: dict[int, int] = {}
+        self.asked: set[int] = set()          # the ranks that still ran when they were asked to end
+        self.asked_at = float("inf")          # when they were, because of a failure
+        self.hung: dict[int, str] = {}
+        self.ask_at = float("inf")            # when to ask them, once a failure was seen
+        self.patience = (float("inf"), 0)     # until when, and up to how many signals, they are not killed
+
+    def tick(self) -> bool:
+        """Look at every process, and press on those that should have ended; returns whether any still runs."""
+        now = time.monotonic()
+        for rank, process in list(self.running.items()):
+            self._look(rank, process, now)
+        if not self.running:
+            return False
+        until, signals = self.patience
+        if self.asked and (now > until or self.stop.count > signals):
+            self.kill("did not end when asked to: it hangs in a call that does not return" if now > until else "")
+        elif not self.asked and self.stop.count:
+            self._ask(self.stop.number, now + self.grace)
+        elif not self.asked and (now > self.ask_at or self._only_stopped_ones_are_left()):
+            self.asked_at = now
+            self._ask(signal.SIGTERM, now + FAILURE_GRACE)
+        return True
+
+    def kill(self, reason: str = "") -> None:
+        """SIGKILL to all that still runs. reason: what each of them did wrong, if it did."""
+        for rank, process in self.running.items():
+            if reason:
+                self.hung.setdefault(rank, reason)
+            _kill_group(process)
+
+    def endings(self, logs: "_Logs") -> list[Ending]:
+        """How every rank ended, with what it left behind."""
+        return [self._ending(rank, logs) for rank in sorted(self.codes)]
+
+    def _look(self, rank: int, process: subprocess.Popen, now: float) -> None:
+        code = process.poll()
+        if code is None:
+            self.alive_at[rank] = now
+        else:
+            self.codes[rank] = code
+            del self.running[rank]
+        failure = read_failure(self.files[rank])
+        if failure or code not in CLEAN_CODES | {None}:
+            self.ask_at = min(self.ask_at, now + (PATIENCE if failure and failure.is_collateral else SETTLE))
+            if code is not None:
+                _kill_group(process)   # the helpers that it left behind
+
+    def _only_stopped_ones_are_left(self) -> bool:
+        return self.ask_at < float("inf") and all(_is_stopped(process.pid) for process in self.running.values())
+
+    def _ask(self, number: int, until: float) -> None:
+        self.asked, self.patience = set(self.running), (until, self.stop.count)
+        for rank, process in self.running.items():
+            if _is_stopped(process.pid):
+                self.hung[rank] = "it was stopped (SIGSTOP, or Ctrl-Z) and did not go on"
+            process.send_signal(number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)   # one that is stopped does not see the first
+
+    def _ending(self, rank: int, logs: "_Logs") -> Ending:
+        failure = read_failure(self.files[rank])
+        if failure:
+            logs.add_traceback(rank, failure.traceback)
+        late = failure.time > self.asked_at if failure else rank in self.asked
+        return Ending(rank, self.codes[rank], failure.time if failure else self.alive_at[rank], asked=late,
+                      hung=self.hung.get(rank, ""), failure=failure, log=logs.worth_reading(rank))
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """SIGKILL to a rank and what it started: every rank leads a process group of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()   # does nothing when it has ended
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+# ---------------------------------------------------------------- what torch's agent needs from us
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which ends its ranks our way."""
+
+    def __init__(self, spec: WorkerSpec, logs: "_Logs", stop: StopRequests, grace: float):
+        # The template is empty: what rank 0 writes to stderr reaches the terminal as it is.
+        super().__init__(spec, logs, log_line_prefix_template="${role_name}")
+        self.logs, self.stop, self.grace = logs, stop, grace
+        self.watch = Watch({}, {}, stop, grace)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        handlers = self._pcontext.subprocess_handlers   # type: ignore[union-attr]
+        processes = {rank: handler.proc for rank, handler in handlers.items()}
+        files = {rank: self.logs.failure(rank) for rank in processes}
+        self.watch = Watch(processes, files, self.stop, self.grace)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self.watch.tick():
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self.watch.kill()   # every way out of run() comes here; normally none is left
+        super()._shutdown(*args, **kwargs)
+
+
+class _Meeting(RendezvousHandler):
+    """The meeting of one agent with itself, and the store for its ranks."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server((LOOPBACK, 0))
+        self.port, self.job = listener.getsockname()[1], uuid.uuid4().hex
+        # A TCPStore listens on every interface, unless it is given a socket; it owns that from here.
+        self.store = dist.TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,
+                                   master_listen_fd=listener.detach())
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Rank 0 of 1 agents."""
+        return RendezvousInfo(dist.PrefixStore("agent", self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks meet in this store too."""
+        return True
+
+    def get_backend(self) -> str:
+        """A name for torch's records."""
+        return "rankloom"
+
+    def get_run_id(self) -> str:
+        """A number nobody else has."""
+        return self.job
+
+    def is_closed(self) -> bool:
+        """Never: it lives as long as the agent."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other agent ever comes."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Nothing to do: the store ends with this object."""
+        return True
+
+
+class _Logs(LogsSpecs):
+    """Where each rank writes: flat names in one folder."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        super().__init__(str(folder))
+        self.folder, self.environment = folder, environment
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write logs in {folder}: {error.strerror}") from None
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    def log(self, rank: int, stream: str) -> Path:
+        """Where a rank writes. stream: "stdout", which is the terminal's for rank 0, or "stderr"."""
+        return self.folder / f"rank-{rank}.{stream}.log"
+
+    def failure(self, rank: int) -> Path:
+        """What a rank that fails leaves behind."""
+        return self.folder / f"rank-{rank}.failure.json"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Name the files, and complete the environment of every rank."""
+        for rank, env in envs.items():
+            self.failure(rank).unlink(missing_ok=True)   # of an earlier run
+            env.update(self.environment, TORCHELASTIC_ERROR_FILE=str(self.failure(rank).absolute()))
+        out = {rank: str(self.log(rank, "stdout")) if rank else "" for rank in envs}
+        err = {rank: str(self.log(rank, "stderr")) for rank in envs}
+        files = {rank: str(self.failure(rank)) for rank in envs}
+        return LogsDest(stdouts=out, stderrs=err, tee_stderrs={0: err[0]}, error_files=files)
+
+    def add_traceback(self, rank: int, text: str) -> None:
+        """Complete the log of a rank that left it to the launcher to show its error."""
+        with contextlib.suppress(OSError), self.log(rank, "stderr").open("a") as log:
+            log.write(text)
+
+    def worth_reading(self, rank: int) -> str:
+        """The log that may say why a rank ended: of its errors, else of its output."""
+        logs = [self.log(rank, stream) for stream in ("stderr", "stdout")]
+        return str(next(filter(_size, logs), logs[0]))
+
+    def tidy(self) -> None:
+        """Remove the logs in which nothing stands."""
+        for log in self.folder.glob("rank-*.log"):
+            if not _size(log):
+                log.unlink(missing_ok=True)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+@contextlib.contextmanager
+def _chatter_in(file: Path) -> Iterator[None]:
+    """Send the errors that torch's agent logs to a file, and nothing to the terminal, which belongs to rank 0."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, before = logging.FileHandler(file, mode="w", delay=True), logger.propagate
+    handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,107 @@
+"""What a rank that fails leaves behind for its launcher: which error, when, and where in the user's code.
+
+A small file, in the format of torchrun's own error file. Imports neither torch nor rich: whoever trains pays for this.
+world/verdict.py reads what all ranks left, and decides which was the cause.
+"""
+
+import json
+import linecache
+import re
+import socket
+import sysconfig
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+# What a rank raises because another is gone. Raw torch errors too, for code that works below Group.
+COLLATERAL = {"RankLost", "CollectiveTimeout", "DistNetworkError", "DistStoreError", "DistBackendError"}
+LOST_CONNECTION = ("onnection closed by peer", "onnection reset by peer")
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended a rank, as the rank itself wrote it down. Times are of the monotonic clock."""
+
+    type: str
+    message: str
+    place: str        # file:line in function
+    source: str       # the text of that line
+    host: str
+    time: float
+    traceback: str
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether a rank raises this because of another rank."""
+        lost = self.type == "RuntimeError" and any(text in self.message for text in LOST_CONNECTION)
+        return lost or self.type in COLLATERAL
+
+    def same_as(self, other: "Failure") -> bool:
+        """Whether two ranks raised the same; `rank 3: ` at the beginning of a message does not count."""
+        texts = [(f.type, re.sub(r"^rank \d+: ", "", f.message)) for f in (self, other)]
+        return texts[0] == texts[1]
+
+
+def write_failure(error: BaseException, file: Path) -> bool:
+    """Leave `error` in `file` for the launcher, whole or not at all; the first one that a rank writes stays.
+
+    The file is torchrun's own error file, with one more key. Returns whether it is there: a full disk is no reason to
+    hide the error that is being reported.
+    """
+    with suppress(OSError):
+        if not file.exists():
+            new = file.with_suffix(".part")
+            new.write_text(json.dumps(_torchrun_format(describe(error))))
+            new.replace(file)
+        return True
+    return False
+
+
+def describe(error: BaseException) -> Failure:
+    """What the launcher needs to know of an exception."""
+    message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    place, source = user_frame(error.__traceback__)
+    trace = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, message, place, source, socket.gethostname(), time.monotonic(), trace)
+
+
+def _torchrun_format(failure: Failure) -> dict:
+    extra = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
+    message = {"message": f"{failure.type}: {failure.message}", "extraInfo": extra}
+    return {"message": message, "rankloom": asdict(failure)}
+
+
+def read_failure(file: Path) -> Failure | None:
+    """What `write_failure` left, or None when there is nothing or something else."""
+    try:
+        return Failure(**json.loads(file.read_text())["rankloom"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def user_frame(trace: TracebackType | None) -> tuple[str, str]:
+    """(file:line in function, text of the line) of the last frame in the user's code; else the last one in rankloom."""
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(trace)]
+    users = [frame for frame in frames if _is_users(frame[0])]
+    ours = [frame for frame in frames if Path(frame[0]).is_relative_to(PACKAGE)]
+    for file, line, function in (users or ours or frames)[-1:]:
+        return f"{shorter_path(file)}:{line} in {function}", linecache.getline(file, line).strip()
+    return "", ""
+
+
+def _is_users(file: str) -> bool:
+    """Neither rankloom's, nor an installed library's, nor Python's own."""
+    own = (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"))
+    libraries = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not (libraries or file.startswith("<frozen") or any(Path(file).is_relative_to(path) for path in own))
+
+
+def shorter_path(file: str) -> str:
+    """Relative to the current folder where it lies in it: shorter, and still to be clicked on."""
+    with suppress(ValueError, OSError):
+        return str(Path(file).relative_to(Path.cwd()))
+    return file

@@ -1,0 +1,33 @@
+"""Bills add, and the backend's bills are those of the textbook."""
+
+import pytest
+
+import rankloom as rl
+from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+
+
+def test_bills_add_field_by_field():
+    total = rl.Bill(1, 2, 3, 4) + rl.Bill(10, 20, 30, 40)
+    assert (total.sent, total.messages, total.flops, total.memory) == (11, 22, 33, 44)
+    assert rl.Bill() + total == total
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather(p):
+    n = 24 * p
+    parts = scatter_bill(n, p) + all_gather_bill(n // p, p)
+    assert all_reduce_bill(n, p) == parts
+
+
+def test_one_rank_pays_nothing():
+    assert all_reduce_bill(80, 1) == scatter_bill(80, 1) == all_gather_bill(80, 1) == broadcast_bill(80, 1, is_root=True) == rl.Bill()
+
+
+def test_only_the_root_of_a_broadcast_pays():
+    assert broadcast_bill(8, 4, is_root=True) == rl.Bill(sent=24, messages=3)
+    assert broadcast_bill(8, 4, is_root=False) == rl.Bill()
+
+
+def test_an_all_reduce_is_nearly_independent_of_the_number_of_ranks():
+    assert all_reduce_bill(1000, 1000).sent < 2 * 1000
+    assert all_reduce_bill(1000, 2).sent == 1000

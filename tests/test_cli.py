@@ -1,0 +1,180 @@
+"""The command line: fast help, one clear message for a mistake, and whole runs from the outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RANKLOOM = [sys.executable, "-m", "rankloom"]
+TINY = """
+[run]
+folder = "runs"
+[model]
+preset = "1M"
+width = 32
+layers = 1
+ffn = 32
+[data]
+source = "text.txt"
+validation = 0.1
+cache = "cache"
+[train]
+steps = 6
+seq_len = 16
+global_batch_size = 4
+samples = 1
+sample_tokens = 8
+"""
+
+
+def rankloom(*words, **options):
+    """Run the command line to its end."""
+    return subprocess.run(
+        [*RANKLOOM, *map(str, words)], capture_output=True, text=True, timeout=100, check=False, **options
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder with a tiny config and a text."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "train.toml").write_text(TINY)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return tmp_path
+
+
+def test_help_is_there_in_150_ms():
+    def once():
+        begin = time.perf_counter()
+        subprocess.run([*RANKLOOM, "--help"], stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - begin
+
+    assert any(once() < 0.150 for _ in range(40)), "the best of many: the machine may be busy with something else"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["scale", "--help"], ["presets"]])
+def test_help_and_version_import_no_heavy_library(words):
+    code = (
+        "import sys; from rankloom.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "bad = {'torch', 'numpy', 'pydantic', 'matplotlib', 'safetensors'} & set(sys.modules); assert not bad, bad"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_command():
+    text = rankloom("--help").stdout
+    assert all(command in text for command in ("train", "scale", "generate", "presets", "--version"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "trian.toml"], "error: trian.toml: no such file. There: train.toml"),
+        (["train", "train.toml", "--mesh.tenosr", "2"], "error: --mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
+        (["train", "train.toml", "--mesh.replicate", "3"], "local ? x ranks 3 x accumulate ? = global 4 has no solution"),
+        (["train", "train.toml", "--mesh.replicate", "8"], "global_batch_size 4 is smaller than the 8 ranks"),
+        (["train", "train.toml", "--model.preset", "2M"], "no model preset '2M'"),
+        (["train", "train.toml", "--data.source", "none.txt"], "error: no text at 'none.txt'"),
+        (["train", "train.toml", "--run.folder", "text.txt/x"], "text.txt/x/"),
+        (["scale", "train.toml", "--ranks", "1,3"], "error: on 3 ranks: "),
+        (["scale", "train.toml", "--ranks", "x"], "error: --ranks x: expected numbers"),
+        (["generate", "runs/none"], "error: runs/none: no such run folder"),
+        (["generate", ".", "--max-tokens", "0"], "error: --max-tokens 0"),
+    ],
+)
+def test_a_mistake_is_one_message_without_a_traceback(folder, words, message):
+    done = rankloom(*words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_mode_adds_the_traceback(folder):
+    done = rankloom("train", "none.toml", env={**os.environ, "RANKLOOM_DEBUG": "1"})
+    assert "Traceback" in done.stderr and "error: none.toml: no such file" in done.stderr
+
+
+def test_one_rank_trains_in_this_process_and_generate_reads_its_run(folder):
+    done = rankloom("train", "train.toml", "--run.name", "one")
+    assert done.returncode == 0, done.stderr
+    assert "step 6/6" in done.stdout and "that of a trigram model" in done.stdout and "run folder: runs/one" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal, no control codes"
+    assert {p.name for p in Path("runs/one").iterdir()} == {
+        "config.toml", "env.json", "events", "logs", "loss.png", "metrics.jsonl", "model.json", "model.safetensors",
+        "samples.txt", "summary.json", "tokenizer.json",
+    }
+    texts = [rankloom("generate", "runs/one", "--prompt", "the q", "--max-tokens", 5, "--seed", s).stdout for s in (1, 1, 2)]
+    assert texts[0].startswith("the q")
+    assert texts[0] == texts[1]
+
+
+def test_two_ranks_are_launched_and_reach_the_same_losses_as_one(folder):
+    losses = []
+    for ranks in (1, 2):
+        done = rankloom("train", "train.toml", "--run.name", f"on-{ranks}", "--mesh.replicate", ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = Path(f"runs/on-{ranks}/metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5), "fp32: the sums are added in another order"
+    assert json.loads(Path("runs/on-2/env.json").read_text())["ranks"] == 2
+    assert sorted(p.name for p in Path("runs/on-2/events").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
+
+
+def test_under_torchrun_the_command_joins_the_ranks_that_are_there(folder):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rankloom", "train", "train.toml"]
+    done = subprocess.run([sys.executable, *words, "--run.name", "joined"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 6/6  loss") == 1, "one rank draws"
+    assert json.loads(Path("runs/joined/env.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, number, code):
+    run = Path("runs/long")
+    words = ["train", "train.toml", "--run.name", "long", "--train.steps", "1000000", "--mesh.replicate", "2"]
+    with subprocess.Popen([*RANKLOOM, *words], stdout=subprocess.PIPE, text=True) as child:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, child)
+        child.send_signal(number)
+        begin = time.monotonic()
+        text, _ = child.communicate(timeout=30)
+    assert child.returncode == code
+    assert time.monotonic() - begin < 10
+    assert "run folder: runs/long" in text
+    assert (run / "model.safetensors").exists()
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == number
+
+
+def wait_for(condition, child):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the run did not take its first step"
+        assert child.poll() is None, "the run ended before it was asked to"
+        time.sleep(0.05)
+
+
+def test_a_mistake_that_the_ranks_find_is_one_message_too(folder):
+    (folder / "text.txt").write_bytes(b"caf\xe9" * 99)
+    done = rankloom("train", "train.toml", "--mesh.replicate", "2", "--run.name", "bad")
+    assert done.returncode == 2
+    assert done.stderr.count("not UTF-8: byte 0xe9 at offset 3") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "run folder: runs/bad" in done.stdout
+
+
+def test_scale_measures_tabulates_and_draws(folder):
+    done = rankloom("scale", "train.toml", "--ranks", "1,2", "--steps", "6", "--out", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(Path("out/scale.json").read_text())
+    assert [row["ranks"] for row in rows] == [1, 2]
+    assert rows[0]["speed_up"] == rows[0]["efficiency"] == 1.0
+    assert rows[1]["efficiency"] == pytest.approx(rows[1]["speed_up"] / 2, rel=1e-12)
+    assert "efficiency" in done.stdout and Path("out/scale.png").exists()

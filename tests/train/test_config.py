@@ -1,0 +1,228 @@
+"""Reading a config: what is accepted, and the one clear error for everything else."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankloom.base.errors import ConfigError, MeshError
+from rankloom.data.tokenizer import ByteTokenizer
+from rankloom.train import engine, sections
+from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
+from rankloom.train.sections import Config
+
+MINIMAL = "[train]\nglobal_batch_size = 8\n"
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A function that writes `train.toml` in an empty current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=MINIMAL):
+        (tmp_path / "train.toml").write_text(text)
+        return "train.toml"
+
+    return write
+
+
+def test_a_minimal_file_gets_the_defaults(file):
+    config = load_config(file())
+    assert config.train.global_batch_size == 8
+    assert (config.optimizer.name, config.schedule.decay, config.comm.all_reduce) == ("adamw", "cosine", "backend")
+
+
+def test_an_override_replaces_the_value_of_the_file_in_both_spellings(file):
+    config = load_config(file(), ["--mesh.replicate", "4", "--train.steps=200", "--optimizer.betas", "[0.8, 0.9]"])
+    assert (config.mesh.replicate, config.train.steps, config.optimizer.betas) == (4, 200, (0.8, 0.9))
+
+
+def test_the_last_override_of_a_key_wins(file):
+    assert load_config(file(), ["--train.steps", "1", "--train.steps", "2"]).train.steps == 2
+
+
+def test_a_text_key_takes_its_override_verbatim(file):
+    config = load_config(file(), ["--run.name", "7", "--data.source", "true"])
+    assert (config.run.name, config.data.source) == ("7", "true")
+
+
+def test_none_takes_a_key_back_to_being_left_out(file):
+    flags = ["--train.global_batch_size", "none", "--train.local_batch_size", "2"]
+    assert load_config(file(), flags).train.global_batch_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[mesh]\ntenosr = 2\n", "train.toml [mesh]: unknown key 'tenosr'. Did you mean 'tensor'?"),
+        ("[mehs]\nreplicate = 2\n", "train.toml: unknown section [mehs]. Did you mean 'mesh'?"),
+        ("steps = 2\n", "train.toml: unknown section [steps]. It is a key of [train]."),
+        ("[train]\nsteps = '2'\n", "train.toml [train]: steps = '2': must be a valid integer"),
+        ("[train]\nsteps = 2.0\n", "train.toml [train]: steps = 2.0: must be a valid integer"),
+        ("[train]\nsteps = true\n", "train.toml [train]: steps = True: must be a valid integer"),
+        ("[train]\nsteps = 0\n", "train.toml [train]: steps = 0: must be greater than or equal to 1"),
+        ("[optimizer]\nlr = inf\n", "train.toml [optimizer]: lr = inf: must be a finite number"),
+        ("[optimizer]\nbetas = [0.9]\n", "train.toml [optimizer]: betas = [0.9]: must be two numbers in brackets"),
+        ("[schedule]\ndecay = 'cosin'\n", "must be 'cosine', 'linear' or 'constant'"),
+        ("[run]\nname = '../x'\n", "train.toml [run]: name = '../x': must be letters, digits"),
+        ("train = 3\n", "train.toml [train]: must be a section of `key = value` lines"),
+        ("\n\nsteps 2\n", "train.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 3"),
+        ("", "train.toml [train]: is missing"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh.tenosr", "2"], "--mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
+        (["--mehs.tensor", "2"], "--mehs.tensor: unknown section [mehs]. Did you mean 'mesh'?"),
+        (["--train.stpes", "none"], "--train.stpes: unknown key 'stpes'. Did you mean 'steps'?"),
+        (["--tarin.steps", "none"], "--tarin.steps: unknown section [tarin]. Did you mean 'train'?"),
+        (["--train.steps", "x"], "--train.steps: steps = 'x': must be a valid integer"),
+        (["--train.steps"], "--train.steps: needs a value"),
+        (["steps=3"], "steps=3: not an option"),
+        (["--steps", "3"], "--steps: not an option"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_flag(file, flags, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(), flags)
+    assert message in str(caught.value)
+    assert "train.toml" not in str(caught.value), "the file is not to blame"
+
+
+def test_every_wrong_key_has_its_line_in_the_one_error(file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(), ["--train.steps", "0", "--optimizer.lr", "-1", "--train.deterministic", "x"])
+    assert [line.partition(":")[0] for line in str(caught.value).split("\n")] == [
+        "--train.steps", "--train.deterministic", "--optimizer.lr"
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--train.stage", "3"],
+        ["--mesh.tensor", "2"],
+        ["--mesh.shard", "2"],
+        ["--data.vocab_size", "300"],
+        ["--data.tokenizer", "bpe"],
+        ["--train.deterministic", "true", "--train.accumulate", "2"],
+        ["--train.deterministic", "true", "--comm.all_reduce", "ring"],
+        ["--train.deterministic", "true", "--train.threads", "2"],
+        ["--train.deterministic", "2", "--mesh.replicate", "4"],
+        ["--train.evaluate", "false"],
+        ["--train.evaluate", "false", "--train.eval_every", "3", "--data.baseline", "false"],
+        ["--data.source", "a.npy"],
+        ["--data.source", "a.npy", "--data.vocab_size", "9", "--data.tokenizer", "bytes"],
+        ["--data.tokenizer", "bep"],
+        ["--model.preset", "2M"],
+        ["--model.heads", "5"],
+        ["--optimizer.momentum", "0.9"],
+        ["--optimizer.name", "sgd", "--optimizer.betas", "[0.9, 0.9]"],
+        ["--optimizer.lr_scaling", "linear"],
+        ["--optimizer.base_batch_size", "8"],
+        ["--schedule.decay", "constant", "--schedule.min_lr_ratio", "0.1"],
+        ["--schedule.warmup_steps", "2000"],
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(file, flags):
+    with pytest.raises(ConfigError):
+        load_config(file(), flags)
+
+
+def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():
+    assert engine.LOGICAL_SHARDS == sections.LOGICAL_SHARDS
+    assert ByteTokenizer().vocab_size == sections.BYTES_VOCAB
+
+
+def test_a_batch_that_does_not_divide_shows_the_equation_before_any_rank_starts(file):
+    with pytest.raises(ConfigError, match=r"local \? x ranks 3 x accumulate \? = global 8 has no solution"):
+        load_config(file(), ["--mesh.replicate", "3"])
+
+
+def test_a_missing_file_names_the_toml_files_beside_it(file):
+    file()
+    with pytest.raises(ConfigError, match=r"trian.toml: no such file. There: train.toml"):
+        load_config("trian.toml")
+
+
+def test_a_folder_is_not_a_config(file, tmp_path):
+    file()
+    with pytest.raises(ConfigError, match=r"is a folder; name the TOML file in it. There: train.toml"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a\0b.toml", "train.toml/x.toml"])
+def test_a_path_that_cannot_be_opened_is_a_config_error(file, path):
+    file()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(path)
+
+
+def test_a_file_that_is_not_utf_8_names_the_byte(tmp_path):
+    (tmp_path / "bad.toml").write_bytes(b"[run]\nname = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text .byte 14."):
+        load_config(tmp_path / "bad.toml")
+
+
+def test_a_written_config_is_read_back_equal(file, tmp_path):
+    config = load_config(file(), ["--optimizer.betas", "[0.8, 0.9]", "--train.deterministic", "4", "--run.name", "a"])
+    write_config(config, tmp_path / "out.toml")
+    assert load_config(tmp_path / "out.toml") == config
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.toml", "train.toml"], "no temporary file is left"
+
+
+def test_left_out_replicate_takes_the_ranks_there_are(file):
+    config = with_ranks(load_config(file()), 4)
+    assert config.mesh.as_mesh().size == 4
+    assert config.batch().local == 2
+
+
+def test_given_replicate_must_be_the_ranks_there_are(file):
+    config = load_config(file(), ["--mesh.replicate", "2"])
+    assert with_ranks(config, 2) == config
+    with pytest.raises(MeshError, match="needs replicate 2 = 2 ranks, but there are 4"):
+        with_ranks(config, 4)
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused_when_they_are_known(file):
+    with pytest.raises(ConfigError, match=r"on 3 ranks: local . x ranks 3"):
+        with_ranks(load_config(file()), 3)
+
+
+@given(st.lists(st.text(max_size=20), max_size=4))
+def test_any_words_are_overrides_or_a_config_error(words):
+    try:
+        flags = parse_overrides(words)
+    except ConfigError:
+        return
+    assert all(flag.section and flag.key for flag in flags)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*Config.model_fields, "x"]),
+        st.one_of(st.integers(), st.text(max_size=5), st.dictionaries(st.text(max_size=9), st.integers(), max_size=3)),
+    )
+)
+def test_any_table_is_a_config_or_a_config_error(table):
+    try:
+        assert isinstance(make_config(table, "here"), Config)
+    except ConfigError as error:
+        assert str(error), "an error without a word"
+
+
+def test_reading_a_config_imports_no_torch_and_no_numpy(file):
+    code = (
+        "import sys; from rankloom.train.config import load_config; load_config(sys.argv[1]);"
+        "bad = {'torch', 'numpy', 'matplotlib'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code, file()], check=True)

@@ -1,0 +1,254 @@
+"""A whole run, seen from inside: losses, events, files, and what happens when one rank cannot go on."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankloom.base.errors import ConfigError, DataError, MeshError
+from rankloom.base.events import Evaluated, Notice, Saved, StepDone
+from rankloom.data.loader import TokenSamples
+from rankloom.models.loss import language_model_loss
+from rankloom.train import loop
+from rankloom.train.config import load_config, make_config
+from rankloom.train.job import open_corpus
+from rankloom.train.optim import learning_rate
+from rankloom.train.weights import load_model
+from rankloom.world.join import init
+from rankloom.world.simulate import simulate
+
+TABLE = {
+    "model": {"preset": "1M", "width": 32, "layers": 1, "ffn": 32},
+    "data": {"validation": 0.1},
+    "train": {"steps": 5, "seq_len": 16, "global_batch_size": 12, "samples": 2, "sample_tokens": 8},
+    "schedule": {"warmup_steps": 2},
+}
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A function that gives the config of a tiny run in an empty folder, some keys replaced."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 103)
+    places = {"run": {"folder": str(tmp_path / "runs")}, "data": {"source": str(text), "cache": str(tmp_path / "cache")}}
+
+    def make(**sections):
+        merged = {}
+        for part in (TABLE, places, sections):
+            for section, keys in part.items():
+                merged[section] = merged.get(section, {}) | keys
+        return make_config(merged, "test")
+
+    return make
+
+
+def run(config, ranks=1):
+    """(summary, events) of every rank."""
+
+    def body(world):
+        events = []
+        return loop.train(config, world, events.append), events
+
+    return simulate(ranks, body)
+
+
+def losses(events):
+    return [event.loss for event in events if isinstance(event, StepDone | Evaluated)]
+
+
+def test_the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks(table):
+    config = table(train={"precision": "fp64", "eval_every": 2})
+    reference = losses(run(config)[0][1])
+    assert len(reference) == 5 + 3, "five steps, evaluations after 2, 4 and 5"
+    for ranks in (2, 3, 4):
+        for _, events in run(config, ranks):
+            assert losses(events) == pytest.approx(reference, rel=1e-12)
+
+
+def test_accumulation_does_not_change_the_losses(table):
+    whole = losses(run(table(train={"precision": "fp64"}), 2)[0][1])
+    cut = losses(run(table(train={"precision": "fp64", "accumulate": 3}), 2)[0][1])
+    assert cut == pytest.approx(whole, rel=1e-12)
+
+
+def test_the_validation_loss_is_that_of_the_saved_weights_over_all_validation_samples(table):
+    config = table(train={"precision": "fp32"})
+    summary, _ = run(config, 4)[0]
+    model, _ = load_model(Path(summary.folder))
+    corpus = simulate(1, lambda world: open_corpus(config, world, print))[0]
+    samples = TokenSamples(corpus.validation, 16)
+    assert len(samples) % 4, "ranks evaluate different numbers of samples"
+    with torch.no_grad():
+        total, count = language_model_loss(model, samples.batch(range(len(samples))))
+    assert summary.validation_loss == pytest.approx(float(total / count), rel=1e-5)   # fp32, other order of addition
+
+
+def test_training_lowers_the_loss(table):
+    found = losses(run(table(train={"steps": 30}, optimizer={"lr": 0.01}))[0][1])
+    assert found[-1] < found[0] - 1
+
+
+def test_every_event_is_in_the_journal_of_its_rank_and_goes_to_the_caller(table):
+    results = run(table(), 2)
+    folder = Path(results[0][0].folder)
+    for rank, (_, events) in enumerate(results):
+        lines = [json.loads(line) for line in (folder / "events" / f"rank-{rank}.jsonl").read_text().splitlines()]
+        assert [line["event"] for line in lines] == [type(event).__name__ for event in events]
+    kinds = [type(event) for event in results[0][1]]
+    assert (kinds.count(StepDone), kinds.count(Evaluated), kinds.count(Saved)) == (5, 1, 2)
+
+
+def test_only_rank_0_speaks(table):
+    results = run(table(), 2)
+    assert any("batch: local 6 x ranks 2 x accumulate 1 = global 12" in e.text for e in results[0][1] if isinstance(e, Notice))
+    assert not any(isinstance(event, Notice | Saved) for event in results[1][1])
+
+
+def test_the_run_folder_holds_what_it_should(table):
+    config = table(run={"name": "mine"})
+    summary, _ = run(config, 2)[0]
+    folder = Path(summary.folder)
+    assert {p.name for p in folder.iterdir()} == {
+        "config.toml", "env.json", "events", "logs", "metrics.jsonl", "model.json", "model.safetensors", "samples.txt",
+        "summary.json", "tokenizer.json",
+    }
+    told = json.loads((folder / "summary.json").read_text())
+    assert told["steps"] == 5 and told["tokens"] == 5 * 12 * 16
+    assert told["trigram_loss"] > 0 and told["validation_loss"] == summary.validation_loss
+    assert (folder / "samples.txt").read_text().count("\n---\n") == 1, "two samples"
+    assert json.loads((folder / "env.json").read_text())["batch"] == {"local": 6, "accumulate": 1, "global": 12}
+
+
+def test_the_config_in_the_run_folder_repeats_the_run_under_another_name(table):
+    first = run(table(run={"name": "mine"}))[0]
+    again = run(load_config(Path(first[0].folder) / "config.toml"))[0]
+    assert again[0].folder != first[0].folder
+    assert losses(again[1]) == losses(first[1])
+
+
+def test_what_is_turned_off_is_not_done(table):
+    config = table(train={"evaluate": False, "samples": 0}, data={"baseline": False})
+    summary, events = run(config)[0]
+    assert summary.validation_loss is None and summary.trigram_loss is None
+    assert not any(isinstance(event, Evaluated) for event in events)
+    assert not (Path(summary.folder) / "samples.txt").exists()
+
+
+def test_every_option_reaches_the_engine(table, monkeypatch):
+    seen = {}
+
+    def refuse(model, **options):
+        seen.update(options, model=model)
+        raise ConfigError("seen enough")
+
+    monkeypatch.setattr(loop, "prepare", refuse)
+    config = table(
+        run={"seed": 7}, comm={"all_reduce": "ring"}, model={"dropout": 0.25},
+        train={"precision": "bf16", "accumulate": 4}, schedule={"decay": "linear", "min_lr_ratio": 0.5},
+        optimizer={"lr": 0.5, "max_norm": 0.0, "weight_decay": 0.3, "base_batch_size": 3, "lr_scaling": "sqrt"},
+    )
+    with pytest.raises(ConfigError, match="seen enough"):
+        run(config)
+    expected = {"stage": 0, "accumulate": 4, "clip": None, "precision": "bf16", "seed": 7, "all_reduce": "ring"}
+    assert {key: seen[key] for key in expected} == expected
+    assert seen["deterministic"] is False
+    peak = {"peak": 1.0, "warmup_steps": 2, "steps": 5, "decay": "linear", "min_ratio": 0.5}   # 0.5 x sqrt(12 / 3)
+    assert [seen["schedule"](step) for step in range(5)] == [learning_rate(step, **peak) for step in range(5)]
+    assert seen["optimizer"](list(seen["model"].parameters())).param_groups[0]["weight_decay"] == 0.3
+    assert seen["model"].config.dropout == 0.25
+
+
+def test_the_threads_of_the_config_are_those_that_compute(table):
+    seen = []
+    loop.train(table(train={"threads": 2}), init(device="cpu"), lambda event: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(1)
+    assert set(seen) == {2}
+
+
+def test_a_mesh_that_needs_other_ranks_is_refused_on_every_rank(table):
+    with pytest.raises(MeshError, match="needs replicate 4 = 4 ranks, but there are 2"):
+        run(table(mesh={"replicate": 4}), 2)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused(table):
+    with pytest.raises(ConfigError, match="vocab_size 100 is less than the 257 of the tokenizer"):
+        table(model={"vocab_size": 100})
+
+
+def test_a_padded_vocabulary_is_fine(table):
+    summary, _ = run(table(model={"vocab_size": 320}))[0]
+    assert load_model(Path(summary.folder))[0].config.vocab_size == 320
+
+
+def each_error(config, ranks):
+    """The error of every rank; fails when one of them ends without."""
+
+    def body(world):
+        with pytest.raises((ConfigError, DataError)) as caught:
+            loop.train(config, world, lambda event: None)
+        return str(caught.value)
+
+    return simulate(ranks, body, timeout=20)
+
+
+@pytest.mark.parametrize("text", [b"", b"caf\xe9" * 50])
+def test_text_that_is_none_is_the_same_error_on_every_rank(table, tmp_path, text):
+    (tmp_path / "text.txt").write_bytes(text)
+    errors = each_error(table(), 3)
+    assert len(set(errors)) == 1 and "text.txt" in errors[0]
+
+
+def test_a_run_folder_that_cannot_be_made_is_the_same_error_on_every_rank(table, tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    errors = each_error(table(), 3)
+    assert len(set(errors)) == 1 and "the run folder cannot be made" in errors[0]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full is a Linux device")
+def test_a_disk_that_is_full_on_one_rank_ends_all_ranks_with_its_path(table, tmp_path):
+    events = tmp_path / "runs" / "mine" / "events"
+    events.mkdir(parents=True)
+    (events / "rank-1.jsonl").symlink_to("/dev/full")
+    errors = each_error(table(run={"name": "mine"}, train={"steps": 100000}), 3)
+    assert len(set(errors)) == 1 and "rank-1.jsonl: cannot be written (No space left" in errors[0]
+
+
+def test_weights_that_cannot_be_written_are_an_error_on_every_rank(table, tmp_path):
+    (tmp_path / "runs" / "mine" / "tokenizer.json").mkdir(parents=True)   # a folder in the way
+    errors = each_error(table(run={"name": "mine"}), 2)
+    assert all("the weights cannot be written" in error for error in errors)
+
+
+def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
+    seen = []
+
+    def sink(event):
+        seen.append(event)
+        if isinstance(event, StepDone) and event.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    world = init(device="cpu")
+    summary = loop.train(table(train={"steps": 1000, "eval_every": 2}), world, sink)
+    assert summary.stopped_by == signal.SIGTERM
+    assert summary.steps in (3, 4)
+    assert load_model(Path(summary.folder))
+    assert summary.validation_loss is None, "that after step 2 is not that of the weights"
+    assert not (Path(summary.folder) / "samples.txt").exists()
+
+
+def test_a_signal_cuts_an_evaluation_short_and_its_loss_is_not_told(table, monkeypatch):
+    real, sent = loop.evaluation_batches, []
+
+    def batches(*args, **options):
+        for batch in real(*args, **options):
+            yield batch
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+
+    monkeypatch.setattr(loop, "evaluation_batches", batches)
+    events = []
+    summary = loop.train(table(train={"eval_every": 2, "global_batch_size": 2}), init(device="cpu"), events.append)
+    assert (summary.stopped_by, summary.validation_loss, len(sent)) == (signal.SIGINT, None, 1)
+    assert not any(isinstance(event, Evaluated) for event in events)

@@ -1,0 +1,68 @@
+"""The runs of a scaling study."""
+
+from pathlib import Path
+
+import pytest
+
+from rankloom.base.errors import ConfigError
+from rankloom.train.config import load_config
+from rankloom.train.study import parse_ranks, plan_study
+
+FILE = """
+[mesh]
+replicate = 2
+[train]
+local_batch_size = 4
+accumulate = 3
+eval_every = 10
+[schedule]
+warmup_steps = 100
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text(FILE)
+    return path
+
+
+def planned(file, ranks, *, weak=False, overrides=()):
+    plans = plan_study(file, overrides, ranks, steps=9, weak=weak, threads=2, folder=Path("out"))
+    return [load_config(file, words) for words in plans.values()]
+
+
+def test_strong_scaling_keeps_the_global_batch(file):
+    assert [config.batch().global_ for config in planned(file, [1, 2, 4])] == [24, 24, 24]
+    assert [config.batch().accumulate for config in planned(file, [1, 2, 4])] == [3, 3, 3]
+    assert [config.batch().local for config in planned(file, [1, 2, 4])] == [8, 4, 2]
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank(file):
+    assert [config.batch().global_ for config in planned(file, [1, 2, 4], weak=True)] == [12, 24, 48]
+
+
+def test_a_study_is_short_and_does_nothing_after_the_steps(file):
+    config = planned(file, [2])[0]
+    assert (config.train.steps, config.train.evaluate, config.train.eval_every, config.train.samples) == (9, False, 0, 0)
+    assert config.data.baseline is False
+    assert config.schedule.warmup_steps == 9
+    assert config.train.threads == 2, "the same in every run"
+    assert (config.run.folder, config.run.name) == ("out", "ranks-2")
+
+
+def test_the_words_of_the_user_hold_and_deterministic_needs_no_accumulation(file):
+    words = ["--optimizer.lr", "0.5", "--train.deterministic", "true", "--train.accumulate", "none"]
+    config = planned(file, [1], overrides=words)[0]
+    assert (config.optimizer.lr, config.train.deterministic, config.train.accumulate) == (0.5, True, None)
+
+
+def test_a_number_of_ranks_that_cannot_be_is_named_before_anything_runs(file):
+    with pytest.raises(ConfigError, match=r"on 5 ranks: .*24 does not divide by 5 x 3"):
+        planned(file, [1, 5])
+
+
+@pytest.mark.parametrize("text", ["", "0,1", "two", "1;2", "-1"])
+def test_ranks_that_are_no_numbers_are_refused(text):
+    with pytest.raises(ConfigError, match="expected numbers of ranks"):
+        parse_ranks(text)

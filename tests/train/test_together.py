@@ -1,0 +1,72 @@
+"""Some ranks work, the others wait, and what goes wrong is raised on all."""
+
+import time
+
+import pytest
+
+from rankloom.base.errors import ConfigError, DataError, RankLost
+from rankloom.train.together import while_others_wait
+from rankloom.world.simulate import simulate
+
+
+def test_the_others_return_when_the_work_is_done():
+    done = []
+
+    def work():
+        time.sleep(0.2)
+        done.append(True)
+
+    def body(world):
+        while_others_wait(world, work if world.rank == 0 else None, label="work")
+        return list(done)
+
+    assert simulate(3, body) == [[True]] * 3
+
+
+def test_work_may_take_longer_than_the_time_out_of_a_collective():
+    def body(world):
+        while_others_wait(world, (lambda: time.sleep(1.5)) if world.rank == 0 else None, label="work")
+        return True
+
+    assert simulate(2, body, timeout=0.7) == [True, True]
+
+
+def test_what_the_work_raised_is_raised_on_every_rank():
+    def body(world):
+        def work():
+            raise ConfigError("no such thing")
+
+        try:
+            while_others_wait(world, work if world.rank == 1 else None, label="work")
+        except (ConfigError, DataError) as error:
+            return type(error).__name__, str(error)
+
+    assert simulate(3, body) == [
+        ("DataError", "no such thing"), ("ConfigError", "no such thing"), ("DataError", "no such thing")
+    ]
+
+
+def test_an_error_without_a_text_is_not_taken_for_success():
+    def work():
+        raise KeyError
+
+    def body(world):
+        while_others_wait(world, work, label="work")
+
+    with pytest.raises(KeyError):
+        simulate(1, body)
+
+
+def test_a_rank_that_dies_meanwhile_frees_the_others():
+    def body(world):
+        if world.rank == 1:
+            raise ZeroDivisionError
+        try:
+            while_others_wait(world, lambda: time.sleep(30), label="work")
+        except RankLost:
+            return "freed"
+
+    begin = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        simulate(2, body)
+    assert time.monotonic() - begin < 10

@@ -1,0 +1,54 @@
+"""Reading a run folder back."""
+
+import json
+
+import pytest
+
+from rankloom.base.errors import DataError
+from rankloom.watch.history import read_history, smooth
+
+STEP = {"event": "StepDone", "step": 1, "loss": 3.0}
+
+
+def write(folder, *events, tail=""):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail)
+
+
+def test_steps_and_evaluations_come_back_in_order(tmp_path):
+    evaluated = {"event": "Evaluated", "step": 1, "loss": 2.0}
+    write(tmp_path, STEP, evaluated, {**STEP, "step": 2}, {"event": "Notice", "text": "x"})
+    history = read_history(tmp_path)
+    assert [step["step"] for step in history.steps] == [1, 2]
+    assert history.evaluations == [evaluated]
+    assert history.summary == {}
+
+
+def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path):
+    write(tmp_path, STEP, tail='{"event": "StepDone", "st')
+    assert read_history(tmp_path).steps == [STEP]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    write(tmp_path, STEP, tail='oops\n{"event": "StepDone"}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl:2: not a JSON object"):
+        read_history(tmp_path)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"is .* a run folder"):
+        read_history(tmp_path / "nothing")
+
+
+def test_the_summary_is_read_when_it_is_whole(tmp_path):
+    write(tmp_path, STEP)
+    (tmp_path / "summary.json").write_text('{"trigram_loss": 2.5}')
+    assert read_history(tmp_path).summary == {"trigram_loss": 2.5}
+    (tmp_path / "summary.json").write_text('{"trigram_')
+    assert read_history(tmp_path).summary == {}
+
+
+def test_smoothing_starts_at_the_first_value_and_follows_slowly():
+    smoothed = smooth([1.0] + [2.0] * 200)
+    assert smoothed[0] == pytest.approx(1.0, rel=1e-12)
+    assert smoothed == sorted(smoothed)
+    assert smoothed[5] < 1.9 < smoothed[-1] < 2.0

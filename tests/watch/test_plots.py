@@ -1,0 +1,73 @@
+"""The pictures of a run: they are drawn, labelled, and hold what was measured."""
+
+import json
+
+import pytest
+from matplotlib.figure import Figure
+
+from rankloom.base.errors import DataError
+from rankloom.watch.plots import plot_loss, plot_scaling
+from rankloom.watch.scaling import Measured, scaling_rows
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were saved, to look into."""
+    figures, save = [], Figure.savefig
+
+    def keep(figure, *args, **options):
+        figures.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def write_run(folder, steps=5):
+    events = [{"event": "StepDone", "step": i, "loss": None if i == 3 else 9.0 - i} for i in range(1, steps + 1)]
+    events.append({"event": "Evaluated", "step": 5, "loss": 4.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "summary.json").write_text('{"trigram_loss": 5.25}')
+
+
+def test_the_loss_plot_shows_training_validation_and_the_trigram(tmp_path, drawn):
+    write_run(tmp_path)
+    path = plot_loss(tmp_path)
+    axes = drawn[0].axes[0]
+    lines = {str(line.get_label()).partition(",")[0]: line for line in axes.get_lines()}
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss (nats per token)")
+    assert list(lines["validation"].get_ydata()) == [4.5]
+    assert list(lines["trigram model"].get_ydata()) == [5.25, 5.25]
+    assert len([label for label in lines if label == "training"]) == 1
+
+
+def test_a_step_without_a_finite_loss_is_left_out(tmp_path, drawn):
+    write_run(tmp_path)
+    plot_loss(tmp_path)
+    assert list(drawn[0].axes[0].get_lines()[0].get_xdata()) == [1, 2, 4, 5]
+
+
+def test_a_run_without_a_step_has_no_plot(tmp_path):
+    write_run(tmp_path, steps=0)
+    with pytest.raises(DataError, match="no step was finished"):
+        plot_loss(tmp_path)
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(DataError, match=r"loss.png: cannot be written"):
+        plot_loss(tmp_path)
+
+
+def test_the_scaling_plot_shows_speed_up_beside_the_ideal(tmp_path, drawn):
+    rows = scaling_rows([Measured(1, 8.0, 100, 0.0), Measured(2, 5.0, 100, 1.0)])
+    path = plot_scaling(rows, tmp_path / "scale.png", "11M")
+    left, right = drawn[0].axes
+    ideal, measured = left.get_lines()
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(ideal.get_ydata()) == [1, 2]
+    assert list(measured.get_ydata()) == [1.0, 1.6]
+    assert [bar.get_height() for bar in right.patches] == [0.0, 20.0]
+    assert left.get_xlabel() == right.get_xlabel() == "ranks"

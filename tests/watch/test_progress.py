@@ -1,0 +1,136 @@
+"""The progress line: what it says, and when it is drawn."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from rankloom.base.events import Evaluated, Notice, Saved, StepDone
+from rankloom.watch.progress import Pace, Progress, clock, format_line, printable, si
+
+
+def done(step, *, seconds=0.5, exposed=0.1, count=1000.0, skipped=False):
+    return StepDone(0, step, 3.21, count, 0.5, 1e-3, seconds, exposed, 300_000_000, skipped)
+
+
+def fold(*events):
+    pace = Pace()
+    for event in events:
+        pace = pace.after(event)
+    return pace
+
+
+def test_the_line_tells_all_that_was_promised():
+    line = format_line(done(20), fold(done(20)), 100)
+    assert line == "step 20/100  loss 3.210  grad 0.50  2.0k tok/s  0:40 left  comm 20%  300 MB"
+
+
+def test_the_line_of_a_thousand_steps_fits_in_80_columns():
+    assert len(format_line(done(1000), fold(done(1000)), 1000)) < 80
+
+
+def test_a_skipped_step_says_so():
+    assert format_line(done(1, skipped=True), fold(done(1)), 2).endswith("SKIPPED: overflow")
+
+
+def test_a_step_of_no_time_divides_by_nothing():
+    event = done(1, seconds=0.0, exposed=0.0)
+    assert "0 tok/s" in format_line(event, fold(event), 2)
+
+
+def test_the_pace_forgets_the_first_step():
+    assert fold(done(1, seconds=60.0), done(2, seconds=1.0)).seconds == 1.0
+
+
+def test_the_pace_is_a_mean_of_the_steps_after_the_first():
+    pace = fold(done(1, seconds=60.0), done(2, seconds=1.0), done(3, seconds=2.0), done(4, seconds=3.0))
+    assert pace.seconds == pytest.approx(2.0, rel=1e-12)
+
+
+def test_the_pace_follows_a_run_that_has_become_slower():
+    pace = fold(*(done(i, seconds=1.0) for i in range(200)), *(done(i, seconds=3.0) for i in range(100)))
+    assert 2.9 < pace.seconds < 3.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05"), (float("inf"), "?")]
+)
+def test_seconds_are_told_as_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(12, 1, "12"), (1234, 1, "1.2k"), (5_600_000, 1, "5.6M"), (268e6, 0, "268 M"), (40e9, 0, "40.0 G"), (0, 0, "0 ")],
+)
+def test_numbers_have_metric_prefixes(value, digits, text):
+    assert si(value, digits) == text
+
+
+def test_text_cannot_move_the_cursor():
+    assert printable("a\x1b[2Jb\r\nc\u009b") == "a\\x1b[2Jb\\r\nc\\x9b"
+
+
+class Ticks:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(events_at, *, terminal=False, steps=100, **options):
+    out, ticks = io.StringIO(), Ticks()
+    console = Console(file=out, force_terminal=terminal, width=60, **options)
+    with Progress(console, steps, clock=ticks) as progress:
+        for at, event in events_at:
+            ticks.now = at
+            progress(event)
+    return out.getvalue()
+
+
+def test_without_a_terminal_lines_are_few_and_the_last_step_is_among_them():
+    text = run([(step * 0.5, done(step)) for step in range(1, 101)])
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in text.splitlines()]
+    assert steps == [*range(1, 100, 10), 100], "one line each 5 s, and the last"
+    assert "\x1b" not in text and "\r" not in text
+
+
+def test_a_line_without_a_terminal_is_not_broken_at_its_width():
+    assert len(run([(0, done(1))]).splitlines()) == 1
+
+
+def test_evaluations_files_and_notices_are_always_told():
+    text = run([(0, done(1)), (0, Evaluated(0, 1, 2.5, 512.0)), (0, Saved(0, "runs/[red]a")), (0, Notice(0, "hello"))])
+    assert "validation loss 2.5000 over 512 tokens" in text
+    assert "saved runs/[red]a" in text, "square brackets in a path are text, not markup"
+    assert "hello" in text
+
+
+def test_on_a_terminal_one_line_is_drawn_over_and_over():
+    text = run([(step, done(step)) for step in range(1, 4)], terminal=True)
+    assert text.count("\n") == 1 and text.count("\x1b[2K") >= 2
+    assert "step 3/100" in text.rpartition("\x1b[2K")[2]
+    assert text.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_on_a_terminal_drawing_is_rate_limited():
+    text = run([(step * 0.001, done(step)) for step in range(1, 90)], terminal=True)
+    assert "step 1/" in text and "step 2/" not in text
+
+
+def test_the_terminal_is_given_back_when_the_run_fails():
+    out = io.StringIO()
+    with pytest.raises(ZeroDivisionError), Progress(Console(file=out, force_terminal=True), 9) as progress:
+        progress(done(1))
+        raise ZeroDivisionError
+    assert out.getvalue().endswith("\x1b[?25h")
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = run([(0, done(1))], terminal=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[36m" in coloured
+    assert "\x1b[36m" not in run([(0, done(1))], terminal=True)

@@ -1,0 +1,185 @@
+"""Debug mode: calls that do not match are found before any byte moves, on every rank, with both call sites."""
+
+import re
+import time
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.world import debug
+from rankloom.world.debug import Fingerprint
+
+
+@pytest.fixture(autouse=True)
+def debug_on(monkeypatch):
+    monkeypatch.setenv("RANKLOOM_DEBUG", "1")
+
+
+def errors_of(p: int, body, timeout: float = 20.0) -> list[Exception | None]:
+    """What each rank's `body` raised; none is stopped because of another."""
+    def catching(world):
+        try:
+            body(world)
+        except rl.RankloomError as error:
+            return error
+        return None
+
+    return rl.simulate(p, catching, timeout=timeout)
+
+
+def swapped(world):
+    a, b = torch.zeros(3), torch.ones(3)
+    if world.rank == 1:
+        world.all_reduce(b, label="b")
+        world.all_reduce(a, label="a")
+    else:
+        world.all_reduce(a, label="a")
+        world.all_reduce(b, label="b")
+
+
+def other_shape(world):
+    world.all_reduce(torch.zeros(3 + world.rank, 2))
+
+
+def other_dtype(world):
+    world.all_reduce(torch.zeros(3, dtype=torch.int32 if world.rank else torch.float32))
+
+
+def other_call(world):
+    world.broadcast(torch.zeros(3)) if world.rank else world.all_reduce(torch.zeros(3))
+
+
+def other_operation(world):
+    world.all_reduce(torch.zeros(3), "max" if world.rank else "sum")
+
+
+def skipped(world):
+    if world.rank != 1:
+        world.all_reduce(torch.zeros(3), label="first")
+    world.all_reduce(torch.zeros(3), label="second")
+
+
+def uneven_gather(world):
+    world.all_gather(torch.zeros(2 + world.rank))
+
+
+BODIES = [swapped, other_shape, other_dtype, other_call, other_operation, skipped, uneven_gather]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_a_mismatch_raises_on_every_rank_and_names_every_rank_and_call_site(body, p):
+    begin = time.monotonic()
+    for rank, error in enumerate(errors_of(p, body)):
+        assert type(error) is rl.CollectiveMismatch
+        lines = str(error).splitlines()
+        assert lines[0].startswith(f"rank {rank}: collective number 1 of this group")
+        assert [line.split(":")[0].strip() for line in lines[1:p + 1]] == [f"rank {r}" for r in range(p)]
+        assert all(re.search(r"at .*test_debug\.py:\d+$", line) for line in lines[1:p + 1])
+    assert time.monotonic() - begin < 5
+
+
+def test_the_table_shows_what_differs():
+    said = str(errors_of(2, swapped)[0])
+    first = swapped.__code__.co_firstlineno
+    assert f"rank 0: all_reduce(sum) of float32[3] labelled 'a' at {__file__}:{first + 6}" in said
+    assert f"rank 1: all_reduce(sum) of float32[3] labelled 'b' at {__file__}:{first + 3}" in said
+
+
+def test_nothing_has_moved_when_a_mismatch_is_found():
+    def body(world):
+        x = torch.full((3,), float(world.rank))
+        with pytest.raises(rl.CollectiveMismatch):
+            world.all_reduce(x, label=str(world.rank))
+        return x.tolist(), world.ledger.calls
+
+    assert rl.simulate(2, body) == [([0.0] * 3, 0), ([1.0] * 3, 0)]
+
+
+def test_the_same_call_may_stand_on_different_lines():
+    def body(world):
+        if world.rank:
+            return world.all_reduce(torch.ones(1)).item()
+        else:
+            return world.all_reduce(torch.ones(1)).item()
+
+    assert rl.simulate(2, body) == [2.0, 2.0]
+    site = Fingerprint("broadcast", "[1]", "int64", "x", "here:1")
+    assert site.agrees_with(Fingerprint("broadcast", "[1]", "int64", "x", "there:2"))
+
+
+def test_everything_that_is_right_works_in_debug_mode_and_leaves_the_store_small():
+    """Keys of past calls are removed, so a long run does not fill the store."""
+    def body(world):
+        before = None
+        for n in range(30):
+            world.all_reduce(torch.ones(2), label=str(n))
+            world.all_to_all(torch.zeros(3, 2), send_rows=[1, 2] if world.rank == 0 else [0, 3], recv_rows=[1, 0] if world.rank == 0 else [2, 3])
+            world.barrier()
+            before = before or world._store.num_keys()
+        world.barrier()
+        return world._store.num_keys() - before
+
+    assert max(rl.simulate(2, body)) <= 4
+
+
+def test_a_rank_that_never_comes_is_named_with_the_last_call_it_made():
+    def body(world):
+        world.all_reduce(torch.zeros(1), label="together")
+        if world.rank != 1:
+            world.all_reduce(torch.zeros(2), label="alone")
+
+    first, second, third = errors_of(3, body, timeout=0.6)
+    assert second is None
+    for rank, error in ((0, first), (2, third)):
+        assert type(error) is rl.CollectiveTimeout
+        assert f"rank {rank}: rank 1 did not come to collective number 2 within 0.6 s" in str(error)
+        assert re.search(r"rank 1: call 1, all_reduce\(sum\) of float32\[1\] labelled 'together' at .*test_debug", str(error))
+        assert re.search(rf"rank {rank}: call 2, .*labelled 'alone'", str(error))
+
+
+def test_a_rank_that_made_no_call_at_all_is_said_to_have_made_none():
+    error = errors_of(2, lambda w: None if w.rank else w.barrier(), timeout=0.4)[0]
+    assert "rank 1: has made no call yet" in str(error)
+
+
+def test_a_message_that_never_comes_times_out_and_tells_where_everybody_is():
+    def body(world):
+        world.barrier(label="start")
+        if world.rank == 0:
+            world.recv(torch.zeros(1), 1, label="activations")
+
+    error = errors_of(2, body, timeout=0.5)[0]
+    assert type(error) is rl.CollectiveTimeout and "activations" in str(error) and "rank 1: call 1" in str(error)
+
+
+def test_sub_groups_are_compared_among_themselves():
+    def body(world):
+        world.group("shard").all_reduce(torch.zeros(2 + world.mesh.coords(world.rank)["replicate"]))   # differs between groups: fine
+        world.group("replicate").all_reduce(torch.zeros(2 + world.mesh.coords(world.rank)["replicate"]))
+
+    assert [type(error) for error in errors_of(rl.Mesh(replicate=2, shard=2), body)] == [rl.CollectiveMismatch] * 4
+
+
+def test_the_call_site_is_the_users_line_and_not_one_inside_the_world():
+    sites = []
+    rl.simulate(2, lambda w: sites.append(debug.call_site()) or w.all_gather_object("x"))
+    assert all("test_debug.py" in site for site in sites)
+
+
+@pytest.mark.parametrize("value", ["0", "", None])
+def test_without_debug_mode_no_call_touches_the_store(value, monkeypatch):
+    monkeypatch.delenv("RANKLOOM_DEBUG") if value is None else monkeypatch.setenv("RANKLOOM_DEBUG", value)
+
+    def body(world):
+        world.barrier()
+        keys = world._store.num_keys()
+        for n in range(5):
+            world.all_reduce(torch.ones(2), label=str(n))
+            world.all_gather_object("x")
+        world.barrier()
+        return world._store.num_keys() - keys
+
+    monkeypatch.setattr(debug.Inspector, "check", lambda self, mine: pytest.fail("compared without being asked to"))
+    assert rl.simulate(2, body) == [0, 0]

@@ -1,0 +1,389 @@
+"""Group: every collective against a local reference, what it refuses, what it charges, and how ranks are set free."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+
+RANKS = [1, 2, 3, 4]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WHOLE = [torch.int64, torch.int32, torch.uint8]
+COLLECTIVES = {
+    "all_reduce": lambda group, x, **more: group.all_reduce(x, **more),
+    "broadcast": lambda group, x, **more: group.broadcast(x, **more),
+    "all_gather": lambda group, x, **more: group.all_gather(x, **more),
+    "reduce_scatter": lambda group, x, **more: group.reduce_scatter(x, **more),
+    "all_to_all": lambda group, x, **more: group.all_to_all(x, **more),
+}
+
+
+def tensor_of(rank: int, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[rows, 2] of small whole numbers, different on every rank: sums of a few are exact in every dtype."""
+    return (torch.arange(2 * rows).view(rows, 2) % 5 + rank).to(dtype)
+
+
+def expected(name: str, p: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each of p ranks gets when rank r brings tensor_of(r, 2p), computed in one place."""
+    all_x = [tensor_of(rank, 2 * p, dtype) for rank in range(p)]
+    total, dealt = torch.stack(all_x).sum(0).to(dtype), [x.view(p, 2, 2) for x in all_x]
+    return {
+        "all_reduce": [total] * p,
+        "broadcast": [all_x[0]] * p,
+        "all_gather": [torch.cat(all_x)] * p,
+        "reduce_scatter": list(total.view(p, 2, 2)),
+        "all_to_all": [torch.cat([x[rank] for x in dealt]) for rank in range(p)],
+    }[name]
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("p", RANKS)
+def test_every_collective_gives_what_one_process_computes_in_every_dtype(p, name):
+    dtypes = FLOATS + WHOLE
+    for rank, got in enumerate(rl.simulate(p, lambda w: [COLLECTIVES[name](w, tensor_of(w.rank, 2 * p, dtype)) for dtype in dtypes])):
+        for dtype, mine in zip(dtypes, got):
+            assert torch.equal(mine, expected(name, p, dtype)[rank]) and mine.dtype == dtype
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_asynchronous_collectives_give_the_same_and_may_be_waited_for_in_any_order_and_twice(name):
+    def body(world):
+        handles = [COLLECTIVES[name](world, tensor_of(world.rank, 6), async_op=True, label=f"number {n}") for n in range(3)]
+        return [handle.wait().clone() for handle in (*reversed(handles), *handles)]
+
+    for rank, results in enumerate(rl.simulate(3, body)):
+        assert all(torch.equal(mine, expected(name, 3, torch.float32)[rank]) for mine in results)
+
+
+@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize(("op", "reference"), [("max", torch.amax), ("min", torch.amin), ("product", torch.prod), ("mean", torch.mean)])
+def test_all_reduce_knows_other_operations(p, op, reference):
+    everybody = torch.stack([tensor_of(rank, 3, torch.float64) for rank in range(p)])
+    for mine in rl.simulate(p, lambda w: w.all_reduce(tensor_of(w.rank, 3, torch.float64), op)):
+        torch.testing.assert_close(mine, reference(everybody, 0), rtol=1e-15, atol=0)   # the mean is rounded once
+
+
+def test_waiting_twice_for_a_mean_divides_once():
+    def body(world):
+        handle = world.all_reduce(torch.full((2,), 3.0), "mean", async_op=True)
+        return [handle.wait().tolist(), handle.wait().tolist()]
+
+    assert rl.simulate(3, body) == [[[3.0, 3.0]] * 2] * 3
+
+
+def test_all_reduce_and_broadcast_work_in_place_and_the_others_leave_their_argument_alone():
+    def body(world):
+        x = tensor_of(world.rank, 4)
+        kept, summed, spread = x.clone(), x.clone(), x.clone()
+        same = [world.all_reduce(summed) is summed, world.broadcast(spread) is spread]
+        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+            COLLECTIVES[name](world, x)
+        return same, torch.equal(x, kept)
+
+    assert rl.simulate(2, body) == [([True, True], True)] * 2
+
+
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_broadcast_spreads_the_roots_values(root):
+    assert rl.simulate(3, lambda w: w.broadcast(torch.tensor([w.rank]), root).item()) == [root] * 3
+
+
+def test_tensors_without_dims_and_without_elements_travel_too():
+    def body(world):
+        return (world.all_gather(torch.tensor(float(world.rank))).tolist(), world.all_reduce(torch.tensor(2.0)).item(),
+                world.all_gather(torch.zeros(0, 3)).shape, world.all_reduce(torch.zeros(0)).shape)
+
+    assert rl.simulate(3, body) == [([0.0, 1.0, 2.0], 6.0, (0, 3), (0,))] * 3
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_all_to_all_deals_uneven_shares(p):
+    """Rank r deals (r + s) % 3 rows to rank s, each row labelled (from, to)."""
+    def body(world):
+        send, recv = [(world.rank + s) % 3 for s in range(p)], [(s + world.rank) % 3 for s in range(p)]
+        rows = [[world.rank, to] for to in range(p) for _ in range(send[to])]
+        return world.all_to_all(torch.tensor(rows, dtype=torch.int64).view(-1, 2), send_rows=send, recv_rows=recv).tolist()
+
+    for rank, rows in enumerate(rl.simulate(p, body)):
+        assert rows == [[frm, rank] for frm in range(p) for _ in range((frm + rank) % 3)]
+
+
+def test_send_and_receive_carry_a_tensor_and_tags_keep_messages_apart():
+    def body(world):
+        if world.rank == 0:
+            later = world.send(torch.tensor([1.0]), 1, tag=1, async_op=True)
+            world.send(torch.tensor([2.0]), 1, tag=2)
+            return later.wait() is not None
+        second = world.recv(torch.zeros(1), 0, tag=2)
+        return [world.recv(torch.zeros(1), 0, tag=1).item(), second.item()]
+
+    assert rl.simulate(2, body) == [True, [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("n", [1, 1 << 20])
+def test_exchange_around_a_ring_and_pairwise_cannot_deadlock(p, n):
+    """4 MiB is more than any socket holds: if all sent first, all would wait."""
+    def body(world):
+        out = torch.full((n,), float(world.rank))
+        around = world.exchange(out, (world.rank + 1) % p, torch.empty(n), (world.rank - 1) % p)
+        partner = world.rank ^ 1
+        pair = world.exchange(out, partner, torch.empty(n), partner) if partner < p else None
+        return around[-1].item(), None if pair is None else pair[-1].item()
+
+    for rank, (around, pair) in enumerate(rl.simulate(p, body, timeout=20)):
+        assert around == (rank - 1) % p and pair in (None, rank ^ 1)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_all_gather_object_gathers_any_json_value_in_rank_order(p):
+    values = [None, {"rank": 1, "text": "\u00e4\u20ac" * 50}, [1.5, True], "x" * 10_000]
+    assert rl.simulate(p, lambda w: w.all_gather_object(values[w.rank])) == [values[:p]] * p
+
+
+def test_a_barrier_holds_everybody_until_the_last_one_comes():
+    def body(world):
+        time.sleep(0.15 * (world.rank == 1))
+        came = time.monotonic()
+        world.barrier()
+        return came, time.monotonic()
+
+    times = rl.simulate(3, body)
+    assert min(left for _, left in times) >= max(came for came, _ in times)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_tensor_with_gaps_is_refused_by_name(name):
+    def body(world):
+        with pytest.raises(rl.NotContiguous, match=rf"rank {world.rank}: my label in group 'world': tensor of shape \(4, 2\) has strides \(1, 4\)"):
+            COLLECTIVES[name](world, torch.zeros(2, 4).t(), label="my label")
+        return world.ledger.calls
+
+    assert rl.simulate(2, body) == [0, 0]
+
+
+def test_send_and_receive_refuse_tensors_with_gaps_and_ranks_that_do_not_exist():
+    def body(world):
+        for call in (world.send, world.recv):
+            with pytest.raises(rl.NotContiguous):
+                call(torch.zeros(2, 4).t(), 0)
+            with pytest.raises(rl.ConfigError, match="no rank 2 in a group of 2"):
+                call(torch.zeros(2), 2)
+        with pytest.raises(rl.ConfigError, match="no rank -1"):
+            world.broadcast(torch.zeros(2), root=-1)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
+def test_rows_that_ranks_do_not_divide_are_refused_with_the_arithmetic(name):
+    def body(world):
+        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: {name} .*\(5, 2\) cannot be cut in 3 equal slices"):
+            COLLECTIVES[name](world, torch.zeros(5, 2))
+        with pytest.raises(rl.ShapeMismatch):
+            COLLECTIVES[name](world, torch.tensor(1.0))
+
+    rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("shares", [
+    {"send_rows": [1, 3], "recv_rows": None}, {"send_rows": None, "recv_rows": [2, 2]}, {"send_rows": [1, 2], "recv_rows": [2, 2]},
+    {"send_rows": [4], "recv_rows": [2, 2]}, {"send_rows": [2, 2], "recv_rows": [4]},
+])
+def test_shares_that_do_not_add_up_are_refused(shares):
+    def body(world):
+        with pytest.raises(rl.ShapeMismatch, match="4 rows cannot be dealt"):
+            world.all_to_all(torch.zeros(4, 1), **shares)
+
+    rl.simulate(2, body)
+
+
+def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=r"op 'avg' is not one of mean, sum"):
+            world.all_reduce(torch.zeros(1), "avg")
+        with pytest.raises(rl.ConfigError, match=r"mean of torch.int64"):
+            world.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
+
+    for p in (1, 2):   # what is wrong on two ranks is wrong on one
+        rl.simulate(p, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
+def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(dtype):
+    with pytest.raises(rl.ShapeMismatch, match=r"the backend cannot carry this dtype .*view\(torch.uint8\)"):
+        rl.simulate(2, lambda w: w.all_reduce(torch.zeros(4).to(dtype)))
+
+
+def test_a_dtype_that_only_one_rank_cannot_send_sets_the_other_free():
+    begin = time.monotonic()
+    with pytest.raises(rl.ShapeMismatch, match="rank 0: "):
+        rl.simulate(2, lambda w: w.all_reduce(torch.zeros(4).to(torch.float32 if w.rank else torch.float8_e4m3fn)), timeout=20)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("bad", [{1}, {0, 2}, {0, 1, 2}])
+def test_all_ranks_agree_on_a_problem_or_none_raises(bad):
+    def body(world):
+        world.agree(None)
+        try:
+            world.agree(f"rank {world.rank} is bad" if world.rank in bad else None, error=rl.DataError)
+        except rl.DataError as error:
+            return str(error).splitlines()
+
+    assert rl.simulate(3, body) == [[f"rank {rank} is bad" for rank in sorted(bad)]] * 3
+
+
+def test_the_same_problem_of_all_ranks_is_told_once():
+    def body(world):
+        with pytest.raises(rl.ConfigError) as caught:
+            world.agree("no file")
+        return str(caught.value)
+
+    assert rl.simulate(3, body) == ["no file"] * 3
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_the_ledger_charges_what_the_bills_say(p):
+    nbytes = 2 * p * 2 * 4
+
+    def body(world):
+        paid = []
+        for call in COLLECTIVES.values():
+            before = (world.ledger.bytes, world.ledger.messages, world.ledger.calls)
+            call(world, tensor_of(world.rank, 2 * p))
+            paid.append(tuple(now - b for now, b in zip((world.ledger.bytes, world.ledger.messages, world.ledger.calls), before)))
+        return paid
+
+    for rank, paid in enumerate(rl.simulate(p, body)):
+        bills = [all_reduce_bill(nbytes, p), broadcast_bill(nbytes, p, rank == 0), all_gather_bill(nbytes, p),
+                 scatter_bill(nbytes, p), scatter_bill(nbytes, p)]
+        assert paid == [(bill.sent, bill.messages, int(p > 1)) for bill in bills]
+
+
+def test_the_ledger_charges_the_sender_and_uneven_shares_by_their_rows():
+    def body(world):
+        world.send(torch.zeros(5), 1) if world.rank == 0 else world.recv(torch.zeros(5), 0)
+        first = world.ledger.bytes
+        world.all_to_all(torch.zeros(3, 2), send_rows=[1, 2], recv_rows=[1, 1] if world.rank == 0 else [2, 2])
+        return first, world.ledger.bytes - first
+
+    assert rl.simulate(2, body) == [(20, 16), (0, 8)]
+
+
+def test_the_ledger_counts_the_seconds_that_a_rank_waited():
+    def body(world):
+        time.sleep(0.2 * (world.rank == 1))
+        world.barrier()
+        return world.ledger.waited
+
+    waited = rl.simulate(2, body)
+    assert waited[0] > 0.15 > waited[1]
+
+
+# ---------------------------------------------------------------- sub-groups
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(replicate=2, shard=2), rl.Mesh(replicate=2, tensor=2), rl.Mesh(pipe=3, shard=2)], ids=str)
+def test_a_collective_along_some_axes_stays_among_those_ranks(mesh):
+    axes = [axis for axis, n in mesh.sizes().items() if n > 1]
+    combinations = [c for n in (1, 2) for c in itertools.combinations(axes, n)]
+    bodies = lambda w: [w.group(*c).all_gather(torch.tensor(w.rank)).tolist() for c in combinations]
+    for rank, gathered in enumerate(rl.simulate(mesh, bodies)):
+        assert gathered == [list(mesh.peers(rank, *c)) for c in combinations]
+
+
+def test_groups_are_made_once_and_know_their_ranks():
+    def body(world):
+        group = world.group("shard")
+        assert world.group("shard") is group and world.group() is world and world.group("replicate", "shard") is world
+        assert world.group("tensor").size == 1
+        assert group.ranks[group.rank] == world.rank
+        group.all_reduce(torch.zeros(2))
+        return group.name, group.ranks, repr(group), world.ledger.calls
+
+    results = rl.simulate(rl.Mesh(replicate=2, shard=2), body)
+    assert [r[:2] for r in results] == [("shard", (0, 1)), ("shard", (0, 1)), ("shard", (2, 3)), ("shard", (2, 3))]
+    assert results[3][2:] == ("Group('shard', rank 1 of 2)", 0)
+
+
+def test_errors_in_a_sub_group_name_the_rank_of_the_world():
+    def body(world):
+        with pytest.raises(rl.NotContiguous, match=f"rank {world.rank}: x in group 'shard'"):
+            world.group("shard").all_reduce(torch.zeros(2, 3).t(), label="x")
+
+    rl.simulate(rl.Mesh(replicate=2, shard=2), body)
+
+
+def test_a_group_of_one_rank_is_the_identity_and_connects_to_nobody():
+    def body(world):
+        x = tensor_of(0, 4)
+        assert all(torch.equal(call(world, x.clone()), x) for call in COLLECTIVES.values())
+        assert torch.equal(world.all_reduce(x.clone(), "mean", async_op=True).wait(), x)
+        assert world.all_gather_object({"a": 1}) == [{"a": 1}]
+        world.barrier()
+        with pytest.raises(rl.RankLost, match="closed, or has one rank only"):
+            world.send(x, 0)
+        return world.ledger.calls
+
+    assert rl.simulate(1, body) == [0]
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_closed_group_says_so():
+    def body(world):
+        world.barrier()
+        world.close()
+        with pytest.raises(rl.RankLost, match=f"rank {world.rank}: after in group 'world': this group is closed"):
+            world.all_reduce(torch.zeros(1), label="after")
+
+    rl.simulate(2, body)
+
+
+def test_a_handle_of_a_group_that_was_closed_raises_instead_of_giving_a_half_made_result():
+    def body(world):
+        handle = world.all_reduce(torch.ones(3), async_op=True, label="left behind")
+        done = world.all_reduce(torch.ones(3), async_op=True)
+        done.wait()
+        world.close()
+        with pytest.raises(rl.RankLost, match="left behind .*closed before this ended"):
+            handle.wait()
+        return done.wait().tolist()
+
+    assert rl.simulate(2, body) == [[2.0] * 3] * 2
+
+
+def test_closing_the_world_closes_its_groups():
+    def body(world):
+        group = world.group("shard")
+        group.barrier()
+        world.close()
+        with pytest.raises(rl.RankLost):
+            group.barrier()
+
+    rl.simulate(rl.Mesh(replicate=2, shard=2), body)
+
+
+def test_a_time_out_names_the_rank_and_the_label_and_the_way_to_know_more():
+    def body(world):
+        if world.rank == 1:
+            time.sleep(0.8)
+        else:
+            world.all_reduce(torch.zeros(1), label="gradients of bucket 3")
+
+    with pytest.raises(rl.CollectiveTimeout, match=r"rank 0: gradients of bucket 3 .* within 0.4 s: .*RANKLOOM_DEBUG=1"):
+        rl.simulate(2, body, timeout=0.4)

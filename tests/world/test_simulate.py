@@ -1,0 +1,181 @@
+"""Ranks as threads: results, the first failure, and that nobody is left waiting because of it."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+
+
+class Mine(Exception):
+    """An exception of the user's own, that wants two arguments."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(code, text)
+
+
+def quickly(ranks, body, error, seconds: float = 2.0):
+    """`body` must raise `error` in simulate, long before its time-out; returns the exception."""
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        rl.simulate(ranks, body, timeout=30)
+    assert time.monotonic() - begin < seconds, "the others were left waiting"
+    return caught.value
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_results_come_in_rank_order_whoever_ends_first(p):
+    def body(world):
+        time.sleep(0.03 * (p - world.rank))
+        return world.rank, world.size, world.local_rank, world.local_size, world.device.type
+
+    assert rl.simulate(p, body) == [(rank, p, rank, p, "cpu") for rank in range(p)]
+
+
+def test_ranks_run_at_the_same_time_in_one_thread_each():
+    def body(world):
+        world.barrier()
+        return threading.current_thread().name, torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    assert rl.simulate(3, body) == [(f"rank-{rank}", 1) for rank in range(3)]
+    assert torch.get_num_threads() == before
+
+
+def test_a_mesh_says_how_many_ranks_there_are_and_where_each_stands():
+    mesh = rl.Mesh(pipe=2, tensor=2)
+    assert rl.simulate(mesh, lambda w: w.mesh.coords(w.rank)["pipe"]) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, "2", True, None])
+def test_a_number_of_ranks_that_cannot_be_is_refused(ranks):
+    with pytest.raises(rl.MeshError, match=r"number of ranks is .*1 or more"):
+        rl.simulate(ranks, lambda w: None)
+
+
+def test_an_early_end_of_one_rank_does_not_cut_off_a_slower_one():
+    def body(world):
+        if world.rank == 0:
+            world.send(torch.ones(1 << 18), 1)
+            return None
+        time.sleep(0.1)
+        return world.recv(torch.zeros(1 << 18), 0).sum().item()
+
+    assert rl.simulate(2, body) == [None, float(1 << 18)]
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_rank_that_raises_frees_the_others_at_once_and_its_own_exception_surfaces(bad):
+    def body(world):
+        if world.rank == bad:
+            raise Mine(7, "in the body")
+        world.all_reduce(torch.zeros(3))
+
+    error = quickly(3, body, Mine)
+    assert error.args == (7, "in the body")
+    assert error.__notes__ == [f"(rank {bad} of 3 failed first; the others were stopped because of it)"]
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "all_gather", "broadcast", "recv", "barrier", "handle", "sub-group"])
+def test_whatever_the_others_wait_in_they_are_set_free_with_rank_lost(wait):
+    told = {}
+
+    def body(world):
+        group = world.group("shard")
+        group.barrier()
+        if world.rank == 0:
+            raise Mine(1, "")
+        try:
+            {"all_reduce": lambda: world.all_reduce(torch.zeros(3), label="here"), "all_gather": lambda: world.all_gather(torch.zeros(3)),
+             "broadcast": lambda: world.broadcast(torch.zeros(3)), "recv": lambda: world.recv(torch.zeros(3), 0), "barrier": world.barrier,
+             "handle": lambda: world.all_reduce(torch.zeros(3), async_op=True).wait(), "sub-group": lambda: group.all_reduce(torch.zeros(3))}[wait]()
+        except rl.RankLost as error:
+            told[world.rank] = str(error)
+            raise
+
+    quickly(rl.Mesh(shard=2), body, Mine)
+    assert told[1].startswith("rank 1: ") and "lost its connection" in told[1]
+
+
+def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_too():
+    """The traceback keeps its local variables alive, and these kept the connection open."""
+    def body(world):
+        done = world.all_reduce(torch.zeros(3), async_op=True)
+        done.wait()
+        started = world.all_reduce(torch.zeros(3), async_op=True)
+        coming = world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
+        if world.rank == 0:
+            raise Mine(1, f"{started.label} {coming.label}")
+        world.barrier()
+
+    quickly(2, body, Mine)
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward raises when it is lit."""
+
+    @staticmethod
+    def forward(ctx, x, lit):
+        ctx.lit = lit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.lit:
+            raise Mine(2, "in the middle of backward")
+        return gradient, None
+
+
+@pytest.mark.parametrize("all_reduce", ["backend", "ring"])
+@pytest.mark.parametrize("p", [2, 3])
+def test_one_rank_raising_in_the_middle_of_backward_frees_the_others(p, all_reduce):
+    def body(world):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        for param in layers.parameters():
+            nn.init.constant_(param, 0.1)
+        replica = rl.data_parallel(layers, world, bucket_bytes=1, all_reduce=all_reduce)
+        for step in range(3):
+            x = torch.ones(2, 4)
+            for at, layer in enumerate(replica.module):
+                x = Fuse.apply(layer(x), step == 2 and at == 1 and world.rank == 1)
+            x.sum().backward()
+
+    assert quickly(p, body, Mine).args == (2, "in the middle of backward")
+
+
+def test_the_first_failure_wins_over_those_that_it_causes():
+    def body(world):
+        if world.rank == 2:
+            time.sleep(0.1)
+            raise Mine(3, "")
+        world.all_reduce(torch.zeros(1))
+
+    for _ in range(5):
+        assert quickly(4, body, Mine).__notes__[0].startswith("(rank 2 of 4 failed first")
+
+
+def test_a_failed_simulation_leaves_no_thread_behind():
+    def body(world):
+        if world.rank == 1:
+            raise Mine(4, "")
+        world.barrier()
+
+    before = threading.active_count()
+    quickly(3, body, Mine)
+    assert threading.active_count() == before
+
+
+def test_two_simulations_at_once_do_not_disturb_each_other():
+    results = {}
+    outer = [threading.Thread(target=lambda n=n: results.update({n: rl.simulate(2, lambda w: w.all_reduce(torch.tensor(n)).item())})) for n in (1, 10)]
+    for thread in outer:
+        thread.start()
+    for thread in outer:
+        thread.join()
+    assert results == {1: [2, 2], 10: [20, 20]}
