@@ -115,7 +115,8 @@ def test_these_numbers_do_show_another_order_of_addition():
 def test_it_is_the_sum_of_the_leaves(leaves):
     expected = sum(leaf_values(leaf, 10).double() for leaf in range(leaves))
     # fp32 adds `leaves` terms of up to 1e5: the error is below leaves * 2**-24 * the largest partial sum.
-    torch.testing.assert_close(rl.simulate(3, lambda w: reduce_leaves(w, leaves, 10))[2].double(), expected, rtol=0, atol=leaves * 2**-24 * 1e6)
+    mine = rl.simulate(3, lambda w: reduce_leaves(w, leaves, 10))[2].double()
+    torch.testing.assert_close(mine, expected, rtol=0, atol=leaves * 2**-24 * 1e6)
 
 
 @pytest.mark.parametrize("n", [1, 2, 24, 31])

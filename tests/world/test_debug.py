@@ -115,7 +115,8 @@ def test_everything_that_is_right_works_in_debug_mode_and_leaves_the_store_small
         before = None
         for n in range(30):
             world.all_reduce(torch.ones(2), label=str(n))
-            world.all_to_all(torch.zeros(3, 2), send_rows=[1, 2] if world.rank == 0 else [0, 3], recv_rows=[1, 0] if world.rank == 0 else [2, 3])
+            send, recv = ([1, 2], [1, 0]) if world.rank == 0 else ([0, 3], [2, 3])
+            world.all_to_all(torch.zeros(3, 2), send_rows=send, recv_rows=recv)
             world.barrier()
             before = before or world._store.num_keys()
         world.barrier()

@@ -91,10 +91,13 @@ def test_whatever_the_others_wait_in_they_are_set_free_with_rank_lost(wait):
         group.barrier()
         if world.rank == 0:
             raise Mine(1, "")
+        x = torch.zeros(3)
+        waits = {"all_reduce": lambda: world.all_reduce(x), "all_gather": lambda: world.all_gather(x),
+                 "broadcast": lambda: world.broadcast(x), "recv": lambda: world.recv(x, 0),
+                 "barrier": world.barrier, "sub-group": lambda: group.all_reduce(x),
+                 "handle": lambda: world.all_reduce(x, async_op=True).wait()}
         try:
-            {"all_reduce": lambda: world.all_reduce(torch.zeros(3), label="here"), "all_gather": lambda: world.all_gather(torch.zeros(3)),
-             "broadcast": lambda: world.broadcast(torch.zeros(3)), "recv": lambda: world.recv(torch.zeros(3), 0), "barrier": world.barrier,
-             "handle": lambda: world.all_reduce(torch.zeros(3), async_op=True).wait(), "sub-group": lambda: group.all_reduce(torch.zeros(3))}[wait]()
+            waits[wait]()
         except rl.RankLost as error:
             told[world.rank] = str(error)
             raise
@@ -173,7 +176,8 @@ def test_a_failed_simulation_leaves_no_thread_behind():
 
 def test_two_simulations_at_once_do_not_disturb_each_other():
     results = {}
-    outer = [threading.Thread(target=lambda n=n: results.update({n: rl.simulate(2, lambda w: w.all_reduce(torch.tensor(n)).item())})) for n in (1, 10)]
+    one = lambda n: results.update({n: rl.simulate(2, lambda w: w.all_reduce(torch.tensor(n)).item())})
+    outer = [threading.Thread(target=one, args=(n,)) for n in (1, 10)]
     for thread in outer:
         thread.start()
     for thread in outer:

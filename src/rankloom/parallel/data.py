@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.comm.choose import BACKEND
-from rankloom.parallel.gradients import BUCKET_BYTES, GradientReducer
+from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.world.group import Group
 
@@ -64,7 +64,7 @@ class DataParallel(nn.Module):
 
 
 def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND,
-                  bucket_bytes: int = BUCKET_BYTES) -> DataParallel:
+                  bucket_bytes: int | None = None) -> DataParallel:
     """Wrap `model` for a loop of your own: after `loss.backward()` every gradient is the mean over the group.
 
     A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.

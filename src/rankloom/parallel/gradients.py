@@ -9,9 +9,6 @@ Communication plan, one step:
     end of backward      launch what is left, agree which parameters were used anywhere, wait
     embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
 
-Copying a gradient into its bucket costs as much memory traffic as a good part of the all-reduce; so a large one is no
-copy: a bucket of one parameter takes autograd's own tensor for its buffer, and an embedding's gradient stays where it is.
-
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
 used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
 
@@ -34,7 +31,7 @@ from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_int
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
-ALONE_BYTES = 6 << 20   # a larger gradient is a bucket by itself: no copy is worth one more message
+ONE_HOST_BYTES = 128 << 20   # where the cores that compute also move the bytes, overlap gains nothing and a message costs a millisecond
 
 
 class Pending(Protocol):
@@ -73,10 +70,7 @@ class Bucket:
             owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
         move_into(FlatBuffer(owners), owners)
         buffer = FlatBuffer(owners)
-        self.views = buffer.views
-        self.alone = len(owners) == 1
-        # Alone, without padding: on one rank the buffer may be autograd's tensor, on another this one.
-        self.flat = next(iter(self.views.values())).view(-1) if self.alone else buffer.flat
+        self.flat, self.views = buffer.flat, buffer.views
         self.waiting_for = set(owners)
         self.pending: Pending | None = None
         for name, owner in owners.items():
@@ -94,9 +88,6 @@ class Bucket:
             view.mul_(scale) if scale != 1.0 else None
         elif owner.grad is view:   # accumulated here, in the master's dtype
             view.add_(gradient).mul_(scale) if scale != 1.0 else view.add_(gradient)
-        elif self.alone and owner is param and gradient.is_contiguous():
-            view = self.views[name] = gradient.mul_(scale) if scale != 1.0 else gradient
-            self.flat = view.view(-1)
         else:
             torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
         if owner is not param:
@@ -109,12 +100,13 @@ class GradientReducer:
 
     params:  name -> the parameter that backward writes a gradient to
     owners:  name -> whose `.grad` the optimizer reads, where that is not the parameter itself (a master copy)
+    bucket_bytes: the most that a bucket of several gradients holds; left out, it is chosen by where the ranks are
     average: divide the sum by the ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
-                 all_reduce: str = BACKEND, bucket_bytes: int = BUCKET_BYTES, average: bool = False,
+                 all_reduce: str = BACKEND, bucket_bytes: int | None = None, average: bool = False,
                  by_rows: frozenset[str] = frozenset()):
         self.owners, self.group = dict(owners or params), group
         self.scale = 1.0 / group.size if average else 1.0
@@ -123,7 +115,7 @@ class GradientReducer:
         # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
         self._by_rows = [name for name, owner in self.owners.items() if name in by_rows and rows_pay and owner.dtype in BITS]
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
         self._launched = 0
@@ -284,9 +276,7 @@ class GradientReducer:
         # Parameters that got no gradient have buckets of their own: they would hold up the others every step.
         for part in (ordered[:arrived], ordered[arrived:]):
             for owners in by_dtype(self.owners, [name for name in part if name not in self._by_rows]):
-                large = [name for name, owner in owners.items() if owner.nbytes > ALONE_BYTES]
-                sizes = {name: self._bucket_bytes + 1 if name in large else owners[name].nbytes for name in owners}
-                for names in cut_into_buckets(sizes, self._bucket_bytes):
+                for names in cut_into_buckets({name: owner.nbytes for name, owner in owners.items()}, self._bucket_bytes):
                     self._add_bucket(names)
 
     def _add_bucket(self, names: list[str]) -> None:

@@ -57,14 +57,14 @@ def _expect_same_tensors(model: nn.Module, group: Group) -> None:
     group.agree(problem, error=ModelMismatch, label="same model")
 
 
-Seen = tuple[Tensor, int]   # a buffer and its version then
+Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had been written
 
 
 class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
-    Which buffers those are is seen from torch's version counters, and agreed on, so a buffer that only some ranks
-    changed is no hang. Constants (rotary tables) never travel.
+    Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
+    some ranks changed is no hang. Constants (rotary tables) never travel.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -88,9 +88,12 @@ class BufferKeeper:
         return changed
 
     def _seen(self) -> dict[str, Seen]:
-        return {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}
+        # Batch norm's kernels write their statistics without counting; but its number of batches is counted, beside them.
+        versions = {id(b): sum(other._version for other in module.buffers(recurse=False))
+                    for module in self.model.modules() for b in module.buffers(recurse=False)}
+        return {name: (buffer, versions[id(buffer)]) for name, buffer in self.model.named_buffers()}
 
 
 def _same(before: Seen | None, now: Seen) -> bool:
-    """Whether it is the same tensor, untouched; a module may also put another in its place."""
+    """Whether it is the same tensor, untouched like those beside it; a module may also put another in its place."""
     return before is not None and before[0] is now[0] and before[1] == now[1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
-from rankloom.parallel.gradients import BUCKET_BYTES, GradientReducer
+from rankloom.parallel.gradients import GradientReducer
 from rankloom.world.group import Group
 
 
@@ -21,7 +21,7 @@ class CanonicalReducer(GradientReducer):
     """A GradientReducer that adds in the order of the canonical tree over `leaves` logical shards."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, leaves: int, *, owners: Mapping[str, Tensor] | None = None):
-        super().__init__(params, group, owners=owners, bucket_bytes=BUCKET_BYTES)
+        super().__init__(params, group, owners=owners)
         self.leaves = leaves
         self.syncing = False   # every leaf's gradients land, none leave by themselves
         self._folds: list[Fold] = []

@@ -1,7 +1,8 @@
 """From summed gradients to a finished update: divide, clip, step, in as few passes over memory as can be.
 
 Dividing by the count and clipping are one factor. A fused optimizer takes it into its own pass over the gradients;
-for the others the flat buffers are multiplied once.
+for the others the flat buffers are multiplied once. The norm of much is computed in parts: all ranks hold the same
+sums, so each squares its own share of them.
 """
 
 import resource
@@ -10,22 +11,37 @@ import sys
 import torch
 from torch import Tensor
 
+from rankloom.world.group import Group
+
+SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
 CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: torch.optim.Optimizer, flats: list[Tensor], totals: Tensor, *, scale: float,
+def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
+    """The 2-norm of all elements of `flats`, fp64.
+
+    group: ranks that hold equal flats, to share the work with where there is much of it; None: everybody does all
+    """
+    shared = group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE
+    parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
+    wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in parts]).to(torch.float64))
+    return group.all_reduce(norm.square(), label="gradient norm").sqrt() if group is not None and shared else norm
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: torch.optim.Optimizer, flats: list[Tensor], totals: Tensor, *, group: Group | None, scale: float,
                     clip: float | None) -> tuple[float, float, float, bool]:
     """Step the optimizer on the mean, clipped gradient; not at all when the loss or a gradient is not finite.
 
     flats:   the flat gradient buffers, summed over all ranks and multiplied by `scale`; each element once
     totals:  fp64 [loss sum, count] over all ranks
+    group:   ranks that hold equal flats, or None; see `global_norm`
     returns: (loss sum, count, gradient norm before clipping, whether all was finite)
     """
     total, count = totals
-    wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
-    norms = torch.stack([torch.linalg.vector_norm(flat, dtype=wide) for flat in flats])
-    norm = torch.linalg.vector_norm(norms.to(torch.float64)) / (count * scale)
+    norm = global_norm(flats, group) / (count * scale)
     factor = 1.0 / (count * scale)
     if clip is not None:
         factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)

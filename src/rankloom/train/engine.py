@@ -191,7 +191,9 @@ class Engine:
     def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
         flats = self._reducer.flat_gradients()
-        total, count, norm, finite = apply_gradients(self.optimizer, flats, totals, scale=self.scale.value, clip=self.settings.clip)
+        share = None if self.settings.leaves else self.group   # an order that depends on the ranks is no order
+        total, count, norm, finite = apply_gradients(self.optimizer, flats, totals, group=share, scale=self.scale.value,
+                                                     clip=self.settings.clip)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")

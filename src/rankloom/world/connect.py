@@ -64,10 +64,10 @@ class World(Group):
     def __init__(self, store: dist.Store, rank: int, mesh: Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
-        self._store, self._loopback, self._debug = store, loopback, debug
+        self._store, self._debug, self.one_host = store, debug, loopback
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
-        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, inspector=inspector)
+        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector)
 
     def group(self, *axes: str) -> Group:
         """The group of this rank's peers along `axes`. All those peers must ask for it in the same order."""
@@ -77,7 +77,7 @@ class World(Group):
         if ranks not in self._groups:
             pg, inspector = self._join(ranks, self.rank, self.device, self.timeout)
             self._groups[ranks] = Group(pg, ranks.index(self.rank), ranks, name="+".join(axes), device=self.device,
-                                        timeout=self.timeout, inspector=inspector)
+                                        timeout=self.timeout, one_host=self.one_host, inspector=inspector)
         return self._groups[ranks]
 
     def close(self) -> None:
@@ -92,6 +92,6 @@ class World(Group):
             return None, None
         store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
         own_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
-        pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self._loopback, own_gpu=own_gpu)
+        pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=own_gpu)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None

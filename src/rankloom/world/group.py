@@ -73,12 +73,14 @@ class Handle:
 class Group:
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
-    `ranks` are their numbers in the world, for messages. `device` is where this rank's tensors live.
+    `ranks` are their numbers in the world, for messages. `device` is where this rank's tensors live;
+    `one_host` that no byte leaves this machine.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int], *, name: str = "world",
-                 device: torch.device | str = "cpu", timeout: float = 300.0, inspector: Inspector | None = None):
-        self.rank, self.ranks, self.name = rank, tuple(ranks), name
+                 device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
+                 inspector: Inspector | None = None):
+        self.rank, self.ranks, self.name, self.one_host = rank, tuple(ranks), name, one_host
         self.device, self.timeout = torch.device(device), timeout
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError, RankFailed
+from rankloom.base.errors import CollectiveTimeout, ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.world.connect import LOOPBACK, World, as_mesh
 from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
+SETTLE = 1.0  # seconds between the end of a rank and the news of it from those that it took along
 GRACE = 5.0   # seconds a rank has to end after SIGTERM, before SIGKILL
 
 
@@ -108,13 +109,21 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
 
 
 def _collect(children: list[Child], size: int) -> list[Any]:
-    """Wait for all ranks; the first that fails decides."""
+    """Wait for all ranks; the first that fails decides. One that lost another gives that one a moment to show why."""
     results: list[Any] = [None] * size
+    lost: RankLost | CollectiveTimeout | None = None
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
     while waiting:
-        for pipe in multiprocessing.connection.wait(list(waiting)):
-            rank = waiting.pop(pipe)   # type: ignore[call-overload]
-            results[rank] = _receive(children[rank], rank, size)
+        ready = multiprocessing.connection.wait(list(waiting), SETTLE if lost else None)
+        for rank in [waiting.pop(pipe) for pipe in ready]:   # type: ignore[call-overload]
+            try:
+                results[rank] = _receive(children[rank], rank, size)
+            except (RankLost, CollectiveTimeout) as error:
+                lost = lost or error
+        if lost and not ready:
+            break
+    if lost:
+        raise lost
     for _, pipe in children:
         pipe.send_bytes(b"all ranks are done")
     return results

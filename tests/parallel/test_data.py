@@ -1,0 +1,579 @@
+"""`rl.data_parallel`: for a loop of one's own, the gradients of one process with everybody's rows, whatever the model does."""
+
+import copy
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rankloom as rl
+from awkward import loss_sum, make_batches, make_model, share
+from rankloom.comm import choose
+from rankloom.parallel.data import embeddings, trainable
+
+RTOL = 1e-12   # the same terms in another order: see tests/test_equivalence.py
+RANKS = [1, 2, 3, 4]
+
+
+def make_layers(dtype: torch.dtype = torch.float64, widths: tuple[int, ...] = (4, 6, 5, 1)) -> nn.Sequential:
+    """A plain perceptron with equal weights at every call."""
+    layers = nn.Sequential(*(part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())))
+    draw = torch.Generator().manual_seed(1)
+    for param in layers.parameters():
+        param.data = torch.randn(param.shape, generator=draw) * 0.5
+    return layers.to(dtype)
+
+
+def rows_of(rank: int, step: int = 0, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def mean_of(per_rank: list[dict]) -> dict[str, torch.Tensor | None]:
+    """The mean over ranks; a rank without a gradient counts as zeros."""
+    means = {}
+    for name in per_rank[0]:
+        held = [grads[name] for grads in per_rank if grads[name] is not None]
+        means[name] = torch.stack(held).sum(0) / len(per_rank) if held else None
+    return means
+
+
+def plain_gradients(make, backward, ranks: int) -> dict[str, torch.Tensor | None]:
+    """The truth: every rank's backward on a model of its own, in one process, then the mean."""
+    per_rank = []
+    for rank in range(ranks):
+        model = make()
+        backward(model, rank)
+        per_rank.append(gradients(model))
+    return mean_of(per_rank)
+
+
+def expect_equal(mine: dict, truth: dict) -> None:
+    assert mine.keys() == truth.keys()
+    for name, expected in truth.items():
+        assert (mine[name] is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(mine[name], expected, rtol=RTOL, atol=RTOL, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def square_loss(model: nn.Module, rank: int, step: int = 0) -> None:
+    model(rows_of(rank, step)).square().mean().backward()
+
+
+# ---------------------------------------------------------------- the gradients
+
+
+@pytest.mark.parametrize("all_reduce", ["backend", "ring"])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, None])
+@pytest.mark.parametrize("p", RANKS)
+def test_gradients_are_the_mean_over_ranks_in_the_first_step_and_after(p, bucket_bytes, all_reduce):
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world, bucket_bytes=bucket_bytes, all_reduce=all_reduce)
+        seen = []
+        for step in range(3):
+            replica.zero_grad()
+            square_loss(replica, world.rank, step)
+            seen.append(gradients(replica.module))
+        return seen
+
+    truth = [plain_gradients(make_layers, lambda m, r, step=step: square_loss(m, r, step), p) for step in range(3)]
+    for seen in rl.simulate(p, body):
+        for mine, expected in zip(seen, truth):
+            expect_equal(mine, expected)
+
+
+def awkward_backward(model: nn.Module, rank: int, ranks: int, step: int = 0) -> None:
+    total, count = loss_sum(model, share(make_batches()[step], rank, ranks))
+    (total / count).backward()
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_tied_frozen_unused_and_conditional_parameters_are_as_in_one_process(p):
+    """`sometimes` is used on the rank that holds row 4 only; `unused` nowhere: its gradient stays None."""
+    def body(world):
+        replica = rl.data_parallel(make_model(), world, bucket_bytes=400)
+        seen = []
+        for step in range(2):
+            replica.zero_grad()
+            awkward_backward(replica, world.rank, p, step)
+            seen.append(gradients(replica.module))
+        return seen
+
+    for step in range(2):
+        truth = plain_gradients(make_model, lambda m, r, step=step: awkward_backward(m, r, p, step), p)
+        assert truth["unused.weight"] is None and truth["frozen.weight"] is None and truth["sometimes.weight"] is not None
+        for seen in rl.simulate(p, body):
+            expect_equal(seen[step], truth)
+
+
+def train_with_ddp_beside(world):
+    """At the top of the module, for processes: torch's own DDP and ours, the same steps."""
+    dist.init_process_group("gloo", store=dist.PrefixStore("ddp", world._store), rank=world.rank, world_size=world.size)
+    theirs = nn.parallel.DistributedDataParallel(make_model(), find_unused_parameters=True)
+    ours = rl.data_parallel(make_model(), world)
+    seen = []
+    for model in (theirs, ours):
+        update = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            update.zero_grad()
+            awkward_backward(model, world.rank, world.size, step)
+            update.step()
+        seen.append(gradients(model.module))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_gradients_equal_those_of_torchs_own_ddp_after_three_steps_in_processes():
+    for theirs, ours in rl.spawn(2, train_with_ddp_beside):
+        for name, expected in theirs.items():
+            if expected is None:
+                assert ours[name] is None
+            else:
+                torch.testing.assert_close(ours[name], expected, rtol=RTOL, atol=RTOL)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum_once(bucket_bytes):
+    def body(world):
+        labels = record(world)
+        replica = rl.data_parallel(make_layers(), world, bucket_bytes=bucket_bytes)
+        seen, counts = [], []
+        for step in range(3):
+            replica.zero_grad()
+            del labels[:]
+            for micro in range(3):
+                with replica.no_sync() if micro < 2 else warnings.catch_warnings():
+                    square_loss(replica, world.rank, 10 * step + micro)
+                if micro < 2:
+                    assert not any(label.startswith("gradients") for label in labels), "communicated inside no_sync"
+            seen.append(gradients(replica.module))
+            counts.append([label for label in labels if label.startswith("gradients")])
+        return seen, counts, len(replica._reducer.buckets)
+
+    for seen, counts, buckets in rl.simulate(3, body):
+        for step in range(3):
+            truth = plain_gradients(make_layers, lambda m, r, s=step: [square_loss(m, r, 10 * s + k) for k in range(3)], 3)
+            expect_equal(seen[step], truth)
+            assert counts[step] == [f"gradients of bucket {n}" for n in range(buckets)]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_two_backward_passes_without_no_sync_add_their_means(p):
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        for _ in range(2):
+            replica.zero_grad()
+            square_loss(replica, world.rank, 0)
+            square_loss(replica, world.rank, 1)
+        return gradients(replica.module)
+
+    truth = plain_gradients(make_layers, lambda m, r: [square_loss(m, r, step) for step in (0, 1)], p)
+    for mine in rl.simulate(p, body):
+        expect_equal(mine, truth)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_either_way_of_zeroing_gradients_is_fine(set_to_none):
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        for step in range(3):
+            replica.zero_grad(set_to_none=set_to_none)
+            square_loss(replica, world.rank, step)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body)[1], plain_gradients(make_layers, lambda m, r: square_loss(m, r, 2), 2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations_give_the_same_gradients(reentrant):
+    class Recomputing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = make_layers()
+
+        def forward(self, x):
+            x.requires_grad_(True)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    def body(world):
+        replica = rl.data_parallel(Recomputing(), world, bucket_bytes=1)
+        for _ in range(3):
+            replica.zero_grad()
+            square_loss(replica, world.rank)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body)[0], plain_gradients(Recomputing, square_loss, 2))
+
+
+class Fuse(torch.autograd.Function):
+    """The identity; its backward raises when it is lit."""
+
+    @staticmethod
+    def forward(ctx, x, lit):
+        ctx.lit = lit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.lit:
+            raise ValueError("half way")
+        return gradient, None
+
+
+@pytest.mark.parametrize("broken_step", [0, 1])
+def test_a_step_after_a_backward_that_died_half_way_is_right(broken_step):
+    """On all ranks, as a loss that overflows would: some buckets have left by then."""
+    class Breakable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.back, self.lit = make_layers()[:2], make_layers()[2:], False
+
+        def forward(self, x):
+            return self.back(Fuse.apply(self.front(x), self.lit))
+
+    def body(world):
+        replica = rl.data_parallel(Breakable(), world, bucket_bytes=1)
+        for step in range(3):
+            replica.zero_grad()
+            replica.module.lit = step == broken_step
+            try:
+                square_loss(replica, world.rank, step)
+            except ValueError:
+                assert step == broken_step
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body, timeout=10)[0], plain_gradients(Breakable, lambda m, r: square_loss(m, r, 2), 2))
+
+
+def test_mixed_dtypes_and_a_parameter_without_dims_travel_each_in_their_own():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.wide = make_layers(torch.float32, (4, 3)), make_layers(torch.float64, (4, 3))
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return self.single(x.float()) * self.scale + self.wide(x).float() * self.narrow.float()
+
+    def body(world):
+        replica = rl.data_parallel(Mixed(), world)
+        for _ in range(2):
+            replica.zero_grad()
+            square_loss(replica, world.rank)
+        return gradients(replica.module)
+
+    truth = plain_gradients(Mixed, square_loss, 2)
+    for mine in rl.simulate(2, body):
+        for name, expected in truth.items():
+            assert mine[name].dtype == expected.dtype and mine[name].shape == expected.shape
+            torch.testing.assert_close(mine[name], expected)   # torch's own tolerance for each dtype
+
+
+# ---------------------------------------------------------------- when and what is sent
+
+
+def record(world: rl.World) -> list[str]:
+    """Every all-reduce of this rank leaves its label in the list that this returns."""
+    labels, plain = [], world.all_reduce
+
+    def recording(x, op="sum", *, label="", async_op=False):
+        labels.append(label)
+        return plain(x, op, label=label, async_op=async_op)
+
+    world.all_reduce = recording
+    return labels
+
+
+def test_buckets_leave_before_backward_ends():
+    """Launches are recorded between the hooks of the parameters whose gradients come before and after them."""
+    def body(world):
+        events, model = record(world), make_layers()
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+        replica = rl.data_parallel(model, world, bucket_bytes=1)
+        for _ in range(2):
+            replica.zero_grad()
+            del events[:]
+            square_loss(replica, world.rank)
+        names = [name for event in events if (name := event) in dict(model.named_parameters())]
+        return events, names
+
+    for events, names in rl.simulate(2, body):
+        assert len(names) == 6
+        for n, name in enumerate(names[:-1]):
+            assert events.index(f"gradients of bucket {n}") < events.index(names[n + 1]), f"{name} did not leave at once: {events}"
+
+
+class Branches(nn.Module):
+    """Two branches whose gradients come in the order that `flip` says."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = make_layers(widths=(4, 2)), make_layers(widths=(4, 2))
+        self.flip = False
+
+    def forward(self, x):
+        first, second = (self.b, self.a) if self.flip else (self.a, self.b)
+        return first(x) * 2 + second(x)
+
+
+def test_buckets_leave_in_one_order_on_all_ranks_whatever_order_gradients_come_in():
+    def body(world):
+        labels = record(world)
+        replica = rl.data_parallel(Branches(), world, bucket_bytes=1)
+        arrived = []
+        for name, param in replica.module.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        for step in range(3):
+            replica.module.flip = (world.rank + step) % 2 == 1
+            replica.zero_grad()
+            del labels[:], arrived[:]
+            square_loss(replica, world.rank, step)
+        return labels, arrived, gradients(replica.module)
+
+    def truth(model, rank):
+        model.flip = rank % 2 == 1
+        square_loss(model, rank, 2)
+
+    results = rl.simulate(2, body, timeout=10)
+    assert results[0][1] != results[1][1], "the test is void: gradients came in the same order"
+    for labels, _, mine in results:
+        assert [label for label in labels if label.startswith("gradients")] == [f"gradients of bucket {n}" for n in range(4)]
+        expect_equal(mine, plain_gradients(Branches, truth, 2))
+
+
+def test_buckets_hold_parameters_in_the_order_in_which_rank_0_saw_their_gradients():
+    def body(world):
+        model = Branches()
+        model.flip = world.rank == 1
+        arrived = []
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+        replica = rl.data_parallel(model, world, bucket_bytes=1)
+        square_loss(replica, world.rank)
+        return [name for bucket in replica._reducer.buckets for name in bucket.views], arrived
+
+    (order, arrived), (other_order, _) = rl.simulate(2, body)
+    assert order == arrived == other_order
+
+
+def test_parameters_and_gradients_of_a_bucket_are_views_of_one_buffer():
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        before = {id(p) for p in replica.parameters()}
+        for _ in range(2):
+            replica.zero_grad()
+            square_loss(replica, world.rank)
+        params = list(replica.parameters())
+        assert {id(p) for p in params} == before, "an optimizer built before would update orphans"
+        place = lambda tensors: {t.untyped_storage().data_ptr() for t in tensors}
+        (bucket,) = replica._reducer.buckets
+        assert place(p.grad for p in params) == {bucket.flat.untyped_storage().data_ptr()}
+        return len(place(params)), len(place(p.grad for p in params))
+
+    assert rl.simulate(2, body) == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize("bytes_too_small", [1, 100])
+def test_small_buckets_cut_the_gradients_in_several_messages(bytes_too_small):
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world, bucket_bytes=bytes_too_small)
+        square_loss(replica, world.rank)
+        held = [[p.nbytes for p in bucket.views.values()] for bucket in replica._reducer.buckets]
+        assert all(len(bucket) == 1 or sum(bucket) <= bytes_too_small for bucket in held)
+        return len(held)
+
+    assert rl.simulate(2, body) == [{1: 6, 100: 4}[bytes_too_small]] * 2
+
+
+def test_the_bytes_sent_are_those_of_the_gradients_and_little_more():
+    """4 ranks: 2n(p-1)/p for the gradients, padding below 64 bytes each, and one small message of flags."""
+    def body(world):
+        replica = rl.data_parallel(make_layers(widths=(4, 200, 300, 1)), world)
+        for step in range(2):
+            replica.zero_grad()
+            before = world.ledger.bytes
+            square_loss(replica, world.rank, step)
+        return world.ledger.bytes - before, sum(p.nbytes for p in replica.parameters()), len(list(replica.parameters()))
+
+    for sent, n, params in rl.simulate(4, body):
+        assert 2 * n * 3 // 4 <= sent <= 2 * (n + 64 * params) * 3 // 4 + 8 * params * 3
+
+
+class Lookup(nn.Module):
+    """An embedding of 5,000 rows of which a step touches a few."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5000, 8), nn.Linear(8, 1)
+        draw = torch.Generator().manual_seed(5)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=draw, dtype=torch.float64)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+def look_up(model: nn.Module, rank: int, step: int = 0) -> None:
+    tokens = torch.tensor([0, 7 + rank, 7 + rank, 4999, 100 * step])[: 3 + rank]
+    model(tokens).square().mean().backward()
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_an_embedding_sends_only_its_touched_rows_and_gets_the_same_gradient(p):
+    def body(world):
+        replica = rl.data_parallel(Lookup(), world)
+        for step in range(3):
+            replica.zero_grad()
+            before = world.ledger.bytes
+            look_up(replica, world.rank, step)
+        return world.ledger.bytes - before, gradients(replica.module)
+
+    for sent, mine in rl.simulate(p, body):
+        expect_equal(mine, plain_gradients(Lookup, lambda m, r: look_up(m, r, 2), p))
+        assert sent < 5000 * 8 * 8 / 20, "the whole table travelled"
+
+
+def test_an_embedding_accumulates_over_micro_batches_too():
+    def body(world):
+        replica = rl.data_parallel(Lookup(), world)
+        for _ in range(2):
+            replica.zero_grad()
+            with replica.no_sync():
+                look_up(replica, world.rank, 1)
+            look_up(replica, world.rank, 2)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body)[0], plain_gradients(Lookup, lambda m, r: [look_up(m, r, step) for step in (1, 2)], 2))
+
+
+def test_an_embedding_that_only_one_rank_used_and_one_that_nobody_used():
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.none, self.last = nn.Embedding(60, 2), nn.Embedding(60, 2), nn.Parameter(torch.ones(2))
+            for table in (self.one, self.none):
+                nn.init.constant_(table.weight, 0.5)
+            self.double()
+
+        def forward(self, rank):
+            return (self.one(torch.tensor([3])) if rank == 1 else torch.ones(1, 2, dtype=torch.float64)) * self.last
+
+    def body(world):
+        replica = rl.data_parallel(Tables(), world)
+        for _ in range(2):
+            replica.zero_grad()
+            replica(world.rank).sum().backward()
+        return gradients(replica.module)
+
+    for mine in rl.simulate(3, body):
+        expect_equal(mine, plain_gradients(Tables, lambda m, r: m(r).sum().backward(), 3))
+        assert mine["none.weight"] is None
+
+
+# ---------------------------------------------------------------- choosing the all-reduce
+
+
+def test_a_registered_all_reduce_is_used_in_a_thread_of_its_own_and_sees_every_bucket(monkeypatch):
+    monkeypatch.setattr(choose, "_ALGORITHMS", dict(choose._ALGORITHMS))
+    seen = {}
+
+    def halving(x, group):
+        """A 'compressed' all-reduce: everything is sent as fp32."""
+        seen.setdefault(group.rank, []).append((x.numel(), threading.current_thread().name))
+        return x.copy_(group.all_reduce(x.float()).double())
+
+    rl.register_all_reduce("in fp32", halving)
+
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world, bucket_bytes=1, all_reduce="in fp32")
+        for _ in range(2):
+            replica.zero_grad()
+            square_loss(replica, world.rank)
+        return gradients(replica.module)
+
+    truth = plain_gradients(make_layers, square_loss, 2)
+    for rank, mine in enumerate(rl.simulate(2, body)):
+        assert len(seen[rank]) == 12 and all(name.startswith("all-reduce") for _, name in seen[rank])
+        for name, expected in truth.items():
+            torch.testing.assert_close(mine[name], expected, rtol=1e-6, atol=1e-6)    # fp32 on the way: 2**-23 relative of each term
+            assert not torch.equal(mine[name], expected), "the compressed sum cannot be exact"
+
+
+def test_an_unknown_all_reduce_is_refused_by_name():
+    with pytest.raises(rl.ConfigError, match="Did you mean 'ring'"):
+        rl.simulate(1, lambda w: rl.data_parallel(make_layers(), w, all_reduce="rings"))
+
+
+# ---------------------------------------------------------------- the wrapper
+
+
+def test_names_of_the_state_are_those_of_the_plain_model():
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        square_loss(replica, world.rank)
+        other = {name: torch.zeros_like(value) for name, value in replica.state_dict().items()}
+        replica.load_state_dict(other)
+        assert all(not p.any() for p in replica.module.parameters())
+        return list(other)
+
+    assert rl.simulate(2, body)[0] == list(make_layers().state_dict())
+
+
+def test_training_goes_on_right_after_weights_were_loaded():
+    """Loading copies into the flat buffers; a replaced tensor would be left out of the optimizer's sight."""
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        square_loss(replica, world.rank)
+        replica.load_state_dict({name: value + 0.1 for name, value in make_layers().state_dict().items()})
+        replica.zero_grad()
+        square_loss(replica, world.rank, 1)
+        return gradients(replica.module)
+
+    def truth(model, rank):
+        model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()})
+        square_loss(model, rank, 1)
+
+    expect_equal(rl.simulate(2, body)[0], plain_gradients(make_layers, truth, 2))
+
+
+def test_gradients_may_be_clipped_and_stepped_with_by_any_optimizer():
+    def steps(model, ranks_rows):
+        update = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            update.zero_grad()
+            F.mse_loss(model(ranks_rows(step)), torch.zeros(1, dtype=torch.float64).expand_as(model(ranks_rows(step)))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            update.step()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    truth = steps(make_layers(), lambda step: torch.cat([rows_of(0, step), rows_of(1, step)]))
+    body = lambda w: steps(rl.data_parallel(make_layers(), w), lambda step: rows_of(w.rank, step))
+    for mine in rl.simulate(2, body):
+        for name, expected in truth.items():
+            torch.testing.assert_close(mine[f"module.{name}"], expected, rtol=RTOL, atol=RTOL)
+
+
+def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
+    names = trainable(make_model())
+    assert "head.weight" not in names and "embed.weight" in names and not any(name.startswith("frozen") for name in names)
+    assert embeddings(make_model()) == {"embed.weight", "rows.weight"}
+    assert embeddings(nn.Embedding(3, 2)) == {"weight"}
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(9, 3, sparse=True), nn.Sequential(nn.EmbeddingBag(9, 3, sparse=True))])
+def test_torchs_sparse_gradients_are_refused_with_the_way_out(module):
+    with pytest.raises(rl.ConfigError, match="sparse=True; leave it out"):
+        rl.simulate(1, lambda w: rl.data_parallel(copy.deepcopy(module), w))

@@ -1,0 +1,170 @@
+"""GradientReducer, as the engine uses it: sums (no means), totals on the way, masters."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.parallel.gradients import GradientReducer
+
+
+class Three(nn.Module):
+    """Three parameters of different size; the last is used on request only."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        self.small = nn.Parameter(torch.full((3,), 0.5, dtype=dtype))
+        self.large = nn.Parameter(torch.full((4, 64), 0.25, dtype=dtype))
+        self.maybe = nn.Parameter(torch.full((3,), 2.0, dtype=dtype))
+
+    def forward(self, x: float, maybe: bool = False) -> torch.Tensor:
+        total = (self.small * x).sum() + (self.large.square() * x).sum()
+        return total + (self.maybe * x).sum() if maybe else total
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def run(world: rl.World, steps: int = 3, **more) -> list:
+    """Steps on x = rank + 1; `maybe` is used by the last rank in odd steps."""
+    model = Three()
+    reducer = GradientReducer(named(model), world, **more)
+    seen = []
+    for step in range(steps):
+        reducer.abandon()
+        model(world.rank + 1.0, maybe=step % 2 == 1 and world.rank == world.size - 1).backward()
+        totals = reducer.finish(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64))
+        seen.append((totals.tolist(), {name: None if p.grad is None else p.grad.clone() for name, p in named(model).items()}))
+    return seen
+
+
+@pytest.fixture(params=[None, 1], ids=["together", "one by one"])
+def bucket_bytes(request):
+    """All gradients in one bucket, or each in its own."""
+    return request.param
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_gradients_and_totals_are_sums_over_the_ranks(p, bucket_bytes):
+    total = p * (p + 1) / 2
+    for seen in rl.simulate(p, lambda w: run(w, bucket_bytes=bucket_bytes)):
+        for step, (totals, grads) in enumerate(seen):
+            assert totals == [total, 10.0 * p]
+            assert grads["small"].tolist() == [total] * 3 and (grads["large"] == 0.5 * total).all()
+            assert grads["maybe"] is None if step % 2 == 0 else grads["maybe"].tolist() == [p] * 3
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_accumulation_sums_micro_batches_and_sends_once(p, bucket_bytes):
+    def body(world):
+        model = Three()
+        reducer = GradientReducer(named(model), world, bucket_bytes=bucket_bytes)
+        for _ in range(2):
+            reducer.abandon()
+            before = world.ledger.calls
+            for micro in range(3):
+                with reducer.sync(micro == 2):
+                    model(world.rank + 1.0, maybe=micro == 0).backward()
+            during = world.ledger.calls - before
+            reducer.finish()
+        return during, world.ledger.calls - before, {name: q.grad.clone() for name, q in named(model).items()}, len(reducer.buckets)
+
+    total = p * (p + 1) / 2
+    for _, calls, grads, buckets in rl.simulate(p, body):
+        assert calls == buckets + 1   # and one message that tells who was used
+        assert grads["small"].tolist() == [3 * total] * 3 and (grads["large"] == 1.5 * total).all()
+        assert grads["maybe"].tolist() == [total] * 3   # landed in the first micro-batch only, and travelled with the last
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.float64])
+def test_masters_accumulate_and_travel_in_their_own_dtype(master, bucket_bytes):
+    """1 + 2**-8 needs more bits than bf16 has: in bf16, the small summands would be lost."""
+    def body(world):
+        model = Three(torch.bfloat16)
+        owners = {name: nn.Parameter(p.detach().to(master, copy=True)) for name, p in named(model).items()}
+        reducer = GradientReducer(named(model), world, owners=owners, bucket_bytes=bucket_bytes)
+        for _ in range(2):
+            reducer.abandon()
+            for micro, x in enumerate((1.0, 2.0**-8, 2.0**-8)):
+                with reducer.sync(micro == 2):
+                    model(x).backward()
+            reducer.finish()
+        assert all(p.grad is None for p in model.parameters())
+        return owners["small"].grad, owners["large"].grad, owners["maybe"].grad
+
+    for small, large, maybe in rl.simulate(2, body):
+        assert small.dtype == master and small.tolist() == [2 * (1 + 2.0**-7)] * 3
+        assert (large == 1 + 2.0**-7).all() and maybe is None
+
+
+def test_the_flat_gradients_hold_every_element_exactly_once(bucket_bytes):
+    class WithTable(Three):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(300, 2, dtype=torch.float64)
+
+        def forward(self, x, maybe=False):
+            return super().forward(x, maybe) + self.table(torch.tensor([5, 9])).sum() * x
+
+    def body(world):
+        model = WithTable()
+        reducer = GradientReducer(named(model), world, by_rows=frozenset(["table.weight"]), bucket_bytes=bucket_bytes)
+        norms = []
+        for step in range(3):
+            reducer.abandon()
+            model(world.rank + 1.0, maybe=step == 1).backward()
+            reducer.finish()
+            flats = torch.cat(reducer.flat_gradients())
+            held = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+            norms.append((flats.norm().item(), held.norm().item()))
+        return norms
+
+    for norms in rl.simulate(2, body):
+        for flat, by_parameter in norms:
+            assert flat == pytest.approx(by_parameter, rel=1e-14)
+
+
+def test_a_parameter_that_was_used_once_leaves_nothing_behind_when_it_is_unused_again(bucket_bytes):
+    """Its bucket's memory still holds the old gradient; neither the norm nor the optimizer may see it."""
+    def body(world):
+        model = Three()
+        reducer = GradientReducer(named(model), world, bucket_bytes=bucket_bytes)
+        for maybe in (True, True, False):
+            reducer.abandon()
+            model(1.0, maybe=maybe).backward()
+            reducer.finish()
+        return model.maybe.grad, torch.cat(reducer.flat_gradients()).abs().sum().item()
+
+    for grad, total in rl.simulate(2, body):
+        assert grad is None and total == 2 * 3 + 2 * 0.5 * 256
+
+
+def test_sync_restores_what_was_set_before_also_after_an_exception():
+    reducer = rl.simulate(1, lambda w: GradientReducer(named(Three()), w))[0]
+    with pytest.raises(KeyError), reducer.sync(False):
+        with reducer.sync(True):
+            assert reducer.syncing
+        assert not reducer.syncing
+        raise KeyError
+    assert reducer.syncing
+
+
+def test_parameters_without_a_gradient_in_the_first_step_do_not_hold_up_the_others():
+    """They have a bucket of their own, so the first bucket leaves within backward although `maybe` never comes."""
+    def body(world):
+        model, launched = Three(), []
+        reducer = GradientReducer(named(model), world)
+        plain = world.all_reduce
+        world.all_reduce = lambda x, *a, label="", **more: launched.append(label) or plain(x, *a, label=label, **more)
+        for _ in range(2):
+            reducer.abandon()
+            del launched[:]
+            model(1.0).backward()
+            within = list(launched)
+            reducer.finish()
+        return within, [list(bucket.views) for bucket in reducer.buckets]
+
+    for within, buckets in rl.simulate(2, body):
+        assert within == ["gradients of bucket 0"]
+        assert sorted(buckets[0]) == ["large", "small"] and buckets[1] == ["maybe"]

@@ -1,0 +1,174 @@
+"""Replicas begin equal or not at all, and their running statistics stay equal."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal, named_state
+
+
+def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(first, second), nn.BatchNorm1d(second)).to(dtype)
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def test_equal_models_are_left_alone_and_nobody_is_warned():
+    def body(world):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return make_replicas_equal(make(), world)
+
+    assert rl.simulate(3, body) == [[]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:rank .*differed from rank 0")
+def test_models_with_other_values_take_those_of_rank_0_and_say_which_differed():
+    def body(world):
+        model = make(value=1.0 + world.rank)
+        model[1].running_mean += world.rank
+        changed = make_replicas_equal(model, world)
+        return changed, [t.detach().flatten()[0].item() for _, t in named_state(model)]
+
+    results = rl.simulate(3, body)
+    assert results[0][0] == [] and results[1][0] == results[2][0]
+    assert set(results[1][0]) == {"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean"}
+    assert results[0][1] == results[1][1] == results[2][1] and results[0][1][:4] == [1.0] * 4
+
+
+def test_the_warning_names_the_rank_and_the_first_tensor_and_what_to_do():
+    def body(world):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            world.barrier()
+            make_replicas_equal(make(value=1.0 + world.rank), world)
+            world.barrier()   # recording is for the whole process: collect before anybody leaves
+            return [str(warning.message) for warning in caught]
+
+    said = {text for texts in rl.simulate(2, body) for text in texts}
+    assert any(text.startswith("rank 1: 4 tensors differed from rank 0 (first: 0.weight)") and "Seed" in text for text in said)
+    assert not any(text.startswith("rank 0") for text in said)
+
+
+class Ordered(nn.Module):
+    """The same two tensors, in the order in which their names are given."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.zeros(2)))
+
+
+def other_shape(rank):
+    return make(second=3 + (rank == 1))
+
+
+def other_dtype(rank):
+    return make(dtype=torch.float64 if rank == 1 else torch.float32)
+
+
+def other_name(rank):
+    return nn.ModuleDict({"head" if rank == 1 else "tail": nn.Linear(2, 2)})
+
+
+def one_more(rank):
+    return nn.Sequential(nn.Linear(2, 2), *[nn.Linear(2, 2)] * (rank == 1))
+
+
+def one_frozen(rank):
+    model = make()
+    model[0].bias.requires_grad_(rank != 1)
+    return model
+
+
+def other_order(rank):
+    return Ordered(*("ba" if rank == 1 else "ab"))
+
+
+@pytest.mark.parametrize(("different", "says"), [
+    (other_shape, r"0.weight: \[4, 2\] torch.float32 here, \[3, 2\]"), (other_dtype, r"torch.float64 here, .*torch.float32 on rank 0"),
+    (other_name, r"tail.weight: missing here|head.weight: .*missing on rank 0"), (one_more, r"1.weight: .*missing on rank 0"),
+    (one_frozen, r"0.bias: .* frozen here"), (other_order, r"another order, b here where rank 0 has a"),
+])
+@pytest.mark.parametrize("p", [2, 3])
+def test_models_of_another_make_are_refused_on_all_ranks_with_what_differs(p, different, says):
+    def body(world):
+        with pytest.raises(rl.ModelMismatch, match=f"rank 1 holds another model than rank 0: .*{says}"):
+            rl.data_parallel(different(world.rank), world)
+        return True
+
+    assert rl.simulate(p, body, timeout=10) == [True] * p
+
+
+# ---------------------------------------------------------------- buffers
+
+
+def test_batch_norm_statistics_are_averaged_after_each_step_and_counts_kept():
+    def body(world):
+        replica = rl.data_parallel(make(), world)
+        alone, truth = make(), []
+        for step in range(3):
+            x = torch.randn(8, 2, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            replica(x).sum().backward()
+            alone[1].load_state_dict({**alone[1].state_dict(), **(truth[-1] if truth else {})})
+            alone(x)
+            mean = lambda t: world.all_reduce(t.clone(), "mean")
+            truth.append({name: mean(alone[1].get_buffer(name)) for name in ("running_mean", "running_var")})
+        norm = replica.module[1]
+        return norm.num_batches_tracked.item(), {n: norm.get_buffer(n) for n in truth[-1]}, truth[-1]
+
+    for count, mine, truth in rl.simulate(3, body):
+        assert count == 3
+        for name in truth:
+            torch.testing.assert_close(mine[name], truth[name], rtol=0, atol=0)
+
+
+def test_only_buffers_that_changed_somewhere_travel():
+    def body(world):
+        model = nn.Module()
+        model.other = nn.Module()
+        model.other.register_buffer("constant", torch.zeros(2))
+        for name in ("everywhere", "somewhere", "replaced"):
+            model.register_buffer(name, torch.zeros(2))
+        model.register_buffer("count", torch.tensor(0))
+        model.register_buffer("flag", torch.tensor([False]))
+        model.register_buffer("gaps", torch.zeros(3, 2).t())
+        keeper = BufferKeeper(model, world)
+        first = keeper.average_changed()
+        model.everywhere += world.rank
+        model.replaced = torch.full((2,), float(world.rank))
+        model.gaps += torch.arange(6.0).view(2, 3) * world.rank
+        model.count += world.rank
+        if world.rank == 1:
+            model.somewhere += 6
+            model.flag.fill_(True)
+        changed = keeper.average_changed()
+        return first, changed, {name: b.tolist() for name, b in model.named_buffers()}, keeper.average_changed()
+
+    for first, changed, values, again in rl.simulate(3, body):
+        assert first == again == []
+        assert changed == ["everywhere", "somewhere", "replaced", "count", "flag", "gaps"]   # and not other.constant
+        assert values == {"everywhere": [1, 1], "somewhere": [2, 2], "replaced": [1, 1], "count": 2, "flag": [True],
+                          "gaps": [[0, 1, 2], [3, 4, 5]], "other.constant": [0, 0]}
+
+
+def test_a_model_without_buffers_sends_nothing():
+    def body(world):
+        BufferKeeper(nn.Linear(2, 2), world).average_changed()
+        return world.ledger.calls
+
+    assert rl.simulate(2, body) == [0, 0]
+
+
+def test_evaluation_does_not_change_the_statistics():
+    def body(world):
+        replica = rl.data_parallel(make(), world)
+        replica.eval()
+        replica(torch.randn(4, 2)).sum().backward()
+        return replica.module[1].running_mean.tolist()
+
+    assert rl.simulate(2, body) == [[0.0] * 3] * 2

@@ -1,0 +1,452 @@
+"""The engine: what it reports, what it refuses, and that a bad step harms nobody. Equality with one process: tests/test_equivalence.py."""
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
+from rankloom.base.events import StepDone
+
+RTOL = 1e-12
+sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+
+
+class Line(nn.Module):
+    """y = w x + b, in fp64 unless told otherwise."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.tensor([0.5, -1.0], dtype=dtype)), nn.Parameter(torch.zeros((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w + self.b
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+def rows(n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def prepare(world: rl.World, model: nn.Module | None = None, **more) -> rl.Engine:
+    return rl.prepare(model or Line(), **{"loss": squares, "optimizer": sgd, "world": world, **more})
+
+
+def quickly(p: int, body, error, match: str = "", seconds: float = 3.0) -> Exception:
+    begin = time.monotonic()
+    with pytest.raises(error, match=match) as caught:
+        rl.simulate(p, body, timeout=30)
+    assert time.monotonic() - begin < seconds, "somebody was left waiting"
+    return caught.value
+
+
+# ---------------------------------------------------------------- reports, events, schedules
+
+
+def test_a_report_tells_sum_over_count_of_all_ranks_and_so_does_the_event():
+    """Ranks hold 1, 2 and 4 rows: a mean of means would be another number."""
+    def body(world):
+        events = []
+        engine = prepare(world, sink=events.append)
+        x = rows(7).split([1, 2, 4])[world.rank]
+        return engine.step(x), engine.step(x), events
+
+    model = Line()
+    loss = model(rows(7)).square().mean()
+    loss.backward()
+    norm = torch.cat([model.w.grad, model.b.grad.view(1)]).norm()
+    for rank, (first, second, events) in enumerate(rl.simulate(3, body)):
+        assert first.loss == pytest.approx(loss.item(), rel=RTOL) and first.count == 7.0 and not first.skipped
+        assert first.grad_norm == pytest.approx(norm.item(), rel=RTOL)
+        assert (first.step, second.step, first.lr) == (1, 2, 0.1) and second.loss < first.loss
+        assert 0 <= first.exposed <= first.seconds
+        assert [type(event) for event in events] == [StepDone, StepDone]
+        for event, report in zip(events, (first, second)):
+            assert event.rank == rank and event.memory > 1 << 20
+            assert all(getattr(event, name) == getattr(report, name) for name in ("step", "loss", "count", "grad_norm", "lr", "seconds", "exposed"))
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_schedules_set_the_rate_once_per_step_and_keep_the_ratio_of_groups(p):
+    asked = []
+
+    def body(world):
+        two = lambda params: torch.optim.SGD([{"params": params[:1], "lr": 0.2}, {"params": params[1:], "lr": 0.05}])
+        engine = prepare(world, optimizer=two, accumulate=2, schedule=lambda step: asked.append((world.rank, step)) or 0.1 / (step + 1))
+        reports = [engine.step(rows(4)) for _ in range(3)]
+        return [report.lr for report in reports], [part["lr"] for part in engine.optimizer.param_groups]
+
+    for rank, (lrs, last) in enumerate(rl.simulate(p, body)):
+        assert [step for r, step in asked if r == rank] == [0, 1, 2]
+        assert lrs == [0.1, 0.05, 0.1 / 3] and last == [0.1 / 3, pytest.approx(0.1 / 3 / 4)]
+
+
+@pytest.mark.parametrize("shares", [[3, 1, 2], [4, 0, 0], [0, 0, 1]])
+def test_evaluation_is_exact_when_ranks_hold_different_numbers_of_batches(shares):
+    batches = [rows(n, seed=n) for n in (3, 1, 7, 2, 5, 4)]
+
+    def body(world):
+        engine = prepare(world)
+        first = sum(shares[:world.rank])
+        training = engine.model.training
+        report = engine.evaluate(iter(batches[first : first + shares[world.rank]]))
+        assert engine.model.training == training and engine.steps_done == 0
+        return report.loss, report.count
+
+    used = torch.cat(batches[: sum(shares)])
+    for loss, count in rl.simulate(3, body):
+        assert count == len(used) and loss == pytest.approx(Line()(used).square().mean().item(), rel=RTOL)
+
+
+def test_evaluation_changes_nothing_and_runs_without_dropout():
+    def body(world):
+        engine = rl.prepare(make_model(dropout=0.5), loss=loss_sum, optimizer=adamw, world=world)
+        before = fingerprint(engine.full_state_dict(), [])
+        losses = {engine.evaluate([share(make_batches()[0], world.rank, world.size)]).loss for _ in range(2)}
+        assert fingerprint(engine.full_state_dict(), []) == before
+        return losses
+
+    total, count = loss_sum(make_model(), make_batches()[0])
+    for (loss,) in rl.simulate(2, body):
+        assert loss == pytest.approx((total / count).item(), rel=RTOL)
+
+
+def test_an_empty_evaluation_is_an_error_on_all_ranks():
+    def body(world):
+        with pytest.raises(rl.LossError, match=f"rank {world.rank}: evaluation counted 0 items"):
+            prepare(world).evaluate([])
+
+    rl.simulate(2, body)
+
+
+def test_the_full_state_has_the_names_of_the_plain_model_and_is_a_copy():
+    def body(world):
+        engine = rl.prepare(make_model(), loss=loss_sum, optimizer=adamw, world=world)
+        engine.step(share(make_batches()[0], world.rank, world.size))
+        state = engine.full_state_dict()
+        before = fingerprint(state, [])
+        engine.step(share(make_batches()[1], world.rank, world.size))
+        assert fingerprint(state, []) == before
+        return state
+
+    for state in rl.simulate(2, body):
+        plain = make_model()
+        assert state["model"].keys() == plain.state_dict().keys()
+        plain.load_state_dict(state["model"])
+        (part,) = state["optimizer"]["param_groups"]
+        assert part["params"] == [name for name, p in plain.named_parameters() if p.requires_grad] and part["lr"] == 1e-2
+        assert set(state["optimizer"]["state"]) == set(part["params"]) - {"unused.weight", "unused.bias"}
+
+
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, lr=0.1)])
+def test_other_optimizers_equal_one_process_too(optimizer):
+    truth = train_plainly(clip=0.7, optimizer=optimizer)
+
+    def body(world):
+        engine = rl.prepare(make_model(), loss=loss_sum, optimizer=optimizer, world=world, clip=0.7, accumulate=2)
+        return [engine.step(share(batch, world.rank, world.size)).loss for batch in make_batches()], engine.full_state_dict()["model"]
+
+    for losses, params in rl.simulate(3, body):
+        assert losses == pytest.approx(truth["losses"], rel=RTOL)
+        for name, expected in truth["params"].items():
+            torch.testing.assert_close(params[name], expected, rtol=RTOL, atol=RTOL)
+
+
+def test_a_batch_may_be_nested_and_carry_things_that_are_no_tensors():
+    def loss(model, batch):
+        assert batch["name"] == "x"
+        (x,), weight = batch["x"], batch["weight"]
+        return (model(x).square() * weight).sum(), weight.sum()   # a count may be a tensor
+
+    def body(world):
+        batch = {"x": [rows(5).tensor_split(2)[world.rank]], "weight": torch.arange(5.0).tensor_split(2)[world.rank], "name": "x"}
+        return prepare(world, loss=loss, accumulate=2).step(batch)
+
+    for report in rl.simulate(2, body):
+        assert report.count == 10.0
+        assert report.loss == pytest.approx(((Line()(rows(5)).square() * torch.arange(5.0)).sum() / 10).item(), rel=RTOL)
+
+
+def test_mixed_dtypes_in_one_model_are_clipped_by_one_norm():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.double_ = Line(torch.float32), Line()
+
+        def forward(self, x):
+            return self.single(x.float()) + self.double_(x)
+
+    def body(world):
+        engine = prepare(world, Mixed(), clip=0.1)
+        engine.step(rows(6)[world.rank :: 2])
+        grads = [p.grad.double().view(-1) for p in engine.model.parameters()]
+        return torch.cat(grads).norm().item()
+
+    for norm in rl.simulate(2, body):
+        assert norm == pytest.approx(0.1, rel=1e-5)   # torch's own epsilon in clipping, and fp32 parts
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(("loss", "says"), [
+    (lambda m, x: m(x).square().mean(), r"returned one tensor of shape \(\), expected \(sum, count\)"),
+    (lambda m, x: (m(x).square().sum().item(), len(x)), "a tuple of a float, a int"),
+    (lambda m, x: (m(x).square(), len(x)), r"a tuple of one tensor of shape \(2,\)"),
+    (lambda m, x: (m(x).sum(), len(x), 1), "a tuple of one tensor of shape"),
+    (lambda m, x: None, "a NoneType"),
+])
+def test_a_loss_that_returns_anything_but_sum_and_count_is_told_so(loss, says):
+    quickly(2, lambda w: prepare(w, loss=loss).step(rows(2)), rl.LossError, rf"rank \d: the loss function returned {says}.*reduction='sum'|{says}")
+
+
+@pytest.mark.parametrize("deterministic", [False, 4])
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_count_of_nothing_is_an_error_on_all_ranks_and_changes_no_parameter(count, deterministic):
+    def body(world):
+        engine = prepare(world, loss=lambda m, x: (m(x).sum(), count), deterministic=deterministic)
+        with pytest.raises(rl.LossError, match=rf"rank {world.rank}: the loss counted -?\d+ items over all ranks"):
+            engine.step(rows(4))
+        return engine.model.w.tolist(), engine.steps_done
+
+    assert rl.simulate(2, body) == [([0.5, -1.0], 0)] * 2
+
+
+def test_one_rank_may_count_nothing_as_long_as_another_counts_something():
+    def loss(model, x):
+        kept = x[:, 0] > -5
+        return (model(x).square() * kept).sum(), kept.sum()
+
+    def body(world):
+        return prepare(world, loss=loss).step(rows(3) - 100 * (world.rank == 0))
+
+    for report in rl.simulate(2, body):
+        assert report.count == 3 and report.loss == pytest.approx(Line()(rows(3)).square().mean().item(), rel=RTOL)
+
+
+class Poison(torch.autograd.Function):
+    """The identity; its backward puts one NaN or infinity into the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.value is not None:
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = ctx.value
+        return gradient, None
+
+
+class Poisoned(Line):
+    """A line whose gradient of w is poisoned on request."""
+
+    value: float | None = None
+
+    def forward(self, x):
+        return x @ Poison.apply(self.w, self.value) + self.b
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw, lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)], ids=["sgd", "adamw", "fused"])
+@pytest.mark.parametrize("deterministic", [False, 4])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_nan_in_a_gradient_of_one_rank_raises_on_all_names_rank_and_tensor_and_harms_nothing(value, deterministic, optimizer):
+    dtype = torch.float32
+
+    def body(world):
+        model = Poisoned(dtype)
+        engine = prepare(world, model, optimizer=optimizer, deterministic=deterministic)
+        engine.step(rows(4, dtype=dtype))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.value = value if world.rank == 1 else None
+        with pytest.raises(rl.NonFinite) as caught:
+            engine.step(rows(4, dtype=dtype))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()) and engine.steps_done == 1
+        model.value = None
+        report = engine.step(rows(4, seed=1, dtype=dtype))
+        return str(caught.value), report.loss, fingerprint(engine.full_state_dict(), [report.loss])
+
+    def untroubled(world):
+        engine = prepare(world, Poisoned(dtype), optimizer=optimizer, deterministic=deterministic)
+        engine.step(rows(4, dtype=dtype))
+        report = engine.step(rows(4, seed=1, dtype=dtype))
+        return fingerprint(engine.full_state_dict(), [report.loss])
+
+    results = rl.simulate(3, body, timeout=20)
+    assert len({said for said, _, _ in results}) == 1
+    assert "step 2: " in results[0][0] and "rank 1: the gradient of w has 1 elements of 2 that are not finite" in results[0][0]
+    assert "rank 0:" not in results[0][0] and "rank 2:" not in results[0][0]
+    assert {state for _, _, state in results} == set(rl.simulate(3, untroubled)), "a failed step left something behind"
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_rank():
+    def body(world):
+        with pytest.raises(rl.NonFinite, match=r"step 1: .*rank 2: the loss of its own batch is inf"):
+            prepare(world).step(rows(2) * (1e200 if world.rank == 2 else 1))
+
+    rl.simulate(3, body)
+
+
+def test_a_batch_with_fewer_rows_than_micro_batches_is_refused_by_rank():
+    body = lambda w: prepare(w, accumulate=3).step(rows(2 if w.rank == 1 else 3))
+    quickly(2, body, rl.BatchError, "rank 1: a batch of 2 rows cannot be cut in 3 micro-batches")
+
+
+def test_a_rank_without_rows_is_refused():
+    quickly(3, lambda w: prepare(w).step(rows(2).tensor_split(3)[w.rank]), rl.BatchError, "rank 2: a batch of 0 rows")
+
+
+@pytest.mark.parametrize("deterministic", [False, 4])
+def test_tensors_of_different_length_are_refused(deterministic):
+    body = lambda w: prepare(w, loss=lambda m, b: squares(m, b[0]), deterministic=deterministic).step((rows(3), torch.zeros(4)))
+    quickly(2, body, rl.BatchError, r"all equally long; found lengths \[3, 4\] in a tuple")
+
+
+def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
+    def body(world):
+        with pytest.raises(rl.BatchError, match=r"global batch of 2 rows .*too small for 3 ranks"):
+            prepare(world, deterministic=True).step(rows(2).tensor_split(3)[world.rank])
+
+    rl.simulate(3, body)
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"stage": 1}, "stage=1 is not available yet"), ({"stage": 4}, "stage=4"), ({"accumulate": 0}, "accumulate=0, expected"),
+    ({"accumulate": True}, "accumulate=True"), ({"accumulate": 1.5}, "accumulate=1.5"), ({"clip": 0}, "clip=0, expected a norm above 0"),
+    ({"clip": -1.0}, "clip=-1.0"), ({"clip": math.nan}, "clip=nan"), ({"precision": "bf61"}, "'bf61' is unknown. Did you mean 'bf16'"),
+    ({"all_reduce": "backed"}, "Did you mean 'backend'"), ({"deterministic": 2}, "deterministic=2 logical shards cannot feed 3 ranks"),
+    ({"deterministic": -8}, "deterministic=-8"), ({"deterministic": True, "accumulate": 2}, "accumulate=2 has no meaning with deterministic=8"),
+    ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "optimizer must be a function of the parameters"),
+    ({"optimizer": None}, "optimizer must be a function"),
+    ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
+])
+def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=says):
+            prepare(world, **asked)
+
+    rl.simulate(3, body)
+
+
+def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="no parameter that requires a gradient"):
+            prepare(world, Line().requires_grad_(False))
+        model = Line()
+        prepare(world, model)
+        with pytest.raises(rl.ConfigError, match="prepared before"):
+            prepare(world, model)
+
+    rl.simulate(2, body)
+
+
+def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():
+    def body(world):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        with pytest.raises(rl.ConfigError, match="running batch statistics.*GroupNorm"):
+            prepare(world, model, deterministic=True)
+        return prepare(world, model).step(rows(4)).step
+
+    assert rl.simulate(2, body) == [1, 1]
+
+
+def test_axes_that_have_no_technique_yet_are_refused_by_name():
+    with pytest.raises(rl.ConfigError, match="mesh axes tensor=2 are not available yet"):
+        rl.simulate(rl.Mesh(replicate=2, tensor=2), prepare)
+
+
+def test_replicas_may_stand_along_two_axes():
+    body = lambda w: prepare(w).step(rows(8).tensor_split(4)[w.rank])
+    for report in rl.simulate(rl.Mesh(replicate=2, shard=2), body):
+        assert report.count == 8 and report.loss == pytest.approx(Line()(rows(8)).square().mean().item(), rel=RTOL)
+
+
+def test_a_rank_that_raises_in_its_loss_frees_the_others():
+    def loss(model, x):
+        if x[0, 0] > 100:
+            raise KeyError("mine")
+        return squares(model, x)
+
+    def body(world):
+        engine = prepare(world, loss=loss)
+        engine.step(rows(2))
+        engine.step(rows(2) + 1000 * (world.rank == 1))
+
+    error = quickly(3, body, KeyError)
+    assert error.__notes__[0].startswith("(rank 1 of 3")
+
+
+@pytest.mark.filterwarnings("ignore:rank .*differed from rank 0")
+def test_models_with_other_values_train_as_rank_0s():
+    def body(world):
+        model = Line()
+        model.w.data += world.rank
+        return prepare(world, model).step(rows(4)).loss
+
+    assert rl.simulate(2, body) == [pytest.approx(Line()(rows(4)).square().mean().item(), rel=RTOL)] * 2
+
+
+# ---------------------------------------------------------------- communication
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_step_reduces_each_bucket_once_however_many_micro_batches_it_has(accumulate):
+    def body(world):
+        engine, labels = prepare(world, accumulate=accumulate), []
+        engine.step(rows(4))
+        plain = world._collect
+        world._collect = lambda op, x, label, *args, **more: labels.append(label) or plain(op, x, label, *args, **more)
+        engine.step(rows(4))
+        return labels
+
+    for labels in rl.simulate(2, body):
+        assert labels.count("gradients of bucket 0") == 1
+        assert len(labels) == 2, "beside the gradients one small message: who was used, losses and counts"
+
+
+def test_one_rank_alone_sends_nothing():
+    def body(world):
+        engine = prepare(world, accumulate=2, clip=1.0)
+        engine.step(rows(4))
+        return world.ledger.calls
+
+    assert rl.simulate(1, body) == [0]
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("cut", [[25], [24, 1], [1, 24], [5, 1, 19], [0, 25, 0], [7, 0, 2, 16], [25, 0]])
+def test_however_the_global_batch_lies_on_the_ranks_the_bits_are_the_same(cut):
+    def body(world):
+        engine = rl.prepare(make_model(torch.float32, dropout=0.3), loss=loss_sum, optimizer=adamw, world=world, clip=1.0, deterministic=6)
+        own = [[t.split(cut)[world.rank] for t in batch] for batch in make_batches(steps=2)]
+        return fingerprint(engine.full_state_dict(), [engine.step(batch).loss for batch in own])
+
+    def whole(world):
+        engine = rl.prepare(make_model(torch.float32, dropout=0.3), loss=loss_sum, optimizer=adamw, world=world, clip=1.0, deterministic=6)
+        return fingerprint(engine.full_state_dict(), [engine.step(batch).loss for batch in make_batches(steps=2)])
+
+    assert set(rl.simulate(len(cut), body)) == set(rl.simulate(1, whole))
+
+
+def test_fp16_has_the_same_bits_on_any_number_of_ranks_too():
+    """The first loss scale is measured; it must not depend on who measures it. Tiny gradients would show another scale."""
+    def body(world):
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        for n, param in enumerate(model.parameters()):
+            param.data = torch.randn(param.shape, generator=torch.Generator().manual_seed(n))
+        loss = lambda m, x: ((m(x).float() * 1e-8).sum(), len(x))
+        engine = prepare(world, model, loss=loss, optimizer=adamw, precision="fp16", deterministic=True)
+        losses = [engine.step(rows(19, seed, torch.float32).tensor_split(world.size)[world.rank]).loss for seed in range(3)]
+        return fingerprint(engine.full_state_dict(), losses)
+
+    assert len({state for p in (1, 2, 3, 4) for state in rl.simulate(p, body)}) == 1

@@ -1,0 +1,98 @@
+"""`rl.init`: alone, under a launcher's variables, and what it says when the others do not come."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import rankloom as rl
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
+            "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch, **env: str) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_without_a_launcher_init_gives_a_world_of_one():
+    world = rl.init(device="cpu")
+    assert (world.rank, world.size, world.local_rank, world.mesh) == (0, 1, 0, rl.Mesh())
+    assert torch.equal(world.all_reduce(torch.ones(2)), torch.ones(2))
+
+
+def test_a_mesh_that_needs_other_ranks_is_refused_with_the_arithmetic_before_anybody_is_waited_for(monkeypatch):
+    with pytest.raises(rl.MeshError, match="shard 2 x tensor 2 = 4 ranks, but there are 1"):
+        rl.init(rl.Mesh(shard=2, tensor=2))
+    launched(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    begin = time.monotonic()
+    with pytest.raises(rl.MeshError, match="replicate 2 = 2 ranks, but there are 3"):
+        rl.init(rl.Mesh(replicate=2))
+    assert time.monotonic() - begin < 1
+
+
+def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatch):
+    port = free_port()
+    launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match=rf"rank 1 of 2 could not reach the meeting point .*127.0.0.1:{port} within 1 s"):
+        rl.init(timeout=1, device="cpu")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch):
+    launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500"):
+        rl.init(timeout=1, device="cpu")
+    assert time.monotonic() - begin < 20
+
+
+def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match="rank 0.* within 1 s"):
+        rl.init(timeout=1, device="cpu")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_port_in_use_is_said_to_be_in_use(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launched(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+        with pytest.raises(rl.RankLost, match=r"(?i)address already in use"):
+            rl.init(timeout=2, device="cpu")
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_meeting_point_is_named(monkeypatch, missing):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    launched(monkeypatch, **{name: value for name, value in env.items() if name != missing})
+    with pytest.raises(rl.RankLost, match=missing):
+        rl.init(timeout=1, device="cpu")
+
+
+def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
+    code = ("import torch, rankloom as rl\nw = rl.init(rl.Mesh(shard=2), device='cpu', timeout=30)\n"
+            "print(w.rank, w.size, w.local_rank, w.local_size, w.group('shard').all_reduce(torch.tensor(w.rank + 1)).item())\nw.barrier()")
+    env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    start = lambda rank: subprocess.Popen([sys.executable, "-c", code], env=env | {"RANK": rank, "LOCAL_RANK": rank},
+                                          stdout=subprocess.PIPE, text=True)
+    started = [start("0"), start("1")]
+    said = [process.communicate(timeout=60)[0].strip() for process in started]
+    assert said == ["0 2 0 2 3", "1 2 1 2 3"]

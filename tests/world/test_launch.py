@@ -1,0 +1,70 @@
+"""What launchers leave in the environment, and what is made of it."""
+
+import pytest
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError
+from rankloom.world.launch import Place, debug_mode, find_place
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": "0"}
+
+
+def test_torchrun_says_who_this_is():
+    assert find_place(TORCHRUN) == Place(launcher="torchrun", rank=5, size=8, local_rank=1, local_size=4)
+
+
+def test_slurm_says_who_this_is():
+    assert find_place(SLURM) == Place(launcher="slurm", rank=3, size=4, local_rank=1, local_size=2)
+
+
+def test_torchrun_inside_of_a_slurm_job_wins():
+    assert find_place(TORCHRUN | SLURM).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("env", [
+    {}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},                                          # a plain shell under salloc
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},                                              # an sbatch script itself
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},                        # srun of one task
+])
+def test_without_a_launcher_there_is_one_rank_alone(env):
+    assert find_place(env) == Place(launcher="alone", rank=0, size=1, local_rank=0, local_size=1)
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_a_variable_that_is_no_number_is_named(name):
+    with pytest.raises(ConfigError, match=f"environment variable {name} is 'two', expected a whole number"):
+        find_place(TORCHRUN | {name: "two"})
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE"])
+def test_half_a_launcher_is_an_error_and_not_a_run_on_one_rank(missing):
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE only one is set"):
+        find_place({name: value for name, value in TORCHRUN.items() if name != missing})
+
+
+@pytest.mark.parametrize(("rank", "size"), [("8", "8"), ("-1", "8"), ("0", "0")])
+def test_a_rank_that_is_not_among_the_ranks_is_refused(rank, size):
+    with pytest.raises(ConfigError, match=f"rank {rank} of {size}"):
+        find_place({"RANK": rank, "WORLD_SIZE": size})
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_debug_mode_is_switched_by_one_variable(monkeypatch, value, on):
+    monkeypatch.setenv("RANKLOOM_DEBUG", value)
+    assert debug_mode() is on
+    monkeypatch.delenv("RANKLOOM_DEBUG")
+    assert debug_mode() is False
+
+
+def test_reading_the_environment_takes_it_as_it_is_now(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert find_place().rank == 5
+
+
+def test_a_number_of_ranks_stands_for_that_many_replicas():
+    from rankloom.world.connect import as_mesh
+
+    assert as_mesh(3) == rl.Mesh(replicate=3)
+    assert as_mesh(rl.Mesh(tensor=2)) == rl.Mesh(tensor=2)

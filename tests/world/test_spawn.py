@@ -1,0 +1,148 @@
+"""Ranks as processes: results, every way in which one can end, and that nothing is left behind."""
+
+import os
+import signal
+import sys
+import time
+from functools import partial
+
+import psutil
+import pytest
+import torch
+
+import rankloom as rl
+
+
+class Picky(Exception):
+    """An exception that pickles, but does not come back: its constructor wants two arguments."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(f"{code}: {text}")
+
+
+def whoami(world):
+    time.sleep(0.05 * (world.size - world.rank))
+    return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
+
+
+def raise_on(bad, world):
+    if world.rank == bad:
+        raise KeyError("mine")
+    world.barrier(label="never comes together")
+
+
+def raise_picky(world):
+    if world.rank == 1:
+        raise Picky(3, "will not come back")
+    world.barrier()
+
+
+def end_on(bad, how, world):
+    world.barrier()
+    if world.rank == bad:
+        how()
+    world.barrier()
+
+
+def kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_quietly():
+    os._exit(0)
+
+
+def return_a_lambda(world):
+    return lambda: world.rank
+
+
+def ports_and_children(world):
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
+
+
+def grandchildren() -> set[int]:
+    """Living children of this process and of its fork-server, zombies left out."""
+    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+def listening() -> set[int]:
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    rl.spawn(1, whoami)   # starts the fork-server, which stays
+    children, ports = grandchildren(), listening()
+    yield
+    deadline = time.monotonic() + 3
+    while grandchildren() - children and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert grandchildren() <= children
+    assert listening() <= ports
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_results_come_in_rank_order_each_from_a_process_of_its_own(p):
+    results = rl.spawn(p, whoami)
+    assert [result[:2] for result in results] == [(rank, p) for rank in range(p)]
+    assert [result[3] for result in results] == [sum(range(p))] * p
+    assert len({pid for _, _, pid, _ in results} | {os.getpid()}) == p + 1
+
+
+def test_the_body_may_carry_arguments_as_a_partial_function():
+    with pytest.raises(KeyError):
+        rl.spawn(1, partial(raise_on, 0))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_exception_keeps_its_type_and_brings_its_traceback_as_a_note(bad):
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="mine") as caught:
+        rl.spawn(2, partial(raise_on, bad), timeout=60)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"(rank {bad} of 2 failed first; the others were stopped because of it)")
+    assert "in raise_on" in note and 'raise KeyError("mine")' in note
+    assert time.monotonic() - begin < 10
+
+
+def test_an_exception_that_cannot_travel_arrives_as_text():
+    with pytest.raises(rl.RankFailed, match="rank 1 failed: Picky: 3: will not come back") as caught:
+        rl.spawn(2, raise_picky)
+    assert caught.value.rank == 1
+    assert "in raise_picky" in caught.value.__notes__[0]
+
+
+def test_a_rank_killed_by_a_signal_is_named_with_the_signal():
+    begin = time.monotonic()
+    with pytest.raises(rl.RankFailed, match=r"rank 1 of 3 ended without a word: killed by SIGKILL") as caught:
+        rl.spawn(3, partial(end_on, 1, kill_self), timeout=60)
+    assert caught.value.rank == 1
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_that_leaves_in_the_middle_is_a_failure_although_it_says_that_all_is_well():
+    with pytest.raises(rl.RankFailed, match=r"rank 0 of 2 ended without a word: exit code 0"):
+        rl.spawn(2, partial(end_on, 0, leave_quietly), timeout=60)
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_that_rank():
+    with pytest.raises(Exception, match="pickle"):
+        rl.spawn(1, return_a_lambda)
+
+
+def test_a_body_that_cannot_travel_is_refused_with_the_way_out():
+    with pytest.raises(rl.ConfigError, match=r"cannot be sent to another process .*top of a module, or use rl.simulate"):
+        rl.spawn(2, lambda world: None)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="listing another process's sockets needs root there")
+def test_no_rank_listens_on_an_open_interface():
+    for addresses in rl.spawn(2, ports_and_children):
+        assert set(addresses) <= {"127.0.0.1"}
+    assert {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1", "::1"}
+
+
+def test_a_mesh_gives_its_axes_to_processes_too():
+    assert rl.spawn(rl.Mesh(replicate=2), whoami)[1][:2] == (1, 2)
+    with pytest.raises(rl.MeshError):
+        rl.spawn(0, whoami)
