@@ -38,10 +38,10 @@ def prepare(world: rl.World, model: nn.Module | None = None, **more) -> rl.Engin
     return rl.prepare(model or Line(), **{"loss": squares, "optimizer": sgd, "world": world, **more})
 
 
-def quickly(p: int, body, error, match: str = "", seconds: float = 3.0) -> Exception:
+def quickly(p: int, body, error, match: str | None = None, seconds: float = 3.0) -> Exception:
     begin = time.monotonic()
     with pytest.raises(error, match=match) as caught:
-        rl.simulate(p, body, timeout=30)
+        rl.simulate(p, body, timeout=6)
     assert time.monotonic() - begin < seconds, "somebody was left waiting"
     return caught.value
 
@@ -69,7 +69,8 @@ def test_a_report_tells_sum_over_count_of_all_ranks_and_so_does_the_event():
         assert [type(event) for event in events] == [StepDone, StepDone]
         for event, report in zip(events, (first, second)):
             assert event.rank == rank and event.memory > 1 << 20
-            assert all(getattr(event, name) == getattr(report, name) for name in ("step", "loss", "count", "grad_norm", "lr", "seconds", "exposed"))
+            same = ("step", "loss", "count", "grad_norm", "lr", "seconds", "exposed", "skipped")
+            assert all(getattr(event, name) == getattr(report, name) for name in same)
 
 
 @pytest.mark.parametrize("p", [1, 2])
@@ -203,7 +204,8 @@ def test_mixed_dtypes_in_one_model_are_clipped_by_one_norm():
     (lambda m, x: None, "a NoneType"),
 ])
 def test_a_loss_that_returns_anything_but_sum_and_count_is_told_so(loss, says):
-    quickly(2, lambda w: prepare(w, loss=loss).step(rows(2)), rl.LossError, rf"rank \d: the loss function returned {says}.*reduction='sum'|{says}")
+    error = quickly(2, lambda w: prepare(w, loss=loss).step(rows(2)), rl.LossError, says)
+    assert "the loss function returned" in str(error) and "reduction='sum'" in str(error)
 
 
 @pytest.mark.parametrize("deterministic", [False, 4])
@@ -323,7 +325,8 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"accumulate": True}, "accumulate=True"), ({"accumulate": 1.5}, "accumulate=1.5"), ({"clip": 0}, "clip=0, expected a norm above 0"),
     ({"clip": -1.0}, "clip=-1.0"), ({"clip": math.nan}, "clip=nan"), ({"precision": "bf61"}, "'bf61' is unknown. Did you mean 'bf16'"),
     ({"all_reduce": "backed"}, "Did you mean 'backend'"), ({"deterministic": 2}, "deterministic=2 logical shards cannot feed 3 ranks"),
-    ({"deterministic": -8}, "deterministic=-8"), ({"deterministic": True, "accumulate": 2}, "accumulate=2 has no meaning with deterministic=8"),
+    ({"deterministic": -8}, "deterministic=-8"),
+    ({"deterministic": True, "accumulate": 2}, "accumulate=2 has no meaning with deterministic=8"),
     ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "optimizer must be a function of the parameters"),
     ({"optimizer": None}, "optimizer must be a function"),
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
@@ -350,10 +353,10 @@ def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
 
 def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():
     def body(world):
-        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        model = nn.Sequential(nn.BatchNorm1d(2), Line())
         with pytest.raises(rl.ConfigError, match="running batch statistics.*GroupNorm"):
             prepare(world, model, deterministic=True)
-        return prepare(world, model).step(rows(4)).step
+        return prepare(world, model.double()).step(rows(4)).step
 
     assert rl.simulate(2, body) == [1, 1]
 
@@ -428,12 +431,13 @@ def test_one_rank_alone_sends_nothing():
 def test_however_the_global_batch_lies_on_the_ranks_the_bits_are_the_same(cut):
     def body(world):
         engine = rl.prepare(make_model(torch.float32, dropout=0.3), loss=loss_sum, optimizer=adamw, world=world, clip=1.0, deterministic=6)
-        own = [[t.split(cut)[world.rank] for t in batch] for batch in make_batches(steps=2)]
-        return fingerprint(engine.full_state_dict(), [engine.step(batch).loss for batch in own])
+        losses = [engine.step([t.split(cut)[world.rank] for t in batch]).loss for batch in make_batches(steps=2)]
+        return fingerprint(engine.full_state_dict(), losses)
 
     def whole(world):
         engine = rl.prepare(make_model(torch.float32, dropout=0.3), loss=loss_sum, optimizer=adamw, world=world, clip=1.0, deterministic=6)
-        return fingerprint(engine.full_state_dict(), [engine.step(batch).loss for batch in make_batches(steps=2)])
+        losses = [engine.step(batch).loss for batch in make_batches(steps=2)]
+        return fingerprint(engine.full_state_dict(), losses)
 
     assert set(rl.simulate(len(cut), body)) == set(rl.simulate(1, whole))
 

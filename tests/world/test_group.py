@@ -228,8 +228,8 @@ def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(
 def test_a_dtype_that_only_one_rank_cannot_send_sets_the_other_free():
     begin = time.monotonic()
     with pytest.raises(rl.ShapeMismatch, match="rank 0: "):
-        rl.simulate(2, lambda w: w.all_reduce(torch.zeros(4).to(torch.float32 if w.rank else torch.float8_e4m3fn)), timeout=20)
-    assert time.monotonic() - begin < 2
+        rl.simulate(2, lambda w: w.all_reduce(torch.zeros(4).to(torch.float32 if w.rank else torch.float8_e4m3fn)), timeout=6)
+    assert time.monotonic() - begin < 3
 
 
 @pytest.mark.parametrize("bad", [{1}, {0, 2}, {0, 1, 2}])

@@ -35,6 +35,7 @@ def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, toke
                 tokenizer.save(temporary)
         with replacing(path) as temporary:
             save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, temporary)
+            temporary.chmod(run.stat().st_mode & 0o666)   # safetensors lets nobody else read it
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{run}: the weights cannot be written ({error})") from None
     return path

@@ -1,6 +1,7 @@
 """`simulate(n, body)`: the ranks as threads of this process, over real gloo. For tests, and for reading."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
+GRACE = 1.0   # seconds that the others have to end once a rank has failed
+POLL = 0.05
 
 
 def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
@@ -38,6 +41,7 @@ class _Simulation:
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
         self.failed: tuple[int, BaseException] | None = None
+        self.failed_at = 0.0   # by the monotonic clock
         self.results: list[Any] = [None] * mesh.size
         self.worlds: list[World | None] = [None] * mesh.size
 
@@ -46,17 +50,25 @@ class _Simulation:
         threads = [threading.Thread(target=self._one, args=(rank,), name=name, daemon=True) for rank, name in enumerate(names)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        ended = [self._join(thread) for thread in threads]
         # Only now: a rank that ended early may still be read from by a slower one.
-        for world in self.worlds:
-            if world is not None:
+        for world, has_ended in zip(self.worlds, ended):
+            if world is not None and has_ended:
                 world.close()
         if self.failed:
             rank, error = self.failed
             error.add_note(f"(rank {rank} of {self.mesh.size} failed first; the others were stopped because of it)")
             raise error
         return self.results
+
+    def _join(self, thread: threading.Thread) -> bool:
+        """Wait for the end of a rank; once another has failed, for a moment only. Returns whether it has ended.
+
+        gloo does not always wake a call whose peer is gone; such a thread is left to its time-out.
+        """
+        while thread.is_alive() and not (self.failed and time.monotonic() > self.failed_at + GRACE):
+            thread.join(POLL)
+        return not thread.is_alive()
 
     def _one(self, rank: int) -> None:
         torch.set_num_threads(1)   # as many ranks as threads already fill the cores
@@ -67,6 +79,7 @@ class _Simulation:
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed
             with self.lock:
+                self.failed_at = self.failed_at or time.monotonic()
                 self.failed = self.failed or (rank, error)
             if joined := self.worlds[rank]:
                 joined.close()

@@ -1,0 +1,90 @@
+"""Cutting and dealing rows: nothing lost, nothing twice, in order, whatever the nesting."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rankloom as rl
+from rankloom.comm.canonical import owned_leaves
+from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_a_nesting_keeps_its_types_and_what_is_no_tensor():
+    batch = {"pair": Pair(torch.ones(2), [torch.zeros(2), "text"]), "none": None, "more": (OrderedDict(z=torch.ones(2)), 5)}
+    doubled = map_tensors(lambda t: t * 2, batch)
+    assert type(doubled["pair"]) is Pair and type(doubled["more"][0]) is OrderedDict and type(doubled["pair"].y) is list
+    assert doubled["pair"].x.tolist() == [2, 2] and doubled["pair"].y[1] == "text" and doubled["none"] is None and doubled["more"][1] == 5
+    assert batch["pair"].x.tolist() == [1, 1]
+
+
+def test_rows_are_counted_along_dim_0():
+    assert rows_of(torch.zeros(3, 2), 0) == 3 and rows_of([torch.zeros(4), (torch.zeros(4, 1),)], 0) == 4
+    assert rows_of({"x": torch.zeros(0, 5)}, 0) == 0
+
+
+NO_BATCHES = [[], {}, None, "text", torch.tensor(1.0), (torch.zeros(2), torch.zeros(3)), [torch.zeros(2), torch.tensor(2.0)]]
+
+
+@pytest.mark.parametrize("batch", NO_BATCHES)
+def test_a_batch_without_rows_or_with_different_numbers_of_them_is_refused_by_rank(batch):
+    with pytest.raises(rl.BatchError, match=rf"rank 7: a batch must hold tensors .*{type(batch).__name__}"):
+        rows_of(batch, 7)
+
+
+@given(st.integers(1, 40), st.data())
+def test_pieces_are_contiguous_complete_and_even_with_the_longer_ones_first(rows, data):
+    pieces = data.draw(st.integers(1, rows))
+    parts = cut((torch.arange(rows), {"y": torch.arange(rows)[:, None]}), pieces, 0)
+    assert len(parts) == pieces
+    assert torch.equal(torch.cat([x for x, _ in parts]), torch.arange(rows))
+    assert all(torch.equal(x, y["y"][:, 0]) for x, y in parts)
+    sizes = [len(x) for x, _ in parts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+
+
+def test_pieces_are_views_and_cost_no_memory():
+    x = torch.arange(6)
+    assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in cut(x, 3, 0))
+
+
+def test_more_pieces_than_rows_are_refused_by_rank():
+    with pytest.raises(rl.BatchError, match="rank 2: a batch of 3 rows cannot be cut in 4 micro-batches"):
+        cut(torch.zeros(3), 4, rank=2)
+
+
+def deal(world: rl.World, held: list[int], leaves: int):
+    """Rank r holds held[r] rows; all rows are numbered through."""
+    first = sum(held[: world.rank])
+    x = torch.arange(first, first + held[world.rank])
+    batch = {"x": x, "mask": x % 2 == 0, "y": [x[:, None].float() * torch.ones(2, 3).t()[:1]]}   # bools, and a tensor with gaps
+    mine, used = deal_rows(batch, world, leaves)
+    assert torch.equal(mine["mask"], mine["x"] % 2 == 0) and torch.equal(mine["y"][0][:, 0], mine["x"].float())
+    return mine["x"].tolist(), used
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(sum), st.integers(1, 9))
+def test_every_rank_gets_the_rows_of_its_logical_shards_whoever_held_them(held, leaves):
+    ranks, rows = len(held), sum(held)
+    used = min(leaves, rows)
+    if used < ranks:
+        with pytest.raises(rl.BatchError, match=f"global batch of {rows} rows in {used} logical shards is too small for {ranks} ranks"):
+            rl.simulate(ranks, lambda w: deal(w, held, leaves))
+        return
+    shards = torch.arange(rows).tensor_split(used)
+    expected = [torch.cat([shards[leaf] for leaf in owned_leaves(rank, ranks, used)]).tolist() for rank in range(ranks)]
+    assert rl.simulate(ranks, lambda w: deal(w, held, leaves)) == [(mine, used) for mine in expected]
+
+
+def test_rows_that_lie_right_already_do_not_travel():
+    def body(world):
+        before = world.ledger.calls
+        deal(world, [4, 4], 8)
+        return world.ledger.calls - before
+
+    assert rl.simulate(2, body) == [1, 1]   # only how many rows everybody holds

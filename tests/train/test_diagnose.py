@@ -1,0 +1,56 @@
+"""Where a NaN came from: the same sentence on every rank, and the right one."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.train.diagnose import explain_non_finite
+
+
+def explain(world: rl.World, *, bad_loss: dict | None = None, bad_gradients: dict | None = None) -> str:
+    """Rank r's own batch gives loss bad_loss[r], and gradients with NaN in the tensors bad_gradients[r]."""
+    owners = {name: nn.Parameter(torch.zeros(2, 3)) for name in ("first", "second", "unused")}
+
+    def run_alone():
+        for name in ("first", "second"):
+            owners[name].grad = torch.ones(2, 3)
+            if name in (bad_gradients or {}).get(world.rank, ()):
+                owners[name].grad[0, :2] = math.nan
+        return torch.tensor([(bad_loss or {}).get(world.rank, 1.0), 4.0], dtype=torch.float64)
+
+    error = explain_non_finite(world, run_alone, owners, "step 9: loss nan")
+    assert type(error) is rl.NonFinite
+    return str(error)
+
+
+def all_say(p: int, **what) -> str:
+    said = set(rl.simulate(p, lambda w: explain(w, **what)))
+    assert len(said) == 1, "ranks tell different stories"
+    return said.pop()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_named_with_its_rank_before_any_gradient(value):
+    said = all_say(3, bad_loss={2: value}, bad_gradients={2: ["first"]})
+    assert said.startswith(f"step 9: loss nan. rank 2: the loss of its own batch is {value:g}. ")
+
+
+def test_the_first_bad_gradient_in_the_order_of_backward_is_named_with_how_much_of_it_is_bad():
+    said = all_say(2, bad_gradients={1: ["first", "second"]})
+    assert "rank 1: the gradient of second has 2 elements of 6 that are not finite" in said and "first" not in said and "rank 0" not in said
+
+
+def test_several_ranks_are_all_named():
+    said = all_say(4, bad_loss={0: math.nan}, bad_gradients={3: ["first"]})
+    assert "rank 0: the loss" in said and "; rank 3: the gradient of first" in said
+
+
+def test_when_every_rank_alone_is_finite_that_is_said():
+    assert "repeated on each rank alone the step was finite" in all_say(2)
+
+
+def test_the_message_says_that_nothing_is_lost_and_what_to_do():
+    assert "The parameters are those of the step before; lower the learning rate, clip" in all_say(1, bad_loss={0: math.nan})
