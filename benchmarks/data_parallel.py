@@ -30,7 +30,6 @@ from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
-
 CLIP = 1.0
 Step = Callable[[], float]
 VARIANTS = ("no communication", "torch DDP, 25 MiB", "torch DDP, 100 MiB", "rankloom", "rankloom, own loop")
@@ -135,7 +134,8 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args)
+        worker(args)
+        return
     where, rows = machine(), []
     for size in args.models.split(","):
         for ranks in map(int, args.ranks.split(",")):

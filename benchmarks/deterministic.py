@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args)
+        worker(args)
+        return
     where, rows = machine(), []
     for ranks in map(int, args.ranks.split(",")):
         times = run_ranks(__file__, ranks, ["--model", args.model, "--rows", str(args.rows), "--repeat", str(args.repeat)])

@@ -164,23 +164,27 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args)
+        worker(args)
+        return
     if not args.small and not torch.cuda.is_available():
         raise SystemExit("gpu_single.py measures one CUDA device, and there is none here; --small runs the script at toy size")
     where, (config, rows) = machine(), shape(args.small)
-    ceiling = matmul_rate(512 if args.small else 8192)
-    flops = rows * config.seq_len * model_flops_per_token(config, config.seq_len)
-    print(f"{where}\n{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens, matmul {ceiling:.4g} TFLOP/s", flush=True)
+    ceiling, tokens = matmul_rate(512 if args.small else 8192), rows * config.seq_len
+    size = f"{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens"
+    print(f"{where}\n{size}, matmul {ceiling:.4g} TFLOP/s", flush=True)
     table = []
     for variant in args.variants.split(","):
         found = measure(variant, args)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}")
             continue
-        rate = flops / found["seconds"] / 1e12
-        table.append({"variant": variant, "ms": round(found["seconds"] * 1e3, 1), "tokens/s": round(rows * config.seq_len / found["seconds"]),
-                      "model TFLOP/s": round(rate, 4 if args.small else 1), "of matmul": round(rate / ceiling, 3), "peak GiB": round(found["peak"] / 2**30, 1),
-                      "first loss": round(found["first loss"], 4), "last loss": round(found["last loss"], 4)})
+        rate = tokens * model_flops_per_token(config, config.seq_len) / found["seconds"] / 1e12
+        table.append({
+            "variant": variant, "ms": round(found["seconds"] * 1e3, 1), "tokens/s": round(tokens / found["seconds"]),
+            "model TFLOP/s": round(rate, 4 if args.small else 1), "of matmul": round(rate / ceiling, 3),
+            "peak GiB": round(found["peak"] / 2**30, 1),
+            "first loss": round(found["first loss"], 4), "last loss": round(found["last loss"], 4),
+        })
         print(show(table[-1:]), flush=True)
     if not args.small and table:
         keep("gpu_single", f"{where}, matmul {ceiling:.1f} TFLOP/s", table)

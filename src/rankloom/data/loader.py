@@ -164,13 +164,17 @@ def blame(samples: Samples, ids: Sequence[int]) -> str:
 
 def evaluation_batches(samples: Samples, *, rows: int, rank: int = 0, ranks: int = 1,
                        device: torch.device | str = "cpu") -> Iterator[Batch]:
-    """This rank's share of the samples, in order, in batches of at most `rows`: each sample once over all ranks."""
-    mine = evaluation_share(rank, ranks, len(samples))
-    for start in range(mine.start, mine.stop, rows):
+    """This rank's batches of an evaluation: each sample once over all ranks.
+
+    The samples are cut in batches of `rows`, the last one shorter, and whole batches are dealt to ranks: so which samples
+    share a batch, and with it every bit of a batch's loss, does not depend on the number of ranks.
+    """
+    for batch in evaluation_share(rank, ranks, -(-len(samples) // rows)):
+        ids = range(batch * rows, min((batch + 1) * rows, len(samples)))
         try:
-            tokens, targets = samples.batch(range(start, min(start + rows, mine.stop)))
+            tokens, targets = samples.batch(ids)
         except RankloomError:
             raise
         except Exception as error:
-            raise DataError(f"evaluation: samples {start} to {min(start + rows, mine.stop) - 1}: {error}") from error
+            raise DataError(f"evaluation: samples {ids.start} to {ids.stop - 1}: {error}") from error
         yield tokens.to(device), targets.to(device)

@@ -92,7 +92,7 @@ def share(rank: int, ranks: int, n: int) -> range:
 
 
 def evaluation_share(rank: int, ranks: int, n: int) -> range:
-    """The samples that this rank evaluates: each sample on exactly one rank, none padded, some ranks maybe none.
+    """The batches that this rank evaluates: each on exactly one rank, none padded, some ranks maybe none.
 
     The engine adds sums and counts, so ranks may have different numbers of batches.
     """

@@ -16,10 +16,13 @@ Read shard/flat.py before this file; parallel/data.py and train/engine.py use it
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +52,37 @@ class _InThread:
 
     def wait(self) -> Any:
         return self.future.result()
+
+
+class _Worker:
+    """One thread that runs collectives in the order in which they are given to it.
+
+    A daemon, unlike an executor's: one that waits for a lost rank must not hold up the end of the program.
+    """
+
+    def __init__(self, name: str):
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=self._run, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, algorithm: AllReduce, flat: Tensor, group: Group) -> Future:
+        """Start `algorithm` when all that was submitted before has ended."""
+        future: Future = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(algorithm(flat, group))
+            except BaseException as error:   # raised where the future is waited for
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    @staticmethod
+    def _run(jobs: SimpleQueue) -> None:
+        while job := jobs.get():
+            job()
+            del job
 
 
 class _Queued:
@@ -120,7 +154,7 @@ class GradientReducer:
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
         self._launched = 0
         self._algorithm = all_reduce_named(all_reduce)
-        self._worker = ThreadPoolExecutor(1, "all-reduce") if self._algorithm and group.device.type == "cpu" else None
+        self._worker = _Worker("all-reduce") if self._algorithm and group.device.type == "cpu" else None
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._land, name))
 

@@ -12,6 +12,7 @@ Nothing is averaged before everything has been summed, so unequal micro-batches,
 bend the gradient.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,15 +116,22 @@ class Engine:
         """
         begin = time.perf_counter()
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
-        for batch in batches:
-            totals += self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
-        total, count = self.group.all_reduce(totals, label="evaluation").tolist()
+        losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1] for batch in batches]
         self.model.train()
+        total, count = self._total(losses)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
         return Report(self.steps_done, total / count, count, 0.0, self.optimizer.param_groups[0]["lr"], False,
                       time.perf_counter() - begin, 0.0)
+
+    def _total(self, losses: list[Tensor]) -> tuple[float, float]:
+        """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
+        if not self.settings.leaves:
+            own = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
+            total, count = self.group.all_reduce(own, label="evaluation").tolist()
+            return total, count
+        everyone = self.group.all_gather_object([loss.tolist() for loss in losses], label="evaluation")
+        return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
 
     def full_state_dict(self) -> dict[str, dict[str, Any]]:
         """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"}}."""

@@ -101,8 +101,7 @@ class Stepper:
         """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""
         job, world = self.job, self.job.world
         batches = evaluation_batches(
-            job.samples(job.corpus.validation), rows=job.config.batch().local, rank=world.rank, ranks=world.size,
-            device=world.device,
+            job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=world.rank, ranks=world.size, device=world.device,
         )
         result = self.engine.evaluate(self._until_signal(batches))
         cut = world.all_reduce(torch.tensor([float(self.stop.number)], device=world.device), op="max", label="cut short?")
@@ -116,6 +115,12 @@ class Stepper:
             yield batch   # at least one, so that there is something to divide by
             if self.stop.number:
                 return
+
+
+def evaluation_rows(job: Job) -> int:
+    """Rows of an evaluation's batches: as many as a micro-batch of training holds, and where bits count whatever the ranks."""
+    batch, shards = job.config.batch(), job.config.train.logical_shards()
+    return max(1, batch.global_ // shards) if shards else batch.local
 
 
 def build_engine(job: Job) -> Engine:

@@ -137,6 +137,10 @@ class Train(Section):
             raise ValueError("this version keeps everything whole on every rank, which is stage 0")
         return stage
 
+    def logical_shards(self) -> int:
+        """Into how many a batch is cut so that bits do not depend on the ranks; 0 where they may."""
+        return LOGICAL_SHARDS if self.deterministic is True else int(self.deterministic)
+
     @model_validator(mode="after")
     def _one_way_to_cut(self) -> Self:
         if self.deterministic and self.accumulate is not None:
@@ -222,7 +226,7 @@ class Config(Section):
         return self
 
     def _expect_shards_for(self, ranks: int) -> None:
-        shards = LOGICAL_SHARDS if self.train.deterministic is True else int(self.train.deterministic)
+        shards = self.train.logical_shards()
         if shards and shards < ranks:
             raise ValueError(f"[train] deterministic has {shards} logical shards, which cannot feed {ranks} ranks")
 

@@ -1,5 +1,6 @@
 """`simulate(n, body)`: the ranks as threads of this process, over real gloo. For tests, and for reading."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,8 @@ POLL = 0.05
 def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
     """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
 
-    When one rank raises, the others are set free at once and that first exception is raised here, with a note
-    that names the rank. Starts in milliseconds; ranks share the interpreter, so this is for tests and for reading, not for speed.
+    When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
+    second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share the interpreter, so this is for tests and for reading, not for speed.
     """
     job = _Simulation(as_mesh(ranks), body, timeout)
     threads_before = torch.get_num_threads()
@@ -68,6 +69,8 @@ class _Simulation:
         """
         while thread.is_alive() and not (self.failed and time.monotonic() > self.failed_at + GRACE):
             thread.join(POLL)
+        if thread.is_alive():
+            atexit.register(thread.join, self.timeout)   # Python must not end under a thread that comes back to it
         return not thread.is_alive()
 
     def _one(self, rank: int) -> None:
