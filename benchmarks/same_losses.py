@@ -22,11 +22,11 @@ ROOT = Path(__file__).parent.parent
 def losses(ranks: int, steps: int, deterministic: bool, folder: Path) -> list[float]:
     """Every loss that a run reports, the validation's last."""
     name = f"{'deterministic' if deterministic else 'free'}-{ranks}"
-    command = [sys.executable, "-m", "rankloom", "train", str(ROOT / "train.toml"), "--mesh.replicate", str(ranks),
-               "--train.steps", str(steps), "--schedule.warmup_steps", str(steps // 4), "--train.eval_every", "0", "--train.samples", "0", "--data.baseline", "false",
-               "--run.folder", str(folder), "--run.name", name]
-    order = ["true"] if deterministic else ["false", "--train.threads", "1"]
-    command += ["--train.deterministic", *order]
+    settings = {"mesh.replicate": ranks, "train.steps": steps, "schedule.warmup_steps": steps // 4, "train.eval_every": 0, "train.samples": 0,
+                "data.baseline": "false", "run.folder": folder, "run.name": name}
+    command = [sys.executable, "-m", "rankloom", "train", str(ROOT / "train.toml")]
+    command += [f"--{key}={value}" for key, value in settings.items()]
+    command += ["--train.deterministic=true"] if deterministic else ["--train.deterministic=false", "--train.threads=1"]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     events = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [event["loss"] for event in events if event["event"] in ("StepDone", "Evaluated")]
