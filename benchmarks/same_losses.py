@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 def losses(ranks: int, steps: int, deterministic: bool, folder: Path) -> list[float]:
     """Every loss that a run reports, the validation's last."""
     name = f"{'deterministic' if deterministic else 'free'}-{ranks}"
-    settings = {"mesh.replicate": ranks, "train.steps": steps, "schedule.warmup_steps": steps // 4, "train.eval_every": 0, "train.samples": 0,
-                "data.baseline": "false", "run.folder": folder, "run.name": name}
+    settings = {"mesh.replicate": ranks, "train.steps": steps, "schedule.warmup_steps": steps // 4, "train.eval_every": 0,
+                "train.samples": 0, "data.baseline": "false", "run.folder": folder, "run.name": name}
     command = [sys.executable, "-m", "rankloom", "train", str(ROOT / "train.toml")]
     command += [f"--{key}={value}" for key, value in settings.items()]
     command += ["--train.deterministic=true"] if deterministic else ["--train.deterministic=false", "--train.threads=1"]

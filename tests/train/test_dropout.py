@@ -89,6 +89,21 @@ def test_training_with_dropout_is_the_same_however_micro_batches_lie_on_ranks(p,
         torch.testing.assert_close(params[name], expected, rtol=1e-12, atol=1e-12)
 
 
+def test_every_step_and_every_micro_batch_of_every_rank_draws_masks_of_its_own():
+    """The learning rate is zero and the rows are all alike, so only masks can tell two losses apart."""
+    def body(world):
+        still = lambda params: torch.optim.SGD(params, lr=0.0)
+        seen = []
+        loss = lambda m, batch: (seen.append(loss_sum(m, batch)) or seen[-1])
+        engine = rl.prepare(make_model(dropout=0.5), loss=loss, optimizer=still, world=world, accumulate=3)
+        for _ in range(3):
+            engine.step([t[:1].repeat(3, 1) for t in make_batches()[0]])
+        return [total.item() for total, _ in seen]
+
+    drawn = [value for values in rl.simulate(2, body) for value in values]
+    assert len(drawn) == len(set(drawn)) == 18
+
+
 def test_another_seed_and_no_dropout_train_otherwise():
     def body(world, dropout, seed):
         engine = rl.prepare(make_model(dropout=dropout), loss=loss_sum, optimizer=adamw, world=world, seed=seed)

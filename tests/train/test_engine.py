@@ -10,6 +10,7 @@ from torch import nn
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
 from rankloom.base.events import StepDone
+from rankloom.parallel import gradients
 
 RTOL = 1e-12
 sgd = lambda params: torch.optim.SGD(params, lr=0.1)
@@ -255,6 +256,43 @@ class Poisoned(Line):
 
     def forward(self, x):
         return x @ Poison.apply(self.w, self.value) + self.b
+
+
+class Breakable(nn.Module):
+    """Two layers; on request, backward dies between them, when the gradients of the second have come."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.lit = Line(), nn.Parameter(torch.ones(3, dtype=torch.float64)), False
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.lit:
+            y.register_hook(lambda _: (_ for _ in ()).throw(KeyError("half way")))
+        return y * self.second.sum()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("deterministic", [False, 4])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_died_half_way_on_all_ranks_leaves_nothing_behind(accumulate, deterministic, broken, monkeypatch):
+    """Every gradient is a bucket, so one has left by then."""
+    monkeypatch.setattr(gradients, "ONE_HOST_BYTES", 1)
+
+    def body(world, steps):
+        model = Breakable()
+        engine = prepare(world, model, accumulate=1 if deterministic else accumulate, deterministic=deterministic)
+        for step, lit in steps:
+            model.lit = lit
+            try:
+                report = engine.step(rows(8, step)[world.rank :: 2])
+            except KeyError:
+                assert lit
+        return fingerprint(engine.full_state_dict(), [report.loss])
+
+    story = [(0, False), (1, False), (2, False)]
+    troubled = [*story[:broken], (7, True), *story[broken:]]
+    assert rl.simulate(2, lambda w: body(w, troubled), timeout=10) == rl.simulate(2, lambda w: body(w, story))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw, lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)], ids=["sgd", "adamw", "fused"])

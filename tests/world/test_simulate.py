@@ -108,16 +108,22 @@ def test_whatever_the_others_wait_in_they_are_set_free_with_rank_lost(wait):
 
 def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_too():
     """The traceback keeps its local variables alive, and these kept the connection open."""
+    told = {}
+
     def body(world):
         done = world.all_reduce(torch.zeros(3), async_op=True)
         done.wait()
-        started = world.all_reduce(torch.zeros(3), async_op=True)
         coming = world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
         if world.rank == 0:
-            raise Mine(1, f"{started.label} {coming.label}")
-        world.barrier()
+            raise Mine(1, coming.label)
+        try:
+            world.barrier()
+        except rl.RankLost as error:
+            told[world.rank] = error
+            raise
 
     quickly(2, body, Mine)
+    assert list(told) == [1], "rank 1 was left behind instead of being set free"
 
 
 def wait_for_a_message(world):

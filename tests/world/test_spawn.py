@@ -52,6 +52,20 @@ def leave_quietly():
     os._exit(0)
 
 
+def lose_it_before_it_dies(world):
+    """Rank 0 is quicker to tell that it lost rank 1 than the system to tell that rank 1 is dead."""
+    if world.rank == 0:
+        raise rl.RankLost("collateral")
+    time.sleep(0.3)
+    kill_self()
+
+
+def lose_nobody(world):
+    if world.rank == 0:
+        raise rl.RankLost("nobody else has failed")
+    return world.rank
+
+
 def return_a_lambda(world):
     return lambda: world.rank
 
@@ -123,6 +137,16 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal():
 def test_a_rank_that_leaves_in_the_middle_is_a_failure_although_it_says_that_all_is_well():
     with pytest.raises(rl.RankFailed, match=r"rank 0 of 2 ended without a word: exit code 0"):
         rl.spawn(2, partial(end_on, 0, leave_quietly), timeout=60)
+
+
+def test_the_cause_is_reported_and_not_the_loss_of_it_that_another_rank_reported_first():
+    with pytest.raises(rl.RankFailed, match="rank 1 of 2 ended without a word: killed by SIGKILL"):
+        rl.spawn(2, lose_it_before_it_dies)
+
+
+def test_a_loss_without_another_cause_is_itself_reported():
+    with pytest.raises(rl.RankLost, match="nobody else has failed"):
+        rl.spawn(2, lose_nobody)
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_that_rank():

@@ -23,7 +23,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
     """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
 
     When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
-    second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share the interpreter, so this is for tests and for reading, not for speed.
+    second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share
+    the interpreter, so this is for tests and for reading, not for speed.
     """
     job = _Simulation(as_mesh(ranks), body, timeout)
     threads_before = torch.get_num_threads()
