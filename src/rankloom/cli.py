@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no t
 143 after SIGTERM.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import App, Parameter
 
@@ -126,12 +127,21 @@ def _be_a_rank(config: "Config") -> None:
     try:
         with Progress(Console(), config.train.steps) as progress:
             summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
-    finally:
-        world.close()
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # A collective may be on its way that the others will never join: taking the connection down would wait for it.
+        _leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
+    world.close()
     if world.rank == 0:
         _conclude(summary)
     if summary.stopped_by:
         raise SystemExit(128 + summary.stopped_by)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End this process without taking anything down; what was printed is shown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _ignore(event: object) -> None:

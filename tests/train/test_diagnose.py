@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.train.diagnose import explain_non_finite
+from rankloom.train.diagnose import expect_sum, explain_non_finite
 
 
 def explain(world: rl.World, *, bad_loss: dict | None = None, bad_gradients: dict | None = None) -> str:
@@ -54,3 +54,48 @@ def test_when_every_rank_alone_is_finite_that_is_said():
 
 def test_the_message_says_that_nothing_is_lost_and_what_to_do():
     assert "The parameters are those of the step before; lower the learning rate, clip" in all_say(1, bad_loss={0: math.nan})
+
+
+def judge(loss, *, rows: int = 6, model: nn.Module | None = None) -> None:
+    """Let `expect_sum` look at a loss(model, x) -> (loss, count)."""
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(2))
+    model = model or nn.Linear(4, 4)
+
+    def totals(part):
+        value, count = loss(model, part)
+        return torch.stack((value.detach().double(), torch.tensor(float(count), dtype=torch.float64)))
+
+    expect_sum(totals, model, x, rank=3)
+
+
+def test_a_mean_with_a_count_is_refused_with_the_arithmetic():
+    with pytest.raises(rl.LossError, match=r"rank 3: the loss function counts 6 items, but seems to return their mean"):
+        judge(lambda model, x: (model(x).square().sum(1).mean(), len(x)))
+
+
+def test_a_sum_with_a_count_passes_also_of_one_row_and_with_dropout():
+    def total(model, x):
+        return model(x).square().sum(), len(x)
+
+    judge(total)
+    judge(total, rows=1)
+    noisy = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    judge(total, model=noisy)
+    assert noisy.training, "the check leaves the model as it was"
+
+
+def test_a_mean_over_one_item_is_its_sum():
+    judge(lambda model, x: (model(x).square().mean(), 1))
+
+
+def test_the_engine_refuses_a_mean_before_the_first_step():
+    def body(world):
+        model = nn.Linear(4, 2)
+        engine = rl.prepare(model, loss=lambda m, x: (m(x).square().mean(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        before = model.weight.detach().clone()
+        with pytest.raises(rl.LossError, match="mean, not their sum"):
+            engine.step(torch.ones(8, 4))
+        assert torch.equal(before, model.weight)
+
+    rl.simulate(1, body)

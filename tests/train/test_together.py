@@ -42,7 +42,7 @@ def test_what_the_work_raised_is_raised_on_every_rank():
             return type(error).__name__, str(error)
 
     assert simulate(3, body) == [
-        ("DataError", "no such thing"), ("ConfigError", "no such thing"), ("DataError", "no such thing")
+        ("ConfigError", "no such thing"), ("ConfigError", "no such thing"), ("ConfigError", "no such thing")
     ]
 
 

@@ -47,8 +47,8 @@ def test_the_summary_is_read_when_it_is_whole(tmp_path):
     assert read_history(tmp_path).summary == {}
 
 
-def test_smoothing_starts_at_the_first_value_and_follows_slowly():
-    smoothed = smooth([1.0] + [2.0] * 200)
-    assert smoothed[0] == pytest.approx(1.0, rel=1e-12)
-    assert smoothed == sorted(smoothed)
-    assert smoothed[5] < 1.9 < smoothed[-1] < 2.0
+def test_smoothing_neither_lags_nor_leads_and_keeps_the_ends():
+    falling = [100.0 - i for i in range(100)]
+    assert smooth(falling) == pytest.approx(falling, rel=1e-12), "a straight line is its own mean"
+    jump = smooth([0.0] * 50 + [1.0] * 50, reach=5)
+    assert jump[0] == 0.0 and jump[-1] == 1.0 and 0 < jump[46] < jump[49] < 0.5 < jump[50] < jump[53] < 1

@@ -21,7 +21,7 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     """Check that all ranks hold the same tensors, and give every rank the values of rank 0.
 
-    returns: names of the tensors whose values differed on this rank before (a warning says so too)
+    returns: names of the tensors whose values differed on this rank before; rank 0 warns for all
     sent:    the model once, from rank 0
     raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ
     """
@@ -35,10 +35,13 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
             changed.append(name)
             with torch.no_grad():
                 tensor.copy_(theirs)
-    if changed:
-        warnings.warn(
-            f"rank {group.rank}: {len(changed)} tensors differed from rank 0 (first: {changed[0]}); rank 0's values are used. "
-            "Seed the model's initialisation the same on all ranks to be rid of this warning.", stacklevel=3)
+    everyone = group.all_gather_object(changed, label="who differed")
+    if group.rank == 0 and any(everyone):   # whose words reach the console
+        ranks = [rank for rank, names in enumerate(everyone) if names]
+        names = everyone[ranks[0]]
+        warnings.warn(f"the models of ranks {ranks} differed from rank 0's, that of rank {ranks[0]} in {len(names)} tensors "
+                      f"(first: {names[0]}); rank 0's values are used. Seed the model's initialisation the same on all ranks "
+                      "to be rid of this warning.", stacklevel=3)
     return changed
 
 

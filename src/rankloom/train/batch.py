@@ -48,7 +48,8 @@ def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
     """The rows that each micro-batch of each rank gets of a global batch."""
     local, left = divmod(global_, ranks * accumulate)
     if left or not local:
-        raise BatchError(f"{asked} has no solution: {global_} does not divide by {ranks} x {accumulate}")
+        raise BatchError(f"{asked} has no solution: {global_} does not divide by {ranks} x {accumulate}; "
+                         f"take a multiple of {ranks * accumulate}, or other ranks or accumulate")
     return Batch(local, accumulate, global_)
 
 
@@ -56,7 +57,8 @@ def _accumulated(asked: str, local: int, ranks: int, accumulate: int | None, glo
     """The micro-batches that make up a global batch, or a check of those asked for."""
     needed, left = divmod(global_, local * ranks)
     if left or not needed:
-        raise BatchError(f"{asked} has no solution: {global_} does not divide by {local} x {ranks}")
+        raise BatchError(f"{asked} has no solution: {global_} does not divide by {local} x {ranks}; "
+                         f"take a multiple of {local * ranks}, or another local_batch_size")
     if accumulate is not None and accumulate != needed:
         raise BatchError(f"{asked} does not hold: {local} x {ranks} x {accumulate} = {local * ranks * accumulate}")
     return Batch(local, needed, global_)

@@ -1,16 +1,23 @@
-"""Find where a NaN or an infinity came from, once a step has met one.
+"""Find what is wrong with a loss or a gradient: a mean that should be a sum, the source of a NaN or an infinity.
 
-Looking for it in every step would cost a pass over the gradients; so the normal path only sees it in the global norm, does not
+A mean returned with a count is the one mistake that no type shows: training goes on with a gradient that is too
+small by the count. So before the first step the loss of a batch is compared with those of its two halves.
+
+Looking for a NaN in every step would cost a pass over the gradients; so the normal path only sees it in the global norm, does not
 step, and then runs this: the same micro-batches again on each rank alone, gradient by gradient.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rankloom.base.errors import NonFinite
+from rankloom.base.errors import LossError, NonFinite
+from rankloom.train.batches import cut, rows_of
 from rankloom.world.group import Group
+
+MEAN_IF_WITHIN = 0.5   # of 2: the halves of a batch have means of their own
 
 
 def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], owners: Mapping[str, Tensor], seen: str) -> NonFinite:
@@ -25,6 +32,27 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], owners: Ma
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
     return NonFinite(f"{seen}. {where}. The parameters are those of the step before; lower the learning rate, clip, "
                      "or look at that rank's batch.")
+
+
+def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int) -> None:
+    """Raise when the loss function seems to return a mean, though it counts as for a sum.
+
+    Two halves of a batch add up to the whole for a sum; for a mean they add up to twice the whole. Runs without dropout, with
+    gradients on, as the function is used to; not at all on one row, or on a compiled model, which would be compiled again for the halves.
+    raises: LossError
+    """
+    rows = rows_of(piece, rank)
+    if rows < 2 or any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+        return
+    was_training = model.training
+    model.eval()
+    (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
+    model.train(was_training)
+    twice, counted = (halves[0] + halves[1]).tolist()
+    if counted == count > 1 and whole and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN:
+        raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
+                        f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
+                        "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
 def _first_bad(totals: Tensor, owners: Mapping[str, Tensor]) -> str | None:

@@ -31,8 +31,8 @@ from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.train.apply import apply_gradients, peak_memory
 from rankloom.train.batch import LOGICAL_SHARDS
-from rankloom.train.batches import cut, deal_rows, map_tensors
-from rankloom.train.diagnose import explain_non_finite
+from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
+from rankloom.train.diagnose import expect_sum, explain_non_finite
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.precision import UNMEASURED, LossScale, MasterWeights, Precision, precision_named
 from rankloom.world.connect import World
@@ -97,6 +97,8 @@ class Engine:
         lr = self._set_learning_rate()
         self._reducer.abandon()   # whatever a failed step left behind
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
+        if self.steps_done == 0:
+            self._expect_sum(batch)
         run = self._run_in_canonical_order if self.settings.leaves else self._run_in_free_order
         totals, exposed = run(batch)
         loss, count, norm, finite = self._apply(totals, batch)
@@ -166,6 +168,11 @@ class Engine:
         summed = self._reducer.finish(totals)
         assert summed is not None, "the reducer lost the totals"
         return summed, time.perf_counter() - begin if self.group.size > 1 else 0.0
+
+    def _expect_sum(self, batch: Any) -> None:
+        """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
+        rows = max(2, rows_of(batch, self.group.rank) // (self.settings.leaves or self.settings.accumulate))
+        expect_sum(lambda part: self._call_loss(part)[1], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""

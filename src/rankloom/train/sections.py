@@ -214,7 +214,8 @@ class Config(Section):
     def _sections_agree(self) -> Self:
         if self.schedule.warmup_steps > self.train.steps:
             warmup, steps = self.schedule.warmup_steps, self.train.steps
-            raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}")
+            raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}: "
+                             f"give --schedule.warmup_steps too, at most {steps}")
         if self.train.deterministic and self.comm.all_reduce == "ring":
             raise ValueError("[comm] all_reduce has no meaning with [train] deterministic, which adds in its own order")
         if self.data.baseline and not self.train.evaluate:

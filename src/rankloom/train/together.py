@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from rankloom.base import errors
 from rankloom.base.errors import DataError
 from rankloom.world.connect import World
 
@@ -34,7 +35,7 @@ class _Worker(threading.Thread):
 def while_others_wait(world: World, work: Callable[[], object] | None, *, label: str) -> None:
     """Run `work`, where a rank has any, in a thread; returns on every rank when all of it is done.
 
-    raises: what `work` raised on the rank that ran it, and DataError with the same text on the others
+    raises: what `work` raised on the rank that ran it; on the others the same, or DataError where it is not rankloom's own
     """
     worker = _Worker(work) if work else None
     if worker:
@@ -42,12 +43,12 @@ def while_others_wait(world: World, work: Callable[[], object] | None, *, label:
     while _any_alive(world, worker, label):
         time.sleep(SECONDS_BETWEEN_SIGNS)
     error = worker.error if worker else None
-    try:
-        world.agree(None if error is None else str(error) or repr(error), error=DataError, label=label)
-    except DataError:
-        if error is not None:
-            raise error from None
-        raise
+    told = world.all_gather_object([type(error).__name__, str(error) or repr(error)] if error else None, label=label)
+    if error is not None:
+        raise error
+    for name, text in filter(None, told):
+        kind = getattr(errors, name, DataError)
+        raise (kind if isinstance(kind, type) and issubclass(kind, ValueError) else DataError)(text)
 
 
 def _any_alive(world: World, worker: threading.Thread | None, label: str) -> bool:

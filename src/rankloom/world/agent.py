@@ -82,13 +82,13 @@ def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic
 
 
 def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
-    """The exit code of a job whose ranks ended so; raises what `failure.explain` says when it failed.
+    """The exit code of a job whose ranks ended so; raises what `verdict.explain` says when it failed.
 
     stop_signal: what the launcher was asked to stop with, or 0. Then only an error that a rank reported counts.
     """
     errors = [e for e in endings if e.failure and not (stop_signal and e.failure.is_collateral)]
     codes = {ending.code for ending in endings}
-    if not errors and stop_signal:
+    if not errors and stop_signal and not any(ending.hung for ending in endings):
         return 128 + stop_signal
     if not errors and codes <= CLEAN_CODES:
         return max(codes)   # the ranks may have agreed to stop because one of them got a signal
@@ -341,11 +341,18 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
+class _QuietFile(logging.FileHandler):
+    """A log that a full disk may cut short: the chatter in it is not worth hiding the real error for."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the record."""
+
+
 @contextlib.contextmanager
 def _chatter_in(file: Path) -> Iterator[None]:
     """Send the errors that torch's agent logs to a file, and nothing to the terminal, which belongs to rank 0."""
     logger = logging.getLogger("torch.distributed.elastic")
-    handler, before = logging.FileHandler(file, mode="w", delay=True), logger.propagate
+    handler, before = _QuietFile(file, mode="w", delay=True), logger.propagate
     handler.setLevel(logging.ERROR)
     logger.addHandler(handler)
     logger.propagate = False
@@ -354,4 +361,6 @@ def _chatter_in(file: Path) -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(handler)
+        with contextlib.suppress(OSError):   # a full disk, once more
+            handler.close()
         handler.close()

@@ -5,11 +5,12 @@ it costs into the group's ledger, and turns a backend's failure into `RankLost` 
 label. Called plainly, a collective returns its result; with `async_op=True` it returns a `Handle` at once.
 
 A group of one rank has no connection at all: every collective is the identity.
-Read `world/launch.py` for how groups come to be, `base/cost.py` for the bills.
+Read `world/connect.py` for how groups come to be, `base/cost.py` for the bills.
 """
 
 import datetime
 import json
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -299,7 +300,8 @@ class Group:
         if "scalar type" in text or "complex" in text:
             return ShapeMismatch(f"{self.where(label)}: the backend cannot carry this dtype ({text}); "
                                  "send x.view(torch.uint8), or convert it")
-        return RankLost(f"{self.where(label)} lost its connection to another rank, which has ended or failed: {text}")
+        plain = re.sub(r"^\[\S+\] ", "", text).split(". ")[0]   # gloo puts its source file before it, and advice behind
+        return RankLost(f"{self.where(label)} lost its connection to another rank, which has ended or failed: {plain}")
 
 
 class _TranslatedErrors:
