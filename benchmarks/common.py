@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+COUNTED = 2   # steps of a turn
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> dict:
@@ -35,19 +36,24 @@ def pin_to_core(rank: int) -> None:
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
 
 
-def take_turns(steps: dict[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 3) -> dict[str, dict]:
-    """Run every variant once a round, in rotating order; wall and CPU seconds of each counted run."""
+def take_turns(steps: dict[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 2) -> dict[str, dict]:
+    """Run every variant once a round, in rotating order; wall and CPU seconds of each counted step.
+
+    A turn is three steps, of which the first is not counted: it finds the caches full of another variant's model.
+    """
     names = list(steps)
     times: dict[str, dict] = {name: {"wall": [], "cpu": []} for name in names}
     for turn in range(warm_up + rounds):
         for name in names[turn % len(names):] + names[: turn % len(names)]:
-            barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
             steps[name]()
             barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(COUNTED):
+                steps[name]()
+            barrier()
             if turn >= warm_up:
-                times[name]["wall"].append(time.perf_counter() - wall)
-                times[name]["cpu"].append(time.process_time() - cpu)
+                times[name]["wall"].append((time.perf_counter() - wall) / COUNTED)
+                times[name]["cpu"].append((time.process_time() - cpu) / COUNTED)
     return times
 
 

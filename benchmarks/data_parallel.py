@@ -3,11 +3,11 @@
     python benchmarks/data_parallel.py                                   # 2 and 4 ranks, 11M and 57M, fp32
     python benchmarks/data_parallel.py --ranks 2 --models 11M --precision bf16
 
-A step is forward, backward, clipping by the global norm, and fused AdamW: for torch a loop with `clip_grad_norm_`; for us `engine.step`
-("rankloom") and the same plain loop around `rl.data_parallel` ("rankloom, own loop").
+A step is forward, backward, clipping by the global norm, and fused AdamW: for torch a loop with `clip_grad_norm_`; for us
+`engine.step` ("rankloom") and the same plain loop around `rl.data_parallel` ("rankloom, own loop").
 
-Same model, same data, in the same processes, all on gloo, interleaved: every round runs each variant once, in rotating order, and
-ratios are taken inside a round. DDP gets its best settings: gradients as bucket views, static graph, no buffer broadcast, and the
+Same model, same data, in the same processes, all on gloo, interleaved: every round gives each variant a turn of three steps, in rotating
+order, and ratios are taken inside a round. DDP gets its best settings: gradients as bucket views, static graph, no buffer broadcast, and the
 better of two bucket sizes. Peak memory comes from separate runs, one variant a process, as the largest resident set of any rank.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--models", default="11M,57M")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--name", default="data_parallel", help="of the files in benchmarks/results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -93,7 +93,8 @@ class Engine:
         raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before
         """
         begin = time.perf_counter()
-        self.model.train()
+        if not self.model.training:   # else parts that the user has put in eval mode stay there
+            self.model.train()
         lr = self._set_learning_rate()
         self._reducer.abandon()   # whatever a failed step left behind
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
