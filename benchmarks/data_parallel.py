@@ -6,9 +6,10 @@
 A step is forward, backward, clipping by the global norm, and fused AdamW: for torch a loop with `clip_grad_norm_`; for us
 `engine.step` ("rankloom") and the same plain loop around `rl.data_parallel` ("rankloom, own loop").
 
-Same model, same data, in the same processes, all on gloo, interleaved: every round gives each variant a turn of three steps, in rotating
-order, and ratios are taken inside a round. DDP gets its best settings: gradients as bucket views, static graph, no buffer broadcast, and the
-better of two bucket sizes. Peak memory comes from separate runs, one variant a process, as the largest resident set of any rank.
+Same model, same data, in the same processes, all on gloo, interleaved: every round gives each variant a turn of three steps, in
+rotating order, and ratios are taken inside a round. DDP gets its best settings: gradients as bucket views, static graph, no buffer
+broadcast, and the better of two bucket sizes. Peak memory comes from separate runs, one variant a process, as the largest resident
+set of any rank.
 """
 
 import argparse
