@@ -16,12 +16,14 @@ from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.world.group import Group
 
+CACHED_BYTES = 8 << 20   # a bucket is dealt, folded and gathered in turn: it should stay in the cache meanwhile
+
 
 class CanonicalReducer(GradientReducer):
     """A GradientReducer that adds in the order of the canonical tree over `leaves` logical shards."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, leaves: int, *, owners: Mapping[str, Tensor] | None = None):
-        super().__init__(params, group, owners=owners)
+        super().__init__(params, group, owners=owners, bucket_bytes=CACHED_BYTES)
         self.leaves = leaves
         self.syncing = False   # every leaf's gradients land, none leave by themselves
         self._folds: list[Fold] = []
