@@ -99,3 +99,18 @@ def test_the_engine_refuses_a_mean_before_the_first_step():
         assert torch.equal(before, model.weight)
 
     rl.simulate(1, body)
+
+
+def test_a_part_that_was_put_in_eval_mode_stays_there_through_the_check_a_step_and_an_evaluation():
+    def body(world):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        engine = rl.prepare(model, loss=lambda m, x: (m(x).square().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        model[1].eval()
+        x = torch.arange(32.0).view(8, 4)
+        engine.step(x)
+        engine.evaluate([x])
+        assert model.training and model[0].training and not model[1].training
+        assert model[1].num_batches_tracked == 0
+
+    rl.simulate(1, body)

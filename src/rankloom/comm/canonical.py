@@ -91,7 +91,7 @@ class Fold:
     def _climb(self) -> None:
         while self.kept:
             node, value = self.kept[-1]
-            if len(self.kept) > 1 and not node.is_left() and self.kept[-2][0] == Node(node.parent().first, node.level):
+            if len(self.kept) > 1 and self.kept[-2][0] == Node(node.parent().first, node.level):
                 self.kept.pop()
                 left = self.kept.pop()[1]
                 self.kept.append((node.parent(), left.add_(value)))

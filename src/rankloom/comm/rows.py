@@ -14,6 +14,7 @@ from rankloom.world.group import Group
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}   # whole numbers of the same size
 
+
 def touched_rows(x: Tensor) -> Tensor:
     """The numbers of the rows of `x` that hold anything but zeros, NaN included. x: [v, d] -> [k], ascending."""
     # Eight times as fast as x.any(dim=1), which is not vectorised; a norm would lose rows to underflow.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError, NonFinite
 from rankloom.train.batches import cut, rows_of
+from rankloom.train.modes import evaluating
 from rankloom.world.group import Group
 
 MEAN_IF_WITHIN = 0.5   # of 2: the halves of a batch have means of their own
@@ -44,10 +45,8 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
     rows = rows_of(piece, rank)
     if rows < 2 or any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
         return
-    was_training = model.training
-    model.eval()
-    (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
-    model.train(was_training)
+    with evaluating(model):
+        (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
     twice, counted = (halves[0] + halves[1]).tolist()
     if counted == count > 1 and whole and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN:
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "

@@ -34,6 +34,7 @@ from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import expect_sum, explain_non_finite
 from rankloom.train.dropout import DropoutKey, key_dropout
+from rankloom.train.modes import evaluating
 from rankloom.train.precision import UNMEASURED, LossScale, MasterWeights, Precision, precision_named
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -118,9 +119,8 @@ class Engine:
         Ranks may bring different numbers of batches, also none.
         """
         begin = time.perf_counter()
-        self.model.eval()
-        losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1] for batch in batches]
-        self.model.train()
+        with evaluating(self.model):
+            losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1] for batch in batches]
         total, count = self._total(losses)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
