@@ -179,3 +179,10 @@ def test_batches_arrive_on_the_gpu():
         for step, (tokens, _) in enumerate(loader):
             assert tokens.is_cuda
             assert torch.equal(tokens.cpu(), samples().batch(samples_of_step(step, 4, 50, 0).tolist())[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_which_samples_share_a_batch_of_an_evaluation_does_not_depend_on_the_ranks(ranks):
+    alone = [tokens.tolist() for tokens, _ in evaluation_batches(samples(11), rows=4)]
+    dealt = [tokens.tolist() for rank in range(ranks) for tokens, _ in evaluation_batches(samples(11), rows=4, rank=rank, ranks=ranks)]
+    assert dealt == alone and [len(batch) for batch in alone] == [4, 4, 3]
