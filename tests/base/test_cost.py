@@ -3,13 +3,18 @@
 import pytest
 
 import rankloom as rl
-from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+from rankloom.base.cost import Path, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 
 
 def test_bills_add_field_by_field():
     total = rl.Bill(1, 2, 3, 4) + rl.Bill(10, 20, 30, 40)
     assert (total.sent, total.messages, total.flops, total.memory) == (11, 22, 33, 44)
     assert rl.Bill() + total == total
+
+
+def test_paths_add_field_by_field():
+    assert Path(1, 2, 3) + Path(10, 20, 30) == Path(steps=11, bytes=22, added=33)
+    assert Path() + Path(1, 2, 3) == Path(1, 2, 3)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])

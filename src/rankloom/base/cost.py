@@ -1,7 +1,7 @@
 """What communication costs: bills, which add, and the bills of a backend's own collectives.
 
-An algorithm written in `comm/` keeps its bill beside it. The functions here price the collectives that the
-backend (gloo, NCCL) runs inside: the bandwidth-optimal cost, which is also what gloo's ring pays.
+A `Bill` is what one rank pays, a `Path` what all wait for. An algorithm written in `comm/` keeps both beside it. The functions
+here price the collectives that the backend (gloo, NCCL) runs inside: the bandwidth-optimal cost, which is also what gloo's ring pays.
 """
 
 from dataclasses import dataclass, fields
@@ -22,6 +22,24 @@ class Bill:
 
     def __add__(self, other: "Bill") -> "Bill":
         return Bill(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The longest chain of waits in an algorithm, over all ranks: what its time depends on. Paths of parts done in turn add.
+
+    time = alpha * steps + beta * bytes + gamma * added, with alpha, beta, gamma fitted by measurement
+
+    >>> Path(steps=2, bytes=8) + Path(steps=1, bytes=4, added=4)
+    Path(steps=3, bytes=12, added=4)
+    """
+
+    steps: int = 0    # messages, one after another
+    bytes: int = 0    # that pass one link, one after another
+    added: int = 0    # bytes of sums that one rank computes, one after another
+
+    def __add__(self, other: "Path") -> "Path":
+        return Path(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def all_reduce_bill(nbytes: int, ranks: int) -> Bill:
