@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Mesh": "base.mesh",
+    "Topology": "base.topology",
     "Bill": "base.cost",
     "Group": "world.group",
     "World": "world.connect",

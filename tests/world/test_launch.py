@@ -4,18 +4,48 @@ import pytest
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError
-from rankloom.world.launch import Place, debug_mode, find_place
+from rankloom.world.launch import Place, debug_mode, find_place, tasks_per_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": "0"}
 
 
 def test_torchrun_says_who_this_is():
-    assert find_place(TORCHRUN) == Place(launcher="torchrun", rank=5, size=8, local_rank=1, local_size=4)
+    assert find_place(TORCHRUN) == Place(launcher="torchrun", rank=5, size=8, local_rank=1, local_size=4, node=4)
+    assert find_place(TORCHRUN | {"GROUP_RANK": "1"}).node == 1
 
 
 def test_slurm_says_who_this_is():
     assert find_place(SLURM) == Place(launcher="slurm", rank=3, size=4, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("4,2(x2)", [4, 2, 2]), ("16(x1)", [16])])
+def test_slurms_short_form_of_tasks_is_written_out(text, numbers):
+    assert tasks_per_node(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "2(3)", "two", "2,", "2(x)", "-1"])
+def test_tasks_that_are_no_numbers_are_named_with_the_variable(text):
+    with pytest.raises(ConfigError, match=r"SLURM_TASKS_PER_NODE is .*expected numbers of tasks such as 2\(x3\),1"):
+        find_place(SLURM | {"SLURM_TASKS_PER_NODE": text})
+
+
+def test_slurm_says_how_many_share_this_node_when_nodes_differ():
+    uneven = SLURM | {"SLURM_NTASKS": "7", "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+    uneven.pop("SLURM_NTASKS_PER_NODE")   # set only where the user has asked for a number per node
+    place = find_place(uneven | {"SLURM_TASKS_PER_NODE": "2(x3),1"})
+    assert (place.local_size, place.node) == (1, 3)
+    assert find_place(uneven | {"SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "0"}).local_size == 2
+
+
+def test_the_step_counts_and_not_the_whole_allocation():
+    assert find_place(SLURM | {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}).local_size == 3
+
+
+@pytest.mark.parametrize("wrong", [{"SLURM_TASKS_PER_NODE": "2(x3)"}, {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "2"}])
+def test_slurm_variables_that_contradict_each_other_are_refused(wrong):
+    with pytest.raises(ConfigError, match="does not fit SLURM_NTASKS 4 and SLURM_NODEID"):
+        find_place(SLURM | wrong)
 
 
 def test_torchrun_inside_of_a_slurm_job_wins():

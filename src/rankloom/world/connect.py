@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import MeshError, RankLost
 from rankloom.base.mesh import Mesh
+from rankloom.base.topology import Topology
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group, seconds
 
@@ -62,12 +63,14 @@ class World(Group):
     """
 
     def __init__(self, store: dist.Store, rank: int, mesh: Mesh, device: torch.device, *, timeout: float,
-                 local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False):
+                 local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False,
+                 topology: Topology | None = None):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
-        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector)
+        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,
+                         topology=topology)
 
     def group(self, *axes: str) -> Group:
         """The group of this rank's peers along `axes`. All those peers must ask for it in the same order."""
@@ -77,7 +80,8 @@ class World(Group):
         if ranks not in self._groups:
             pg, inspector = self._join(ranks, self.rank, self.device, self.timeout)
             self._groups[ranks] = Group(pg, ranks.index(self.rank), ranks, name="+".join(axes), device=self.device,
-                                        timeout=self.timeout, one_host=self.one_host, inspector=inspector)
+                                        timeout=self.timeout, one_host=self.one_host, inspector=inspector,
+                                        topology=self.topology.among(ranks))
         return self._groups[ranks]
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
@@ -75,14 +76,17 @@ class Group:
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
     `ranks` are their numbers in the world, for messages. `device` is where this rank's tensors live;
-    `one_host` that no byte leaves this machine.
+    `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int], *, name: str = "world",
                  device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
-                 inspector: Inspector | None = None):
+                 inspector: Inspector | None = None, topology: Topology | None = None):
         self.rank, self.ranks, self.name, self.one_host = rank, tuple(ranks), name, one_host
         self.device, self.timeout = torch.device(device), timeout
+        self.topology = topology or Topology.even(1, len(self.ranks))
+        if self.topology.size != len(self.ranks):
+            raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()

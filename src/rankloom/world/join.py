@@ -1,22 +1,27 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
 from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
+from rankloom.world.cluster import find_topology
 from rankloom.world.connect import World
 from rankloom.world.group import seconds
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught
 
 
-def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None) -> World:
+def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
+         topology: str | Path | None = None) -> World:
     """Join the ranks that torchrun or Slurm started, or be the only one.
 
-    mesh:    names the axes; left out, all ranks replicate (data parallel)
-    timeout: seconds after which a silent rank ends the job
-    device:  "cpu", or "cuda"; left out, CUDA where there is one
-    raises:  MeshError when the mesh needs another number of ranks; RankLost when the others do not come
+    mesh:     names the axes; left out, all ranks replicate (data parallel)
+    timeout:  seconds after which a silent rank ends the job
+    device:   "cpu", or "cuda"; left out, CUDA where there is one
+    topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
+    raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError
     """
     place = find_place()
     mesh = mesh or Mesh(replicate=place.size)
@@ -29,7 +34,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     if where.type == "cuda":
         torch.cuda.set_device(where)
     return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
-                 local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode())
+                 local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
+                 topology=find_topology(place, store, topology))
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:

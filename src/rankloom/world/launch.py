@@ -5,6 +5,7 @@ The only file that reads the environment, and free of torch, so that a command l
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -76,6 +77,7 @@ class Place:
     size: int
     local_rank: int
     local_size: int
+    node: int = 0    # equal for ranks that share a node
 
 
 def find_place(env: dict[str, str] | None = None) -> Place:
@@ -84,15 +86,16 @@ def find_place(env: dict[str, str] | None = None) -> Place:
     raises: ConfigError when a launcher's variables are incomplete or not numbers
     """
     env = dict(os.environ) if env is None else env
-    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+    torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     if ("RANK" in env) != ("WORLD_SIZE" in env):
         raise ConfigError("of the environment variables RANK and WORLD_SIZE only one is set; a launcher sets both")
     if "RANK" in env:
-        return _checked(Place("torchrun", *_numbers(env, torchrun)))
+        rank, size, local_rank, local_size = _numbers(env, torchrun)
+        # Some launchers leave GROUP_RANK out; ranks of a node are numbered in a row, so its first rank names it.
+        return _checked(Place("torchrun", rank, size, local_rank, local_size, *_numbers(env, {"GROUP_RANK": rank - local_rank})))
     # salloc sets SLURM_NTASKS in a plain shell too; only srun gives a process its SLURM_PROCID and step.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
-        return _checked(Place("slurm", *_numbers(env, slurm)))
+        return _checked(_slurm_place(env))
     return Place("alone", 0, 1, 0, 1)
 
 
@@ -102,12 +105,37 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def _numbers(env: dict[str, str], names: tuple[str, ...]) -> list[int]:
-    """Rank, size, local rank, local size; what a launcher left out is that of one rank alone."""
+def _slurm_place(env: dict[str, str]) -> Place:
+    rank, size, local_rank, node, per_node = _numbers(
+        env, {"SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_NTASKS_PER_NODE": 1})
+    names = [name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if name in env]
+    if not names:
+        return Place("slurm", rank, size, local_rank, per_node, node)
+    tasks = tasks_per_node(env[names[0]], names[0])
+    if sum(tasks) != size or not 0 <= node < len(tasks):
+        raise ConfigError(f"{names[0]} is {env[names[0]]!r}, {sum(tasks)} tasks on {len(tasks)} nodes, which does not fit "
+                          f"SLURM_NTASKS {size} and SLURM_NODEID {node}")
+    return Place("slurm", rank, size, local_rank, tasks[node], node)
+
+
+def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
+    """Slurm's short form, written out: one number for each node; raises ConfigError.
+
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    if not all(found):
+        raise ConfigError(f"environment variable {name} is {text!r}, expected numbers of tasks such as 2(x3),1")
+    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))]
+
+
+def _numbers(env: dict[str, str], names: dict[str, int]) -> list[int]:
+    """The values of whole-number variables, or what `names` gives where a launcher has left one out."""
     values = []
-    for name, alone in zip(names, ("0", "1", "0", "1")):
+    for name, otherwise in names.items():
         try:
-            values.append(int(env.get(name, alone)))
+            values.append(int(env.get(name, otherwise)))
         except ValueError:
             raise ConfigError(f"environment variable {name} is {env[name]!r}, expected a whole number") from None
     return values

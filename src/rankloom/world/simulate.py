@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rankloom.base.mesh import Mesh
+from rankloom.base.topology import Topology
 from rankloom.world.connect import World, as_mesh
 from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
@@ -19,14 +20,16 @@ GRACE = 1.0   # seconds that the others have to end once a rank has failed
 POLL = 0.05
 
 
-def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
+def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0,
+             topology: Topology | None = None) -> list[T]:
     """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
 
     When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
     second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share
     the interpreter, so this is for tests and for reading, not for speed.
+    topology: nodes to pretend; one when left out
     """
-    job = _Simulation(as_mesh(ranks), body, timeout)
+    job = _Simulation(as_mesh(ranks), body, timeout, topology)
     threads_before = torch.get_num_threads()
     try:
         return job.run()
@@ -37,8 +40,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 class _Simulation:
     """One call of `simulate`: a world a thread, and the first failure."""
 
-    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float):
-        self.mesh, self.body, self.timeout = mesh, body, timeout
+    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None):
+        self.mesh, self.body, self.timeout, self.topology = mesh, body, timeout, topology
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
@@ -78,7 +81,7 @@ class _Simulation:
         torch.set_num_threads(1)   # as many ranks as threads already fill the cores
         try:
             world = World(self.store, rank, self.mesh, torch.device("cpu"), timeout=self.timeout,
-                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode())
+                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode(), topology=self.topology)
             self.worlds[rank] = world
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed

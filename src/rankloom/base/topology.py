@@ -1,0 +1,238 @@
+"""Which ranks share a node, and what a message costs inside a node and between nodes. Values only.
+
+`world/cluster.py` makes a Topology from a launcher's variables or from a file, and hierarchical algorithms follow it;
+`comm/choose.py` prices algorithms on it. A cluster file, every key of which may be left out:
+
+    nodes = [[0, 1], [2, 3]]     # the ranks of each node; or: nodes = 2 with ranks_per_node = 2
+    [links]
+    adding_gbps = 80.0           # how fast a rank adds what it has received, in gigabits per second
+    [links.inside]               # and the same for links.between, and for links.backend: its own collectives
+    latency_us = 100.0           # of a message, before its first byte
+    bandwidth_gbps = 20.0        # gigabits per second
+
+What a file leaves out is as the launcher says (nodes) or a default (links). `rankloom bench --save` writes measured links.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeGuard, TypeVar
+
+from rankloom.base.errors import ConfigError, did_you_mean
+
+FASTEST = 1e6   # Gbit/s; what a fit that finds no cost per byte says, since JSON knows no infinity
+ADDING = "adding_gbps"
+T = TypeVar("T")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)   # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _expect_above_0(key: str, value: object) -> None:
+    if not _is_number(value) or value <= 0:
+        raise ConfigError(f"{key} = {value!r}: must be a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message over one kind of link costs: a latency, then a time for each byte.
+
+    >>> Link(latency_us=100.0, bandwidth_gbps=8.0).beta
+    1e-09
+    """
+
+    latency_us: float
+    bandwidth_gbps: float
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.latency_us) or self.latency_us < 0:
+            raise ConfigError(f"latency_us = {self.latency_us!r}: must be a number, 0 or more")
+        _expect_above_0("bandwidth_gbps", self.bandwidth_gbps)
+
+    @property
+    def alpha(self) -> float:
+        """Seconds per message."""
+        return self.latency_us * 1e-6
+
+    @property
+    def beta(self) -> float:
+        """Seconds per byte."""
+        return 8e-9 / self.bandwidth_gbps
+
+    @classmethod
+    def of(cls, alpha: float, beta: float) -> "Link":
+        """The link with so many seconds per message and per byte."""
+        return cls(alpha * 1e6, min(8e-9 / beta, FASTEST) if beta else FASTEST)
+
+    def slower(self, other: "Link") -> "Link":
+        """The worse of both in each respect."""
+        return Link(max(self.latency_us, other.latency_us), min(self.bandwidth_gbps, other.bandwidth_gbps))
+
+    def __str__(self) -> str:
+        return f"{self.latency_us:.3g} us + {self.bandwidth_gbps:.3g} Gbit/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What messages and additions cost. The defaults are those of gloo on one host, and of 10 Gbit/s between hosts."""
+
+    inside: Link = Link(100.0, 20.0)
+    between: Link = Link(150.0, 10.0)
+    backend: Link = Link(60.0, 20.0)   # the steps of the backend's own collectives, wherever they go
+    adding_gbps: float = 80.0
+
+    def __post_init__(self) -> None:
+        _expect_above_0("adding_gbps", self.adding_gbps)
+
+    @property
+    def gamma(self) -> float:
+        """Seconds to add one received byte."""
+        return Link(0.0, self.adding_gbps).beta
+
+    def as_table(self) -> dict[str, Any]:
+        """The [links] of a cluster file, complete."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of each node, and the links. Equal on all ranks of a group, so that all decide the same.
+
+    >>> cluster = Topology.even(nodes=2, ranks_per_node=2)
+    >>> cluster.node_of(2), cluster.leaders(), cluster.same_node(0, 1), cluster.same_node(1, 2)
+    (1, (0, 2), True, False)
+    >>> cluster.among([1, 3]).nodes   # the same, as a group of ranks 1 and 3 numbers it
+    ((0,), (1,))
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    links: Links = Links()
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for node in self.nodes for rank in node)
+        if not ranks:
+            raise ConfigError("nodes: there is no rank in them")
+        for node in self.nodes:
+            if not node:
+                raise ConfigError("nodes: a node has no ranks; leave it out")
+        for at, rank in enumerate(ranks):
+            if at and rank == ranks[at - 1]:
+                raise ConfigError(f"nodes: rank {rank} is there twice")
+            if rank != at:
+                raise ConfigError(f"nodes: rank {at if rank > at else rank} is {'missing' if rank > at else 'no rank'}; "
+                                  f"{len(ranks)} ranks are numbered 0 to {len(ranks) - 1}")
+
+    @classmethod
+    def even(cls, nodes: int, ranks_per_node: int, links: Links = Links()) -> "Topology":
+        """Nodes of equally many ranks, numbered one node after the other."""
+        return cls(tuple(tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)) for node in range(nodes)), links)
+
+    @classmethod
+    def of_names(cls, names: Sequence[Hashable], links: Links = Links()) -> "Topology":
+        """Ranks that have the same name share a node. names: one for each rank
+
+        >>> Topology.of_names(["a", "b", "a"]).nodes
+        ((0, 2), (1,))
+        """
+        nodes: dict[Hashable, list[int]] = {}
+        for rank, name in enumerate(names):
+            nodes.setdefault(name, []).append(rank)
+        return cls(tuple(tuple(node) for node in nodes.values()), links)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return sum(map(len, self.nodes))
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that `rank` is on."""
+        return next(number for number, node in enumerate(self.nodes) if rank in node)
+
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each node."""
+        return tuple(node[0] for node in self.nodes)
+
+    def same_node(self, one: int, other: int) -> bool:
+        """Whether two ranks share a node."""
+        return self.node_of(one) == self.node_of(other)
+
+    def among(self, ranks: Sequence[int]) -> "Topology":
+        """The topology of a group of `ranks`, each numbered by its place in it."""
+        return self if tuple(ranks) == tuple(range(self.size)) else Topology.of_names([self.node_of(rank) for rank in ranks], self.links)
+
+    def __str__(self) -> str:
+        sizes = {len(node) for node in self.nodes}
+        if len(self.nodes) == 1:
+            return f"1 node of {_ranks(self.size)}; inside {self.links.inside}"
+        shape = f"{len(self.nodes)} nodes of {_ranks(sizes.pop())}" if len(sizes) == 1 else (
+            f"{len(self.nodes)} nodes of {', '.join(str(len(node)) for node in self.nodes)} ranks")
+        return f"{shape}; inside {self.links.inside}, between {self.links.between}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+# ------------------------------------------------------------------ a cluster file's tables
+
+
+def parse_topology(table: Mapping[str, Any], size: int, otherwise: Topology) -> Topology:
+    """A Topology of `size` ranks from the tables of a cluster file; what it leaves out is as in `otherwise`.
+
+    raises: ConfigError that begins with the key, for an unknown key, a wrong value, or ranks that do not fit
+    """
+    _expect_keys(table, ("nodes", "ranks_per_node", "links"), "")
+    links = parse_links(table.get("links", {}), otherwise.links)
+    if "nodes" not in table:
+        if "ranks_per_node" in table:
+            raise ConfigError("ranks_per_node: has no meaning without nodes, the number of nodes")
+        return replace(otherwise, links=links)
+    found = _parse_nodes(table["nodes"], table.get("ranks_per_node"), links)
+    if found.size != size:
+        raise ConfigError(f"nodes: has {_ranks(found.size)}, but the job has {size}")
+    return found
+
+
+def _parse_nodes(nodes: object, per_node: object, links: Links) -> Topology:
+    if _is_count(nodes):
+        if not _is_count(per_node):
+            raise ConfigError(f"nodes = {nodes!r}: needs ranks_per_node beside it, 1 or more; or list the ranks: nodes = [[0, 1], [2, 3]]")
+        return Topology.even(nodes, per_node, links)
+    if per_node is not None:
+        raise ConfigError("ranks_per_node: has no meaning beside nodes that list their ranks")
+    if not (isinstance(nodes, list) and all(isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes)):
+        raise ConfigError(f"nodes = {nodes!r}: must be a list of ranks for each node, such as [[0, 1], [2, 3]], or a number of nodes")
+    return Topology(tuple(sorted(tuple(sorted(node)) for node in nodes)), links)
+
+
+def parse_links(table: object, otherwise: Links = Links()) -> Links:
+    """Links from the [links] of a cluster file; what it leaves out is as in `otherwise`."""
+    table = _expect_keys(table, [f.name for f in fields(Links)], "links")
+    found = {name: _parse_link(value, getattr(otherwise, name), f"links.{name}") for name, value in table.items() if name != ADDING}
+    return _replaced(otherwise, {ADDING: table[ADDING]} | found if ADDING in table else found, "links")
+
+
+def _parse_link(table: object, otherwise: Link, where: str) -> Link:
+    return _replaced(otherwise, _expect_keys(table, [f.name for f in fields(Link)], where), where)
+
+
+def _replaced(otherwise: T, values: Mapping[str, Any], where: str) -> T:
+    try:
+        return replace(otherwise, **values)   # type: ignore[type-var]
+    except ConfigError as error:
+        raise ConfigError(f"[{where}] {error}") from None
+
+
+def _expect_keys(table: object, known: Sequence[str], where: str) -> Mapping[str, Any]:
+    place = f"[{where}] " if where else ""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{place}must be a section of `key = value` lines")
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{place}unknown key {key!r}. {did_you_mean(key, known)}")
+    return table

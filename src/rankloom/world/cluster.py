@@ -1,0 +1,77 @@
+"""Where ranks are: who shares a node, as the launcher or a cluster file says. What the file may say: base/topology.py."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.topology import Links, Topology, parse_topology
+from rankloom.world.launch import Place
+
+
+def find_topology(place: Place, store: dist.Store, file: str | Path | None = None) -> Topology:
+    """The topology of the job, the same on all ranks: a launcher tells a rank of its own node only, so all say theirs.
+
+    raises: ConfigError, on all ranks, when the file is wrong for any of them or not the same for all
+    """
+    one_node = place.local_size == place.size
+    names = [""] * place.size if one_node else _tell_all(place, store, "node", str(place.node))
+    topology = Topology.of_names(names)
+    if file is None:
+        return topology
+    try:
+        topology = read_cluster(file, place.size, topology)
+        problem = ""
+    except ConfigError as error:
+        problem = str(error)
+    said = _tell_all(place, store, "cluster file", problem or repr(topology))
+    other = next((rank for rank, what in enumerate(said) if what != said[0]), None)
+    if other is not None:
+        raise ConfigError(f"{file}: not the same on all nodes. Rank 0: {said[0]}; rank {other}: {said[other]}")
+    if problem:
+        raise ConfigError(problem)
+    return topology
+
+
+def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str]:
+    """What every rank has said of `what`, in rank order."""
+    keys = [f"{what}/{rank}" for rank in range(place.size)]
+    store.set(keys[place.rank], text)
+    store.wait(keys)
+    return [said.decode() for said in store.multi_get(keys)]
+
+
+def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:
+    """A cluster file (TOML, or JSON as `rankloom bench --save` writes it); what it leaves out is as in `otherwise`.
+
+    raises: ConfigError that names file and key
+    """
+    try:
+        return parse_topology(_read_table(Path(path)), size, otherwise)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def write_links(path: str | Path, links: Links) -> None:
+    """Write a cluster file in JSON with these links; which rank is where is left to the launcher."""
+    try:
+        Path(path).write_text(json.dumps({"links": links.as_table()}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError("no such file") from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None

@@ -1,0 +1,104 @@
+"""Who shares a node, what links cost, and what a cluster file may say."""
+
+import pytest
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.topology import FASTEST, Link, Links, Topology, parse_links, parse_topology
+
+UNEVEN = Topology(((0, 3), (1, 2, 4)))
+
+
+def test_every_rank_is_on_one_node_and_the_first_of_a_node_leads_it():
+    assert [UNEVEN.node_of(rank) for rank in range(5)] == [0, 1, 1, 0, 1]
+    assert UNEVEN.leaders() == (0, 1)
+    assert UNEVEN.size == 5
+    assert UNEVEN.same_node(0, 3) and not UNEVEN.same_node(3, 4)
+
+
+def test_a_group_numbers_its_ranks_from_0():
+    links = Links(adding_gbps=3.0)
+    some = Topology(UNEVEN.nodes, links).among((1, 3, 4))
+    assert some == Topology(((0, 2), (1,)), links)
+    assert UNEVEN.among((3, 0)).nodes == ((0, 1),), "a node without ranks of the group is gone"
+    assert UNEVEN.among(range(5)) is UNEVEN
+
+
+@pytest.mark.parametrize(("nodes", "why"), [
+    ([], "no rank in them"), ([[0], []], "a node has no ranks"), ([[0, 1], [1, 2]], "rank 1 is there twice"),
+    ([[0], [2]], "rank 1 is missing; 2 ranks are numbered 0 to 1"), ([[1, 2]], "rank 0 is missing"), ([[-1, 0]], "rank -1 is no rank"),
+])
+def test_nodes_that_do_not_hold_every_rank_once_are_refused_with_the_reason(nodes, why):
+    with pytest.raises(ConfigError, match=why):
+        Topology(tuple(map(tuple, nodes)))
+    if nodes and all(nodes):
+        with pytest.raises(ConfigError, match=why):
+            parse_topology({"nodes": nodes}, 2, Topology.even(1, 2))
+
+
+def test_a_link_converts_between_its_units_and_seconds():
+    link = Link(latency_us=50.0, bandwidth_gbps=8.0)
+    assert (link.alpha, link.beta) == pytest.approx((50e-6, 1e-9), rel=1e-15)
+    back = Link.of(link.alpha, link.beta)
+    assert (back.latency_us, back.bandwidth_gbps) == pytest.approx((50.0, 8.0), rel=1e-15)
+    assert Link.of(1e-6, 0.0).bandwidth_gbps == FASTEST
+
+
+@pytest.mark.parametrize("values", [(-1.0, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, float("inf")), ("1", 1.0), (True, 1.0)])
+def test_a_link_of_impossible_numbers_is_refused(values):
+    with pytest.raises(ConfigError, match="must be a number"):
+        Link(*values)
+
+
+def test_the_slower_of_two_links_is_slower_in_each_respect():
+    assert Link(1.0, 9.0).slower(Link(2.0, 10.0)) == Link(2.0, 9.0)
+
+
+def test_a_topology_is_told_in_a_line():
+    assert str(Topology.even(1, 1)).startswith("1 node of 1 rank; inside 100 us + 20 Gbit/s")
+    assert str(Topology.even(2, 4)).startswith("2 nodes of 4 ranks; inside")
+    assert str(UNEVEN).startswith("2 nodes of 2, 3 ranks; inside")
+    assert "between 150 us + 10 Gbit/s" in str(UNEVEN)
+
+
+@pytest.mark.parametrize("table", [
+    {"nodes": [[0, 1], [2, 3]]}, {"nodes": 2, "ranks_per_node": 2}, {"nodes": [[3, 2], [1, 0]]},
+])
+def test_nodes_are_listed_or_counted(table):
+    assert parse_topology(table, 4, Topology.even(1, 4)) == Topology(((0, 1), (2, 3)))
+
+
+def test_what_a_file_leaves_out_is_as_it_was():
+    before = Topology.even(2, 2, Links(adding_gbps=7.0))
+    assert parse_topology({}, 4, before) == before
+    found = parse_topology({"links": {"between": {"latency_us": 5}}}, 4, before)
+    assert found.nodes == before.nodes
+    assert found.links == Links(between=Link(5, before.links.between.bandwidth_gbps), adding_gbps=7.0)
+    assert parse_topology({"nodes": 1, "ranks_per_node": 4}, 4, before).links == before.links
+
+
+def test_all_links_are_read_back_as_they_are_written():
+    links = Links(Link(0.1, 2.3), Link(4.5, 6.7), Link(8.9, 1.1), 3.3)
+    assert parse_links(links.as_table()) == links
+
+
+@pytest.mark.parametrize(("table", "message"), [
+    ({"node": 2}, "unknown key 'node'. Did you mean 'nodes'"),
+    ({"links": {"insid": {}}}, r"\[links\] unknown key 'insid'. Did you mean 'inside'"),
+    ({"links": {"inside": {"latency": 3}}}, r"\[links.inside\] unknown key 'latency'. Did you mean 'latency_us'"),
+    ({"links": {"inside": {"latency_us": "3"}}}, r"\[links.inside\] latency_us = '3': must be a number, 0 or more"),
+    ({"links": {"between": {"bandwidth_gbps": 0}}}, r"\[links.between\] bandwidth_gbps = 0: must be a number above 0"),
+    ({"links": {"adding_gbps": -1}}, r"\[links\] adding_gbps = -1: must be a number above 0"),
+    ({"links": 3}, r"\[links\] must be a section"),
+    ({"nodes": 2}, "nodes = 2: needs ranks_per_node beside it"),
+    ({"nodes": 2, "ranks_per_node": 0}, "needs ranks_per_node beside it, 1 or more"),
+    ({"ranks_per_node": 2}, "ranks_per_node: has no meaning without nodes"),
+    ({"nodes": [[0, 1], [2, 3]], "ranks_per_node": 2}, "ranks_per_node: has no meaning beside nodes that list"),
+    ({"nodes": [0, 1, 2, 3]}, "must be a list of ranks for each node"),
+    ({"nodes": [[0, 1.0], [2, 3]]}, "must be a list of ranks for each node"),
+    ({"nodes": True}, "must be a list of ranks for each node"),
+    ({"nodes": 3, "ranks_per_node": 2}, "nodes: has 6 ranks, but the job has 4"),
+    ({"nodes": [[0, 1]]}, "nodes: has 2 ranks, but the job has 4"),
+])
+def test_a_mistake_in_a_cluster_file_names_the_key_and_what_to_do(table, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_topology(table, 4, Topology.even(1, 4))
