@@ -1,0 +1,1410 @@
+/* Collectives between processes that map the same memory. Plain C, no torch: pointers and byte counts come in.
+ *
+ * One segment per group, the same bytes in every rank's address space:
+ *
+ *     Control      epoch of the last finished rendezvous, arrivals, who broke the group and why
+ *     Rank[p]      what each rank is doing: how often it arrived, the call it makes (two descriptors, in turns)
+ *     lens[p]      per descriptor, how many bytes this rank has for each other
+ *     slots[p]     two staging slots per rank, in turns, and two result slots
+ *     rings[p][p]  one byte ring for every sender and receiver
+ *
+ * A collective is a row of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
+ * (one rendezvous), and every rank takes what it needs out of the others' slots, adding in rank order where values are
+ * reduced. Slots alternate, so that one meeting per window is enough: whoever writes slot i again has met all others
+ * since they read it. Inputs that lie in a shared region are not staged at all, but read where they lie.
+ *
+ * Waiting spins for a moment, then sleeps on a futex; it never holds the GIL. A sleeper looks up every SLICE_MS whether
+ * those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something
+ * else) every wait in every rank ends with the same reason.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define RELAX() __builtin_ia32_pause()
+#else
+#define FAST
+#define RELAX() atomic_signal_fence(memory_order_seq_cst)
+#endif
+#define INDEPENDENT _Pragma("GCC ivdep")   /* outputs alias inputs exactly or not at all */
+
+enum { MAX_RANKS = 256, SLICE_MS = 50, LINE = 64 };
+enum { SLOT = 1 << 20 };            /* bytes of one staging slot */
+enum { TINY = 16 << 10 };           /* up to here a copy is cheaper than a second rendezvous */
+enum { BLOCK = 8 << 10 };           /* bytes that are reduced at a time: stays in the first-level cache */
+
+/* ------------------------------------------------------------------ what lies in the shared segment */
+
+enum Kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER };
+enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, TOO_SHORT };
+
+typedef struct {
+    uint32_t kind, dtype, op, root;
+    uint32_t region, pad;           /* of the input; 0: private memory */
+    uint64_t offset;                /* of the input in its region */
+    uint64_t nbytes;                /* must be the same on all ranks; 0 where lengths differ by design */
+    uint64_t longest;               /* of this rank's lanes */
+} Descriptor;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t epoch, sleepers;
+    _Alignas(LINE) _Atomic uint32_t arrivals;
+    _Alignas(LINE) _Atomic uint32_t broken, why;   /* broken: 1 + the rank that is to blame */
+    uint32_t ranks, ring_bytes;
+} Control;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t arrived, left;
+    int64_t pid, started;
+    _Alignas(LINE) _Atomic uint32_t bell, listeners;   /* for messages between two ranks */
+    _Alignas(LINE) Descriptor said[2];
+} Rank;
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t written;
+    _Alignas(LINE) _Atomic uint64_t read;
+    _Alignas(LINE) char bytes[];
+} Ring;
+
+typedef struct { int64_t tag; uint64_t nbytes; } Envelope;
+
+/* ------------------------------------------------------------------ what this process knows */
+
+typedef struct Op {
+    struct Op *next;
+    uint64_t ticket;
+    int kind, dtype, op, root;
+    const char *in;
+    char *out;
+    uint64_t nbytes;                /* of one lane, where all are equal */
+    uint64_t *table;                /* else four rows of p: where and how long, in and out */
+    double timeout;
+} Op;
+
+typedef struct Message {
+    struct Message *next;
+    uint64_t nbytes, moved;
+    int64_t tag;
+    int peer, sending, started, orphan;   /* peer -1: from anyone, until it has come */
+    _Atomic int done;
+    char *at;
+} Message;
+
+typedef struct Early {              /* came before anyone asked for its tag */
+    struct Early *next;
+    int peer, whole;
+    Envelope head;
+    char bytes[];
+} Early;
+
+typedef struct {                    /* what is being read off one ring */
+    int busy;
+    Envelope head;
+    uint64_t moved;
+    Message *message;               /* where it goes; else */
+    Early *early;
+} Incoming;
+
+typedef struct { uint32_t id; char *base; uint64_t stride; } Region;
+
+typedef struct {
+    PyObject_HEAD
+    char *base;
+    int rank, ranks, spin_us, yields, generation;
+    uint64_t window;                /* bytes staged at a time */
+    uint32_t meetings;              /* rendezvous so far */
+    Region *regions;
+    int region_count;
+    pthread_mutex_t lock;           /* the queue of collectives */
+    pthread_cond_t changed;
+    Op *first, *last;
+    uint64_t issued;
+    _Atomic uint64_t finished;
+    uint64_t failed;                /* the first ticket whose collective did not succeed */
+    int running, has_worker, closing;
+    pthread_t worker;
+    pthread_mutex_t post;           /* the messages */
+    pthread_cond_t posted;
+    Message *messages;
+    Early *early;
+    Incoming *incoming;
+    int has_postman;
+    pthread_t postman;
+} Link;
+
+typedef struct {                    /* one blocking call */
+    PyThreadState **state;          /* to look for signals; NULL in our own threads */
+    double deadline;
+    int spin_us;
+} Wait;
+
+static _Atomic int forks;           /* a forked child must not use its parent's links */
+static void count_fork(void) { atomic_fetch_add(&forks, 1); }
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* ------------------------------------------------------------------ addresses */
+
+static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+static uint64_t ring_stride(uint64_t ring_bytes) { return sizeof(Ring) + ring_bytes; }
+static uint64_t lens_at(int p) { return sizeof(Control) + p * sizeof(Rank); }
+static uint64_t slots_at(int p) { return round_up(lens_at(p) + 2 * sizeof(uint64_t) * p * p, 4096); }
+static uint64_t rings_at(int p) { return slots_at(p) + (uint64_t)p * 3 * SLOT; }
+
+static uint64_t ring_size(int p) { return p <= 8 ? 256 << 10 : p <= 32 ? 64 << 10 : 16 << 10; }
+static uint64_t segment_size(int p) { return rings_at(p) + (uint64_t)p * p * ring_stride(ring_size(p)); }
+
+static Control *control(Link *l) { return (Control *)l->base; }
+static Rank *rank_of(Link *l, int r) { return (Rank *)(l->base + sizeof(Control)) + r; }
+static uint64_t *lens_of(Link *l, int r, int turn) { return (uint64_t *)(l->base + lens_at(l->ranks)) + ((uint64_t)turn * l->ranks + r) * l->ranks; }
+static char *slot_of(Link *l, int r, int turn) { return l->base + slots_at(l->ranks) + ((uint64_t)r * 3 + turn) * SLOT; }
+static char *result_of(Link *l, int r, int turn) { return slot_of(l, r, 2) + turn * (SLOT / 2); }
+static Ring *ring_of(Link *l, int from, int to)
+{
+    return (Ring *)(l->base + rings_at(l->ranks) + ((uint64_t)from * l->ranks + to) * ring_stride(control(l)->ring_bytes));
+}
+
+/* ------------------------------------------------------------------ waiting */
+
+static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+static void futex_sleep(_Atomic uint32_t *word, uint32_t seen, double seconds)
+{
+    struct timespec t = {(time_t)seconds, (long)((seconds - (time_t)seconds) * 1e9)};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+static void ring_bell(Rank *r)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&r->listeners, memory_order_relaxed)) {
+        atomic_fetch_add(&r->bell, 1);
+        futex_wake(&r->bell);
+    }
+}
+
+/* Break the group for all ranks. The first reason stays. */
+static int break_group(Link *l, int blamed, int why)
+{
+    uint32_t whole = 0;
+    if (atomic_compare_exchange_strong(&control(l)->broken, &whole, (uint32_t)blamed + 1))
+        atomic_store(&control(l)->why, (uint32_t)why);
+    for (int r = 0; r < l->ranks; r++) {
+        atomic_fetch_add(&rank_of(l, r)->bell, 1);
+        futex_wake(&rank_of(l, r)->bell);
+    }
+    futex_wake(&control(l)->epoch);
+    return why;
+}
+
+static int why_broken(Link *l)
+{
+    if (!atomic_load(&control(l)->broken))
+        return FINE;
+    uint32_t why;
+    while (!(why = atomic_load(&control(l)->why)))   /* its writer is between two stores */
+        RELAX();
+    return (int)why;
+}
+
+/* The state letter of a process and when it started, from /proc; 0 where there is none of that number. */
+static char process_state(int64_t pid, int64_t *started)
+{
+    char path[40], text[1024], *at;
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    if (n <= 0)
+        return 0;
+    text[n] = 0;
+    if (!(at = strrchr(text, ')')))   /* the name before it may hold anything */
+        return 0;
+    char state = at[2];
+    at += 2;
+    for (int field = 3; field < 22 && at; field++)
+        at = strchr(at + 1, ' ');
+    *started = at ? strtoll(at, NULL, 10) : 0;
+    return state;
+}
+
+static int is_dead(Rank *r)
+{
+    int64_t started = 0;
+    char state = process_state(r->pid, &started);
+    return !state || state == 'Z' || state == 'X' || started != r->started;
+}
+
+/* A handler may have raised; only the main thread runs them. */
+static int interrupted(Wait *w)
+{
+    if (!w->state)
+        return 0;
+    PyEval_RestoreThread(*w->state);
+    int raised = PyErr_CheckSignals();
+    *w->state = PyEval_SaveThread();
+    return raised != 0;
+}
+
+/* Called between two naps. `missing` is a rank that this call cannot end without, or -1. */
+static int still_worth_waiting(Link *l, Wait *w, int missing)
+{
+    int why = why_broken(l);
+    if (why)
+        return why;
+    if (l->closing)
+        return LEFT;
+    if (interrupted(w))
+        return break_group(l, l->rank, INTERRUPTED);
+    if (missing >= 0 && atomic_load(&rank_of(l, missing)->left))
+        return break_group(l, missing, LEFT);
+    if (missing >= 0 && is_dead(rank_of(l, missing)))
+        return break_group(l, missing, LOST);
+    if (now() > w->deadline)
+        return break_group(l, missing >= 0 ? missing : l->rank, TIMED_OUT);
+    return FINE;
+}
+
+static int has_met(Link *l, uint32_t meeting) { return (int32_t)(atomic_load(&control(l)->epoch) - meeting) >= 0; }
+
+static int spin_until_met(Link *l, uint32_t meeting, Wait *w)
+{
+    for (int i = 0; i < l->yields; i++) {   /* more ranks than cores: let those run that we wait for */
+        if (has_met(l, meeting))
+            return 1;
+        sched_yield();
+    }
+    double end = now() + 1e-6 * w->spin_us;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (has_met(l, meeting))
+                return 1;
+            RELAX();
+        }
+    } while (now() < end);
+    return has_met(l, meeting);
+}
+
+/* A rank that has not come to this meeting and is dead or gone, else any that has not come, else -1. */
+static int find_missing(Link *l, uint32_t meeting)
+{
+    int missing = -1, dead = -1;
+    for (int r = 0; r < l->ranks; r++) {
+        Rank *other = rank_of(l, r);
+        int gone = atomic_load(&other->left) || is_dead(other);
+        if ((int32_t)(atomic_load(&other->arrived) - meeting) >= 0)
+            dead = gone ? r : dead;
+        else if (gone)
+            return r;
+        else
+            missing = missing < 0 ? r : missing;
+    }
+    if (missing < 0 && atomic_load(&control(l)->arrivals) == meeting * (uint32_t)l->ranks) {
+        uint32_t before = meeting - 1;   /* the last to come may have died before it could open the door */
+        atomic_compare_exchange_strong(&control(l)->epoch, &before, meeting);
+        return -1;
+    }
+    return missing < 0 ? dead : missing;
+}
+
+/* All ranks come here, then all go on. */
+static int rendezvous(Link *l, Wait *w)
+{
+    Control *c = control(l);
+    uint32_t meeting = ++l->meetings;
+    atomic_store_explicit(&rank_of(l, l->rank)->arrived, meeting, memory_order_release);
+    if (atomic_fetch_add(&c->arrivals, 1) + 1 == meeting * (uint32_t)l->ranks) {
+        atomic_store(&c->epoch, meeting);
+        if (atomic_load(&c->sleepers))
+            futex_wake(&c->epoch);
+        return FINE;
+    }
+    if (spin_until_met(l, meeting, w))
+        return FINE;
+    int why = FINE;
+    atomic_fetch_add(&c->sleepers, 1);
+    while (!why && !has_met(l, meeting)) {
+        double nap = w->deadline - now();
+        futex_sleep(&c->epoch, meeting - 1, nap <= 0 ? 0 : nap > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : nap);
+        if (!has_met(l, meeting))
+            why = still_worth_waiting(l, w, find_missing(l, meeting));
+    }
+    atomic_fetch_sub(&c->sleepers, 1);
+    return has_met(l, meeting) ? FINE : why;
+}
+
+/* ------------------------------------------------------------------ arithmetic */
+
+enum Dtype { F32, F64, F16, BF16, I8, U8, I16, U16, I32, U32, I64, U64 };
+enum Reduce { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
+static const int SIZE[] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8};
+
+#define EACH(expression) INDEPENDENT for (size_t i = 0; i < n; i++) out[i] = (expression)
+#define ARITHMETIC(T, W)                                                                  \
+    case SUM: case AVG: EACH((T)((W)a[i] + (W)b[i])); break;                              \
+    case PRODUCT: EACH((T)((W)a[i] * (W)b[i])); break;                                    \
+    case MIN: EACH(a[i] < b[i] || a[i] != a[i] ? a[i] : b[i]); break;   /* NaN wins */    \
+    case MAX: EACH(a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]); break;
+#define FLOATS(T)                                                                         \
+    FAST static void join_##T(int op, T *out, const T *a, const T *b, size_t n)           \
+    {                                                                                     \
+        switch (op) { ARITHMETIC(T, T) }                                                  \
+    }
+/* Sums and products of integers wrap, so they are taken unsigned. */
+#define INTEGERS(T, W)                                                                    \
+    FAST static void join_##T(int op, T *out, const T *a, const T *b, size_t n)           \
+    {                                                                                     \
+        switch (op) {                                                                     \
+            ARITHMETIC(T, W)                                                              \
+            case BAND: EACH(a[i] & b[i]); break;                                          \
+            case BOR: EACH(a[i] | b[i]); break;                                           \
+            case BXOR: EACH(a[i] ^ b[i]); break;                                          \
+        }                                                                                 \
+    }
+FLOATS(float)
+FLOATS(double)
+INTEGERS(int8_t, uint32_t)
+INTEGERS(uint8_t, uint32_t)
+INTEGERS(int16_t, uint32_t)
+INTEGERS(uint16_t, uint32_t)
+INTEGERS(int32_t, uint32_t)
+INTEGERS(uint32_t, uint32_t)
+INTEGERS(int64_t, uint64_t)
+INTEGERS(uint64_t, uint64_t)
+
+FAST static void divide_float(float *out, float by, size_t n) { INDEPENDENT for (size_t i = 0; i < n; i++) out[i] /= by; }
+FAST static void divide_double(double *out, double by, size_t n) { INDEPENDENT for (size_t i = 0; i < n; i++) out[i] /= by; }
+
+FAST static void widen_bf16(float *out, const uint16_t *in, size_t n)
+{
+    uint32_t *bits = (uint32_t *)out;
+    for (size_t i = 0; i < n; i++)
+        bits[i] = (uint32_t)in[i] << 16;
+}
+
+FAST static void narrow_bf16(uint16_t *out, const float *in, size_t n)   /* to nearest, ties to even; NaN stays one */
+{
+    const uint32_t *bits = (const uint32_t *)in;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t u = bits[i], rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+        out[i] = (uint16_t)((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+FAST static void widen_f16(float *out, const _Float16 *in, size_t n) { for (size_t i = 0; i < n; i++) out[i] = (float)in[i]; }
+FAST static void narrow_f16(_Float16 *out, const float *in, size_t n) { for (size_t i = 0; i < n; i++) out[i] = (_Float16)in[i]; }
+
+static void join(int dtype, int op, void *out, const void *a, const void *b, size_t n)
+{
+    switch (dtype) {
+    case F32: join_float(op, out, a, b, n); break;
+    case F64: join_double(op, out, a, b, n); break;
+    case I8: join_int8_t(op, out, a, b, n); break;
+    case U8: join_uint8_t(op, out, a, b, n); break;
+    case I16: join_int16_t(op, out, a, b, n); break;
+    case U16: join_uint16_t(op, out, a, b, n); break;
+    case I32: join_int32_t(op, out, a, b, n); break;
+    case U32: join_uint32_t(op, out, a, b, n); break;
+    case I64: join_int64_t(op, out, a, b, n); break;
+    case U64: join_uint64_t(op, out, a, b, n); break;
+    }
+}
+
+static void reduce_halves(int dtype, int op, char *out, const char **in, int p, size_t n)
+{
+    float sum[BLOCK / 2], next[BLOCK / 2];
+    for (int r = 0; r < p; r++) {
+        float *into = r ? next : sum;
+        dtype == BF16 ? widen_bf16(into, (const uint16_t *)in[r], n) : widen_f16(into, (const _Float16 *)in[r], n);
+        if (r)
+            join_float(op, sum, sum, next, n);
+    }
+    if (op == AVG)
+        divide_float(sum, (float)p, n);
+    dtype == BF16 ? narrow_bf16((uint16_t *)out, sum, n) : narrow_f16((_Float16 *)out, sum, n);
+}
+
+static void reduce_block(int dtype, int op, char *out, const char **in, int p, size_t n)
+{
+    char sum[BLOCK];
+    if (dtype == F16 || dtype == BF16) {
+        reduce_halves(dtype, op, out, in, p, n);
+        return;
+    }
+    if (p == 1)
+        memmove(out, in[0], n * SIZE[dtype]);
+    for (int r = 1; r < p; r++)   /* the output may be one of the inputs, so it is written last */
+        join(dtype, op, r == p - 1 ? out : sum, r == 1 ? in[0] : sum, in[r], n);
+    if (op == AVG && dtype == F32)
+        divide_float((float *)out, (float)p, n);
+    if (op == AVG && dtype == F64)
+        divide_double((double *)out, (double)p, n);
+}
+
+/* out = in[0] op in[1] op ... in this order, 16-bit floats in fp32 with one rounding. in: p addresses, moved along. */
+static void reduce(int dtype, int op, char *out, const char **in, int p, uint64_t nbytes)
+{
+    while (nbytes) {
+        uint64_t piece = nbytes < BLOCK ? nbytes : BLOCK;
+        reduce_block(dtype, op, out, in, p, piece / SIZE[dtype]);
+        out += piece;
+        nbytes -= piece;
+        for (int r = 0; r < p; r++)
+            in[r] += piece;
+    }
+}
+
+/* ------------------------------------------------------------------ one collective */
+
+typedef struct {
+    int lanes;                      /* 1: the same for everyone; p: one for each rank */
+    int publishes, takes;           /* takes: from none, the root only, or all */
+    int reduces, in_shares;
+    uint64_t in_at[MAX_RANKS], in_len[MAX_RANKS], out_at[MAX_RANKS], out_len[MAX_RANKS];
+} Plan;
+enum { NONE, ROOT, ALL };
+
+static int publishes(const Op *op, int r) { return (op->kind != BROADCAST && op->kind != SCATTER) || op->root == r; }
+
+static uint64_t part(uint64_t length, uint64_t from, uint64_t most)
+{
+    return from >= length ? 0 : length - from < most ? length - from : most;
+}
+
+static uint64_t share_of(Link *l, uint64_t nbytes) { return round_up((nbytes + l->ranks - 1) / l->ranks, LINE); }
+
+/* Large all-reduce among many: lane d is the d-th share of the input, which rank d adds up. */
+static void plan_shares(Link *l, const Op *op, Plan *plan)
+{
+    uint64_t share = share_of(l, op->nbytes);
+    plan->lanes = l->ranks;
+    for (int d = 0; d < l->ranks; d++) {
+        plan->in_at[d] = d * share < op->nbytes ? d * share : op->nbytes;
+        plan->in_len[d] = part(op->nbytes, d * share, share);
+        plan->out_len[d] = part(op->nbytes, l->rank * share, share);
+    }
+}
+
+static void make_plan(Link *l, const Op *op, Plan *plan)
+{
+    int p = l->ranks, k = op->kind, root = op->root == l->rank;
+    plan->lanes = k == REDUCE_SCATTER || k == SCATTER || k == ALL_TO_ALL ? p : 1;
+    plan->publishes = publishes(op, l->rank);
+    plan->takes = k == BROADCAST || k == SCATTER ? ROOT : (k == REDUCE || k == GATHER) && !root ? NONE : ALL;
+    plan->reduces = k == ALL_REDUCE || k == REDUCE || k == REDUCE_SCATTER;
+    plan->in_shares = k == ALL_REDUCE && p > 2 && op->nbytes > TINY;
+    int many_out = k == ALL_GATHER || k == GATHER || k == ALL_TO_ALL;
+    for (int r = 0; r < p; r++) {
+        plan->in_at[r] = op->table ? op->table[r] : plan->lanes > 1 ? r * op->nbytes : 0;
+        plan->in_len[r] = op->table ? op->table[p + r] : op->nbytes;
+        plan->out_at[r] = op->table ? op->table[2 * p + r] : many_out ? r * op->nbytes : 0;
+        plan->out_len[r] = op->table ? op->table[3 * p + r] : op->nbytes;
+    }
+    if (plan->in_shares)
+        plan_shares(l, op, plan);
+}
+
+static uint64_t longest_lane(Plan *plan)
+{
+    uint64_t longest = 0;
+    for (int d = 0; plan->publishes && d < plan->lanes; d++)
+        longest = plan->in_len[d] > longest ? plan->in_len[d] : longest;
+    return longest;
+}
+
+static void find_region(Link *l, const Op *op, Descriptor *d)
+{
+    d->region = 0;
+    if (op->nbytes <= TINY && !op->table)
+        return;
+    for (int i = 0; i < l->region_count; i++) {
+        const char *mine = l->regions[i].base + l->rank * l->regions[i].stride;
+        if (op->in >= mine && op->in < mine + l->regions[i].stride) {
+            d->region = l->regions[i].id;
+            d->offset = (uint64_t)(op->in - mine);
+        }
+    }
+}
+
+/* Tell the others what this rank is about to do, for the next meeting. */
+static Descriptor *post(Link *l, const Op *op, Plan *plan)
+{
+    int turn = (l->meetings + 1) & 1;
+    Descriptor *d = &rank_of(l, l->rank)->said[turn];
+    d->kind = op->kind, d->dtype = op->dtype, d->op = op->op, d->root = op->root;
+    d->nbytes = op->table ? 0 : op->nbytes;
+    d->longest = longest_lane(plan);
+    find_region(l, op, d);
+    memcpy(lens_of(l, l->rank, turn), plan->in_len, plan->lanes * sizeof(uint64_t));
+    return d;
+}
+
+static int same_call(const Descriptor *a, const Descriptor *b)
+{
+    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root && a->nbytes == b->nbytes;
+}
+
+/* After the first meeting: do all ranks make the same call, and has each what this one will take from it? */
+static int compare_calls(Link *l, Plan *plan)
+{
+    int turn = l->meetings & 1;
+    Descriptor *mine = &rank_of(l, l->rank)->said[turn];
+    for (int r = 0; r < l->ranks; r++)
+        if (!same_call(mine, &rank_of(l, r)->said[turn]))
+            return break_group(l, r, MISMATCHED);
+    for (int r = 0; plan->takes != NONE && r < l->ranks; r++) {
+        int source = plan->takes == ALL || (int)mine->root == r;
+        if (source && lens_of(l, r, turn)[plan->lanes > 1 ? l->rank : 0] != plan->out_len[r])
+            return break_group(l, r, WRONG_LENGTH);
+    }
+    return FINE;
+}
+
+static uint64_t lane_window(Link *l, int lanes) { return l->window / lanes / LINE * LINE; }
+
+static void stage(Link *l, const Op *op, Plan *plan, uint64_t window)
+{
+    uint64_t c = lane_window(l, plan->lanes), from = window * c;
+    char *slot = slot_of(l, l->rank, (l->meetings + 1) & 1);
+    for (int d = 0; plan->publishes && d < plan->lanes; d++)
+        if (plan->lanes == 1 || d != l->rank)
+            memcpy(slot + d * c, op->in + plan->in_at[d] + from, part(plan->in_len[d], from, c));
+}
+
+/* Where this rank finds what `r` has for it: its own input, a region, or `r`'s slot of the last meeting. */
+static const char *source_of(Link *l, const Op *op, Plan *plan, int r, const Descriptor *direct)
+{
+    int lane = plan->lanes > 1 ? l->rank : 0;
+    if (r == l->rank)
+        return op->in + plan->in_at[lane];
+    if (!direct)
+        return slot_of(l, r, l->meetings & 1) + lane * lane_window(l, plan->lanes);
+    for (int i = 0; i < l->region_count; i++)
+        if (l->regions[i].id == direct->region) {
+            uint64_t before = 0;   /* lanes of another rank may be of other lengths than ours */
+            for (int d = 0; d < lane; d++)
+                before += lens_of(l, r, l->meetings & 1)[d];
+            return l->regions[i].base + r * l->regions[i].stride + direct->offset + before;
+        }
+    return NULL;
+}
+
+/* Take bytes [from, from + most) of every lane that is for this rank. */
+static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most, const Descriptor **direct)
+{
+    const char *in[MAX_RANKS];
+    for (int r = 0; r < l->ranks; r++) {
+        int source = plan->takes == ALL || (plan->takes == ROOT && op->root == r);
+        if (!source)
+            continue;
+        in[r] = source_of(l, op, plan, r, direct ? direct[r] : NULL) + (direct || r == l->rank ? from : 0);
+        char *out = op->out + plan->out_at[r] + from;
+        if (!plan->reduces && in[r] != out)
+            memcpy(out, in[r], part(plan->out_len[r], from, most));
+    }
+    if (plan->reduces && plan->takes == ALL)
+        reduce(op->dtype, op->op, op->out + from, in, l->ranks, part(plan->out_len[0], from, most));
+}
+
+static int take_staged(Link *l, const Op *op, Plan *plan, uint64_t longest, int restage, Wait *w)
+{
+    uint64_t c = lane_window(l, plan->lanes);
+    for (uint64_t window = 0; !window || window * c < longest; window++) {
+        if (window || restage) {
+            stage(l, op, plan, window);
+            int why = rendezvous(l, w);
+            if (why)
+                return why;
+        }
+        take(l, op, plan, window * c, c, NULL);
+    }
+    return FINE;
+}
+
+/* Every rank adds up its share of each window; the result is read by all after the next meeting, which is also the one
+ * that publishes the next window. */
+static int all_reduce_in_shares(Link *l, const Op *op, Plan *plan, int restage, Wait *w)
+{
+    uint64_t c = lane_window(l, l->ranks), windows = (share_of(l, op->nbytes) + c - 1) / c;
+    const char *in[MAX_RANKS];
+    for (uint64_t t = 0; t <= windows; t++) {
+        if (t < windows && (t || restage))
+            stage(l, op, plan, t);
+        int why = t || restage ? rendezvous(l, w) : FINE;
+        if (why)
+            return why;
+        for (int d = 0; t && d < l->ranks; d++)
+            if (d != l->rank)
+                memcpy(op->out + plan->in_at[d] + (t - 1) * c, result_of(l, d, (t - 1) & 1), part(plan->in_len[d], (t - 1) * c, c));
+        uint64_t n = part(plan->in_len[l->rank], t * c, c);
+        for (int r = 0; r < l->ranks; r++)
+            in[r] = source_of(l, op, plan, r, NULL) + (r == l->rank ? t * c : 0);
+        reduce(op->dtype, op->op, result_of(l, l->rank, t & 1), in, l->ranks, n);
+        memcpy(op->out + plan->in_at[l->rank] + t * c, result_of(l, l->rank, t & 1), n);
+    }
+    return FINE;
+}
+
+/* All inputs lie in shared regions: add up this rank's share where it lies, and write it to all. */
+static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const Descriptor **direct)
+{
+    uint64_t share = share_of(l, op->nbytes), n = part(op->nbytes, l->rank * share, share);
+    const char *in[MAX_RANKS];
+    for (int r = 0; r < l->ranks; r++)
+        in[r] = source_of(l, op, plan, r, direct[r]) + (plan->in_shares ? 0 : l->rank * share);
+    for (uint64_t at = 0; at < n; at += BLOCK) {
+        uint64_t piece = part(n, at, BLOCK);
+        reduce_block(op->dtype, op->op, (char *)in[0], in, l->ranks, piece / SIZE[op->dtype]);
+        for (int r = 1; r < l->ranks; r++)
+            memcpy((char *)in[r], in[0], piece);
+        for (int r = 0; r < l->ranks; r++)
+            in[r] += piece;
+    }
+}
+
+static int run(Link *l, const Op *op, Wait *w)
+{
+    Plan plan;
+    int why = why_broken(l);
+    if (why)
+        return why;
+    make_plan(l, op, &plan);
+    if (!post(l, op, &plan)->region)
+        stage(l, op, &plan, 0);
+    if ((why = rendezvous(l, w)) || (why = compare_calls(l, &plan)) || op->kind == BARRIER)
+        return why;
+    const Descriptor *said[MAX_RANKS];
+    uint64_t longest = 0;
+    int regions = 0, sources = 0;
+    for (int r = 0; r < l->ranks; r++) {
+        said[r] = &rank_of(l, r)->said[l->meetings & 1];
+        longest = said[r]->longest > longest ? said[r]->longest : longest;
+        sources += publishes(op, r);
+        regions += publishes(op, r) && said[r]->region;
+    }
+    if (regions < sources)
+        return plan.in_shares ? all_reduce_in_shares(l, op, &plan, regions > 0, w)
+                              : take_staged(l, op, &plan, longest, regions > 0, w);
+    if (op->kind == ALL_REDUCE)
+        all_reduce_in_place(l, op, &plan, said);
+    else
+        take(l, op, &plan, 0, UINT64_MAX, said);
+    return rendezvous(l, w);   /* only now may an input change */
+}
+
+/* ------------------------------------------------------------------ collectives one after the other */
+
+/* Take the floor, or fail if others are before. */
+static int begin_at_once(Link *l)
+{
+    pthread_mutex_lock(&l->lock);
+    int free_now = !l->first && !l->running && !l->closing;
+    if (free_now)
+        l->running = 1;
+    pthread_mutex_unlock(&l->lock);
+    return free_now;
+}
+
+static void end_turn(Link *l)
+{
+    pthread_mutex_lock(&l->lock);
+    l->running = 0;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->lock);
+}
+
+static void *work(void *self)
+{
+    Link *l = self;
+    pthread_mutex_lock(&l->lock);
+    for (;;) {
+        while ((!l->first || l->running) && !l->closing)
+            pthread_cond_wait(&l->changed, &l->lock);
+        if (l->closing)
+            break;
+        Op *op = l->first;
+        l->running = 1;
+        pthread_mutex_unlock(&l->lock);
+        Wait w = {NULL, now() + op->timeout, l->spin_us / 10};
+        int why = run(l, op, &w);
+        pthread_mutex_lock(&l->lock);
+        if (why && !l->failed)
+            l->failed = op->ticket;
+        l->running = 0;
+        if (!(l->first = op->next))
+            l->last = NULL;
+        atomic_store(&l->finished, op->ticket);
+        free(op->table);
+        free(op);
+        pthread_cond_broadcast(&l->changed);
+    }
+    pthread_mutex_unlock(&l->lock);
+    return NULL;
+}
+
+static uint64_t enqueue(Link *l, Op *op)
+{
+    pthread_mutex_lock(&l->lock);
+    if (!l->has_worker)
+        l->has_worker = !pthread_create(&l->worker, NULL, work, l);
+    uint64_t ticket = op->ticket = ++l->issued;
+    if (l->last)
+        l->last->next = op;
+    else
+        l->first = op;
+    l->last = op;
+    pthread_cond_broadcast(&l->changed);
+    pthread_mutex_unlock(&l->lock);
+    return ticket;
+}
+
+static void nap_on(pthread_cond_t *cond, pthread_mutex_t *lock, double seconds)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    int64_t ns = t.tv_nsec + (int64_t)(seconds * 1e9);
+    t.tv_sec += ns / 1000000000;
+    t.tv_nsec = ns % 1000000000;
+    pthread_cond_timedwait(cond, lock, &t);
+}
+
+/* Until the collective of this ticket has ended. TIMED_OUT leaves the group whole: it may still end. */
+static int await(Link *l, uint64_t ticket, Wait *w)
+{
+    int why = FINE;
+    pthread_mutex_lock(&l->lock);
+    while (!why && atomic_load(&l->finished) < ticket && !l->closing) {
+        nap_on(&l->changed, &l->lock, 1e-3 * SLICE_MS);
+        pthread_mutex_unlock(&l->lock);
+        if (interrupted(w))
+            why = break_group(l, l->rank, INTERRUPTED);
+        else if (now() > w->deadline && atomic_load(&l->finished) < ticket)
+            why = TIMED_OUT;
+        pthread_mutex_lock(&l->lock);
+    }
+    int failed = l->failed && l->failed <= ticket, left = atomic_load(&l->finished) < ticket;
+    pthread_mutex_unlock(&l->lock);
+    return why ? why : failed ? why_broken(l) : left ? LEFT : FINE;
+}
+
+/* ------------------------------------------------------------------ messages between two ranks */
+
+static void copy_in(Ring *ring, uint64_t size, uint64_t at, const char *from, uint64_t n)
+{
+    uint64_t begin = at & (size - 1), first = n < size - begin ? n : size - begin;
+    memcpy(ring->bytes + begin, from, first);
+    memcpy(ring->bytes, from + first, n - first);
+}
+
+static void copy_out(Ring *ring, uint64_t size, uint64_t at, char *to, uint64_t n)
+{
+    uint64_t begin = at & (size - 1), first = n < size - begin ? n : size - begin;
+    memcpy(to, ring->bytes + begin, first);
+    memcpy(to + first, ring->bytes, n - first);
+}
+
+/* Put as much of it on the ring as there is room for. Returns whether anything moved. */
+static int push(Link *l, Message *m)
+{
+    Ring *ring = ring_of(l, l->rank, m->peer);
+    uint64_t size = control(l)->ring_bytes, written = atomic_load_explicit(&ring->written, memory_order_relaxed);
+    uint64_t room = size - (written - atomic_load_explicit(&ring->read, memory_order_acquire)), begin = written;
+    if (!m->started && room >= sizeof(Envelope)) {
+        Envelope head = {m->tag, m->nbytes};
+        copy_in(ring, size, written, (char *)&head, sizeof head);
+        written += sizeof head;
+        room -= sizeof head;
+        m->started = 1;
+    }
+    if (!m->started)
+        return 0;
+    uint64_t n = part(m->nbytes, m->moved, room);
+    copy_in(ring, size, written, m->at + m->moved, n);
+    m->moved += n;
+    atomic_store_explicit(&ring->written, written + n, memory_order_release);
+    if (m->moved == m->nbytes)
+        m->done = 1;
+    if (written + n != begin)
+        ring_bell(rank_of(l, m->peer));
+    return written + n != begin;
+}
+
+/* The first receive that waits for this message; `others` tells whether any waits for another from the same rank. */
+static Message *receiver(Link *l, int peer, int64_t tag, int *others)
+{
+    *others = 0;
+    for (Message *m = l->messages; m; m = m->next) {
+        if (m->sending || m->started || m->done || (m->peer >= 0 && m->peer != peer))
+            continue;
+        if (m->tag == tag)
+            return m;
+        *others = 1;
+    }
+    return NULL;
+}
+
+static int accept_message(Link *l, int peer, Incoming *in, Message *m)
+{
+    if (m->nbytes != in->head.nbytes)
+        return break_group(l, peer, WRONG_LENGTH);
+    m->peer = peer;
+    m->started = 1;
+    return FINE;
+}
+
+/* Begin with the next message on a ring, if someone wants it or something behind it. */
+static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t *read, uint64_t there)
+{
+    Incoming *in = &l->incoming[peer];
+    int others;
+    if (there < sizeof(Envelope))
+        return 0;
+    copy_out(ring, size, *read, (char *)&in->head, sizeof(Envelope));
+    in->message = receiver(l, peer, in->head.tag, &others);
+    in->early = NULL;
+    if (!in->message && !others)
+        return 0;
+    if (in->message && accept_message(l, peer, in, in->message))
+        return 0;
+    if (!in->message) {
+        Early **end = &l->early;
+        while (*end)
+            end = &(*end)->next;
+        if (!(*end = in->early = calloc(1, sizeof(Early) + in->head.nbytes)))
+            return 0;
+        in->early->peer = peer;
+        in->early->head = in->head;
+    }
+    *read += sizeof(Envelope);
+    in->moved = 0;
+    return in->busy = 1;
+}
+
+/* Read what has come from one rank. Returns whether anything moved. */
+static int pull(Link *l, int peer)
+{
+    Ring *ring = ring_of(l, peer, l->rank);
+    Incoming *in = &l->incoming[peer];
+    uint64_t size = control(l)->ring_bytes, read = atomic_load_explicit(&ring->read, memory_order_relaxed), begin = read;
+    uint64_t written = atomic_load_explicit(&ring->written, memory_order_acquire);
+    while (in->busy || open_envelope(l, peer, ring, size, &read, written - read)) {
+        uint64_t n = part(in->head.nbytes, in->moved, written - read);
+        copy_out(ring, size, read, (in->message ? in->message->at : in->early->bytes) + in->moved, n);
+        read += n;
+        in->moved += n;
+        if (in->moved < in->head.nbytes)
+            break;
+        in->busy = 0;
+        if (in->message)
+            in->message->done = 1;
+        else
+            in->early->whole = 1;
+    }
+    atomic_store_explicit(&ring->read, read, memory_order_release);
+    if (read != begin)
+        ring_bell(rank_of(l, peer));
+    return read != begin;
+}
+
+static void take_early(Link *l, Message *m)
+{
+    for (Early **at = &l->early; *at; at = &(*at)->next) {
+        Early *e = *at;
+        if (!e->whole || e->head.tag != m->tag || (m->peer >= 0 && m->peer != e->peer))
+            continue;
+        if (m->nbytes != e->head.nbytes) {
+            break_group(l, e->peer, WRONG_LENGTH);
+            return;
+        }
+        memcpy(m->at, e->bytes, m->nbytes);
+        m->peer = e->peer;
+        m->started = m->done = 1;
+        *at = e->next;
+        free(e);
+        return;
+    }
+}
+
+/* Move every message as far as it goes. Called with `post` held. Returns whether anything moved. */
+static int move_messages(Link *l)
+{
+    int moved = 0, ended = 0;
+    char blocked[MAX_RANKS] = {0};
+    for (Message *m = l->messages; m; m = m->next) {
+        if (m->sending && !m->done && !blocked[m->peer]) {
+            moved |= push(l, m);
+            blocked[m->peer] = !m->done;   /* messages to one rank do not overtake each other */
+        } else if (!m->sending && !m->started && l->early) {
+            take_early(l, m);
+        }
+    }
+    for (int r = 0; r < l->ranks; r++)
+        moved |= pull(l, r);
+    for (Message **at = &l->messages; *at;) {
+        Message *m = *at;
+        if (!m->done) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        ended = 1;
+        if (m->orphan)
+            free(m);
+    }
+    if (ended)
+        ring_bell(rank_of(l, l->rank));   /* other threads of this rank may wait for what has just ended */
+    return moved | ended;
+}
+
+static void add_message(Link *l, Message *m)
+{
+    Message **end = &l->messages;
+    while (*end)
+        end = &(*end)->next;
+    *end = m;
+}
+
+/* The rank that a message waits for, if that one is gone; anyone's message is lost only when all others are gone. */
+static int find_gone(Link *l, Message *m)
+{
+    if (!m)
+        return -1;
+    if (m->peer >= 0)
+        return m->peer;
+    int last = -1;
+    for (int r = 0; r < l->ranks; r++) {
+        if (r == l->rank)
+            continue;
+        if (!atomic_load(&rank_of(l, r)->left) && !is_dead(rank_of(l, r)))
+            return -1;
+        last = r;
+    }
+    return last;
+}
+
+static int move_once(Link *l)
+{
+    pthread_mutex_lock(&l->post);
+    int moved = move_messages(l);
+    pthread_mutex_unlock(&l->post);
+    return moved;
+}
+
+/* Sleep until a bell rings for this rank, or for a slice. Returns why to give up, or FINE. */
+static int listen_for_bell(Link *l, Message *m, Wait *w)
+{
+    Rank *me = rank_of(l, l->rank);
+    int why = FINE;
+    atomic_fetch_add(&me->listeners, 1);
+    uint32_t heard = atomic_load(&me->bell);
+    if (!move_once(l) && !(m && m->done)) {
+        double left = w->deadline - now();
+        futex_sleep(&me->bell, heard, left <= 0 ? 0 : left > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : left);
+        if (atomic_load(&me->bell) == heard && !move_once(l))
+            why = still_worth_waiting(l, w, find_gone(l, m));
+        else
+            why = why_broken(l);
+    }
+    atomic_fetch_sub(&me->listeners, 1);
+    return why;
+}
+
+/* Move messages until this one has arrived. */
+static int deliver(Link *l, Message *m, Wait *w)
+{
+    int why = why_broken(l);
+    double end = 0;
+    for (int quiet = 0; !why && !m->done;) {
+        if (move_once(l)) {
+            quiet = 0;
+            continue;
+        }
+        if (++quiet < 64) {
+            RELAX();
+            continue;
+        }
+        if (l->yields)
+            sched_yield();
+        end = end ? end : now() + 1e-6 * (w->spin_us + l->yields);
+        if (now() > end)
+            why = listen_for_bell(l, m, w);
+    }
+    if (!m->done)
+        return why;
+    pthread_mutex_lock(&l->post);   /* whoever ended it may not have unlinked it yet */
+    pthread_mutex_unlock(&l->post);
+    return FINE;
+}
+
+static void *carry(void *self)
+{
+    Link *l = self;
+    Wait w = {NULL, INFINITY, 0};
+    for (;;) {
+        pthread_mutex_lock(&l->post);
+        while (!l->messages && !l->closing)
+            pthread_cond_wait(&l->posted, &l->post);
+        int closing = l->closing;
+        pthread_mutex_unlock(&l->post);
+        if (closing || why_broken(l))
+            return NULL;
+        listen_for_bell(l, NULL, &w);
+    }
+}
+
+static void withdraw(Link *l, Message *m)
+{
+    pthread_mutex_lock(&l->post);
+    for (Message **at = &l->messages; *at; at = &(*at)->next)
+        if (*at == m) {
+            *at = m->next;
+            break;
+        }
+    for (int r = 0; r < l->ranks; r++)
+        if (l->incoming[r].message == m)
+            l->incoming[r].busy = 0;
+    pthread_mutex_unlock(&l->post);
+}
+
+/* ------------------------------------------------------------------ for Python */
+
+#define NUMBER(i) PyLong_AsLongLong(args[i])
+#define ADDRESS(i) ((char *)(uintptr_t)PyLong_AsUnsignedLongLong(args[i]))
+#define SECONDS(i) PyFloat_AsDouble(args[i])
+#define CHECKED(count) \
+    if (n != (count)) return PyErr_Format(PyExc_TypeError, "%d arguments expected, %zd given", count, n)
+#define USABLE(l) \
+    if ((l)->generation != atomic_load(&forks)) return PyLong_FromLong(FORKED)
+
+static Op read_op(PyObject *const *args)
+{
+    Op op = {.kind = (int)NUMBER(0), .dtype = (int)NUMBER(1), .op = (int)NUMBER(2), .root = (int)NUMBER(3),
+             .in = ADDRESS(4), .out = ADDRESS(5), .timeout = SECONDS(7)};
+    return op;
+}
+
+/* Lengths: one number, or four rows of p as bytes (where and how long, in and out). */
+static int read_lengths(Link *l, Op *op, PyObject *lengths)
+{
+    if (PyLong_Check(lengths)) {
+        op->nbytes = PyLong_AsUnsignedLongLong(lengths);
+        return !PyErr_Occurred();
+    }
+    char *rows;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(lengths, &rows, &size) || size != (Py_ssize_t)(4 * l->ranks * sizeof(uint64_t)))
+        return 0;
+    op->table = memcpy(malloc(size), rows, size);
+    return 1;
+}
+
+/* run(kind, dtype, op, root, in, out, lengths, timeout) -> why */
+static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(8);
+    USABLE(l);
+    Op op = read_op(args);
+    if (!read_lengths(l, &op, args[6]) || PyErr_Occurred())
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    Wait w = {&state, now() + op.timeout, l->spin_us};
+    int why;
+    if (begin_at_once(l)) {
+        why = run(l, &op, &w);
+        end_turn(l);
+        free(op.table);
+    } else {
+        Op *later = memcpy(malloc(sizeof op), &op, sizeof op);
+        w.deadline = INFINITY;   /* its own time begins when its turn comes */
+        why = await(l, enqueue(l, later), &w);
+    }
+    PyEval_RestoreThread(state);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+}
+
+/* submit(kind, dtype, op, root, in, out, lengths, timeout) -> ticket */
+static PyObject *link_submit(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(8);
+    Op *op = malloc(sizeof *op);
+    *op = read_op(args);
+    if (!read_lengths(l, op, args[6]) || PyErr_Occurred()) {
+        free(op);
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(enqueue(l, op));
+}
+
+/* await(ticket, seconds) -> why */
+static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(2);
+    USABLE(l);
+    uint64_t ticket = PyLong_AsUnsignedLongLong(args[0]);
+    PyThreadState *state = PyEval_SaveThread();
+    Wait w = {&state, now() + SECONDS(1), 0};
+    int why = await(l, ticket, &w);
+    PyEval_RestoreThread(state);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+}
+
+static PyObject *link_finished(Link *l, PyObject *Py_UNUSED(none)) { return PyLong_FromUnsignedLongLong(atomic_load(&l->finished)); }
+
+/* message(sending, address, nbytes, peer, tag, timeout) -> (why, from) */
+static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(6);
+    USABLE(l);
+    Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
+    double timeout = SECONDS(5);
+    PyThreadState *state = PyEval_SaveThread();
+    Wait w = {&state, now() + timeout, l->spin_us};
+    pthread_mutex_lock(&l->post);
+    add_message(l, &m);
+    pthread_mutex_unlock(&l->post);
+    int why = deliver(l, &m, &w);
+    if (why)
+        withdraw(l, &m);
+    PyEval_RestoreThread(state);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m.peer);
+}
+
+/* post(sending, address, nbytes, peer, tag) -> handle */
+static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(5);
+    Message *m = calloc(1, sizeof *m);
+    m->sending = (int)NUMBER(0), m->at = ADDRESS(1), m->nbytes = (uint64_t)NUMBER(2), m->peer = (int)NUMBER(3), m->tag = NUMBER(4);
+    pthread_mutex_lock(&l->post);
+    add_message(l, m);
+    if (!l->has_postman)
+        l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
+    pthread_cond_signal(&l->posted);
+    pthread_mutex_unlock(&l->post);
+    return PyLong_FromVoidPtr(m);
+}
+
+/* settle(handle, seconds) -> from, or -why */
+static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(2);
+    USABLE(l);
+    Message *m = PyLong_AsVoidPtr(args[0]);
+    PyThreadState *state = PyEval_SaveThread();
+    Wait w = {&state, now() + SECONDS(1), l->spin_us};
+    int why = deliver(l, m, &w);
+    PyEval_RestoreThread(state);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m->peer);
+}
+
+static PyObject *link_settled(Link *l, PyObject *handle)
+{
+    (void)l;
+    return PyBool_FromLong(((Message *)PyLong_AsVoidPtr(handle))->done);
+}
+
+/* drop(handle): nobody will ask for it again; a message on its way goes on. */
+static PyObject *link_drop(Link *l, PyObject *handle)
+{
+    Message *m = PyLong_AsVoidPtr(handle);
+    pthread_mutex_lock(&l->post);
+    if (m->done)
+        free(m);
+    else
+        m->orphan = 1;
+    pthread_mutex_unlock(&l->post);
+    Py_RETURN_NONE;
+}
+
+/* add_region(id, address, stride): rank r's part begins at address + r * stride. */
+static PyObject *link_add_region(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(3);
+    Region region = {(uint32_t)NUMBER(0), ADDRESS(1), (uint64_t)NUMBER(2)};
+    pthread_mutex_lock(&l->lock);
+    l->regions = realloc(l->regions, (l->region_count + 1) * sizeof region);
+    l->regions[l->region_count++] = region;
+    pthread_mutex_unlock(&l->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *link_drop_region(Link *l, PyObject *id)
+{
+    uint32_t gone = (uint32_t)PyLong_AsUnsignedLong(id);
+    pthread_mutex_lock(&l->lock);
+    for (int i = 0; i < l->region_count; i++)
+        if (l->regions[i].id == gone)
+            l->regions[i--] = l->regions[--l->region_count];
+    pthread_mutex_unlock(&l->lock);
+    Py_RETURN_NONE;
+}
+
+/* break_off(rank, why): end every wait of every rank. */
+static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(2);
+    break_group(l, (int)NUMBER(0), (int)NUMBER(1));
+    Py_RETURN_NONE;
+}
+
+/* leave(): this rank will make no call any more; whoever waits for it learns so. Ends this rank's threads. */
+static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
+{
+    if (l->generation != atomic_load(&forks) || l->closing)
+        Py_RETURN_NONE;
+    PyThreadState *state = PyEval_SaveThread();
+    pthread_mutex_lock(&l->lock);
+    pthread_mutex_lock(&l->post);
+    l->closing = 1;
+    pthread_cond_broadcast(&l->changed);
+    pthread_cond_broadcast(&l->posted);
+    pthread_mutex_unlock(&l->post);
+    pthread_mutex_unlock(&l->lock);
+    atomic_store(&rank_of(l, l->rank)->left, 1);
+    for (int r = 0; r < l->ranks; r++) {
+        atomic_fetch_add(&rank_of(l, r)->bell, 1);
+        futex_wake(&rank_of(l, r)->bell);
+    }
+    futex_wake(&control(l)->epoch);
+    if (l->has_worker)
+        pthread_join(l->worker, NULL);
+    if (l->has_postman)
+        pthread_join(l->postman, NULL);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+}
+
+/* status() -> (why, blamed rank or -1, [meetings each rank came to], [state letter of each process]) */
+static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
+{
+    PyObject *arrived = PyList_New(l->ranks), *states = PyList_New(l->ranks);
+    for (int r = 0; r < l->ranks; r++) {
+        int64_t started;
+        char state = process_state(rank_of(l, r)->pid, &started);
+        PyList_SetItem(arrived, r, PyLong_FromUnsignedLong(atomic_load(&rank_of(l, r)->arrived)));
+        PyList_SetItem(states, r, PyUnicode_FromFormat("%c", is_dead(rank_of(l, r)) ? 'X' : state));
+    }
+    return Py_BuildValue("(iiNN)", (int)atomic_load(&control(l)->why), (int)atomic_load(&control(l)->broken) - 1, arrived, states);
+}
+
+/* calls() -> what each rank said at its last meeting: [(kind, dtype, op, root, nbytes)] */
+static PyObject *link_calls(Link *l, PyObject *Py_UNUSED(none))
+{
+    PyObject *calls = PyList_New(l->ranks);
+    for (int r = 0; r < l->ranks; r++) {
+        Descriptor *d = &rank_of(l, r)->said[atomic_load(&rank_of(l, r)->arrived) & 1];
+        PyList_SetItem(calls, r, Py_BuildValue("(iiiiK)", d->kind, d->dtype, d->op, d->root, (unsigned long long)d->nbytes));
+    }
+    return calls;
+}
+
+/* Link(address, rank, ranks, spin_us, yields, window) */
+static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    unsigned long long base, window;
+    int rank, ranks, spin_us, yields;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "KiiiiK", &base, &rank, &ranks, &spin_us, &yields, &window))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Link *l = (Link *)allocate(type, 0);
+    if (!l)
+        return NULL;
+    l->base = (char *)(uintptr_t)base;
+    l->rank = rank, l->ranks = ranks, l->spin_us = spin_us, l->yields = yields, l->window = window;
+    l->generation = atomic_load(&forks);
+    l->incoming = calloc(ranks, sizeof(Incoming));
+    pthread_mutex_init(&l->lock, NULL);
+    pthread_mutex_init(&l->post, NULL);
+    pthread_cond_init(&l->changed, NULL);
+    pthread_cond_init(&l->posted, NULL);
+    Rank *me = rank_of(l, rank);
+    me->pid = getpid();
+    process_state(me->pid, &me->started);
+    control(l)->ranks = ranks;
+    control(l)->ring_bytes = ring_size(ranks);
+    return (PyObject *)l;
+}
+
+static void link_dealloc(Link *l)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)l);
+    Py_XDECREF(link_leave(l, NULL));
+    while (l->early) {
+        Early *next = l->early->next;
+        free(l->early);
+        l->early = next;
+    }
+    free(l->incoming);
+    free(l->regions);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(l);
+    Py_DECREF(type);
+}
+
+static PyObject *shared_segment_size(PyObject *module, PyObject *ranks)
+{
+    (void)module;
+    return PyLong_FromUnsignedLongLong(segment_size((int)PyLong_AsLong(ranks)));
+}
+
+#define METHOD(name, call, doc) {name, (PyCFunction)(void (*)(void))call, METH_FASTCALL, doc}
+static PyMethodDef link_methods[] = {
+    METHOD("run", link_run, "A collective, now. -> why it failed, or 0"),
+    METHOD("submit", link_submit, "A collective, in its turn, in the background. -> ticket"),
+    METHOD("wait", link_await, "Until a ticket's collective has ended. -> why it failed, or 0"),
+    METHOD("message", link_message, "Send or receive, now. -> from whom, or -why"),
+    METHOD("post", link_post, "Send or receive in the background. -> handle"),
+    METHOD("settle", link_settle, "Until a posted message has arrived. -> from whom, or -why"),
+    METHOD("add_region", link_add_region, "Memory that all ranks map, a part for each."),
+    METHOD("break_off", link_break_off, "End every wait of every rank."),
+    {"finished", (PyCFunction)link_finished, METH_NOARGS, "The last ticket that has ended."},
+    {"settled", (PyCFunction)link_settled, METH_O, "Whether a posted message has arrived."},
+    {"drop", (PyCFunction)link_drop, METH_O, "Forget a posted message."},
+    {"drop_region", (PyCFunction)link_drop_region, METH_O, "Forget a region."},
+    {"leave", (PyCFunction)link_leave, METH_NOARGS, "No call will follow from this rank."},
+    {"status", (PyCFunction)link_status, METH_NOARGS, "Who is where, and who is to blame."},
+    {"calls", (PyCFunction)link_calls, METH_NOARGS, "What each rank called last."},
+    {NULL},
+};
+static PyType_Slot link_slots[] = {
+    {Py_tp_new, link_new}, {Py_tp_dealloc, link_dealloc}, {Py_tp_methods, link_methods},
+    {Py_tp_doc, "One rank's end of a group in shared memory."}, {0, NULL},
+};
+static PyType_Spec link_spec = {"rankloom.world.transport._shared.Link", sizeof(Link), 0, Py_TPFLAGS_DEFAULT, link_slots};
+static PyMethodDef functions[] = {
+    {"segment_size", shared_segment_size, METH_O, "Bytes of shared memory that a group of so many ranks needs."}, {NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_shared", "Collectives in shared memory.", -1, functions};
+
+PyMODINIT_FUNC PyInit__shared(void)
+{
+    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&link_spec);
+    if (!made || !type || PyModule_AddObject(made, "Link", type) || pthread_atfork(NULL, NULL, count_fork))
+        return NULL;
+    return made;
+}

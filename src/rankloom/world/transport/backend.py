@@ -1,0 +1,27 @@
+"""Registers the backend: afterwards `dist.init_process_group("rankloom")` works, and `"cpu:rankloom,cuda:nccl"`.
+
+torch calls `create` once for each new group. It takes what it gets as the whole group, whatever else its backend string
+names; so the group itself decides by where a tensor lies.
+This file is read at every `import torch` where rankloom is installed; the backend itself is read with the first group.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+NAME = "rankloom"
+
+
+def register() -> None:
+    """Make the backend known to torch; a second time changes nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def create(where: Any, options: Any) -> dist.ProcessGroup:
+    """What torch calls for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
+    build = import_module("rankloom.world.transport.process_group").build
+    ranks = list(where.global_ranks_in_group) or range(where.group_size)
+    return build(where.store, where.group_rank, where.group_size, where.timeout.total_seconds(), ranks=ranks,
+                 name=where.group_id or "default")

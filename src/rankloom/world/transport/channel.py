@@ -1,0 +1,160 @@
+"""One rank's end of a group in shared memory: calls, background calls, buffers, and what went wrong in words.
+
+A call names a kind, a number type, an operation, a root, two addresses and lengths: one number of bytes, or a table of
+four rows (where and how long in the input, where and how long in the output, for each rank).
+The kernel behind it is _shared.c.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost, ShapeMismatch
+from rankloom.world.transport.meet import PAGE, Mapping, available_memory, create_memory, map_together, open_memory
+from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM
+
+kernel: Any = import_module("rankloom.world.transport._shared")
+
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier")
+ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
+FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
+
+SPIN_US = 100             # before sleeping, where every rank has a core of its own
+YIELDS = 100              # times that a rank lets others run, before sleeping, where ranks share cores
+WINDOW = 256 << 10        # bytes staged at a time: what the second-level cache holds twice
+SHARED_WINDOW = 1 << 20   # where ranks share cores, a meeting costs a change of process: fewer, longer windows
+
+
+class Channel:
+    """This rank's end of a group whose ranks share a host.
+
+    ranks: the numbers of the group's ranks in the world, for messages
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, neighbours: Sequence[int], timeout: float,
+                 ranks: Sequence[int] | None = None, name: str = "world"):
+        self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
+        self.ranks = tuple(ranks or range(size))
+        self._regions = 0
+        self._memory = map_together(store, neighbours, neighbours[rank], kernel.segment_size(size), timeout)
+        crowded = size > len(os.sched_getaffinity(0))
+        self.link = kernel.Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
+                                SHARED_WINDOW if crowded else WINDOW)
+        self.call(BARRIER)   # the others' process numbers are there from here on
+
+    def call(self, kind: int, source: int = 0, target: int = 0, lengths: int = 0) -> None:
+        """One collective that moves bytes, now. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
+        why = self.link.run(kind, BYTES, SUM, 0, source, target, lengths, self.timeout)
+        if why:
+            raise self.explain(why, KINDS[kind])
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros that all ranks of the group map, each its own; every rank must call this alike.
+
+        Collectives read and write such tensors where they lie. The memory is given back when the tensor is gone.
+        raises: MemoryError on all ranks when there is not that much, ShapeMismatch when they ask for different sizes
+        """
+        numel = int(torch.Size(shape).numel())
+        stride = max(1, -(-numel * dtype.itemsize // PAGE)) * PAGE
+        mapping = self._map_region(stride)
+        self._regions += 1
+        self.link.add_region(self._regions, mapping.address, stride)
+        mapping.on_end = _Forget(self.link, self._regions)
+        return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=self.rank * stride).view(shape)
+
+    def _map_region(self, stride: int) -> Mapping:
+        """One piece of memory with `stride` bytes for each rank."""
+        nbytes = stride * self.size
+        asked = self.gather_json([stride, available_memory()])
+        if len({asks for asks, _ in asked}) > 1:
+            raise ShapeMismatch(f"{self.where('buffer')}: ranks ask for different sizes, in bytes: {[asks for asks, _ in asked]}")
+        if nbytes > min(free for _, free in asked):
+            raise MemoryError(f"{self.where('buffer')}: {nbytes:,} bytes of shared memory were asked for ({self.size} ranks x "
+                              f"{stride:,}), {min(free for _, free in asked):,} are free on this host")
+        descriptor = create_memory(nbytes) if self.rank == 0 else -1
+        pid, number = self.gather_json([os.getpid(), descriptor])[0]
+        mine = descriptor if self.rank == 0 else open_memory(pid, number, nbytes)
+        mapping = Mapping(mine, nbytes)
+        self.call(BARRIER)   # only now may the first rank close what the others open
+        os.close(mine)
+        return mapping
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's short `value`, in rank order."""
+        text = torch.zeros(256, dtype=torch.uint8)
+        encoded = json.dumps(value).encode()
+        text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        all_texts = torch.empty(self.size, 256, dtype=torch.uint8)
+        self.call(ALL_GATHER, text.data_ptr(), all_texts.data_ptr(), 256)
+        return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in all_texts]
+
+    def abort(self) -> None:
+        """End every wait of every rank with RankLost, at once. The group is of no use afterwards; build another."""
+        self.link.break_off(self.rank, ABORTED)
+
+    def close(self) -> None:
+        """This rank makes no call any more; a rank that waits for it gets RankLost."""
+        self.link.leave()
+
+    def __del__(self) -> None:
+        if hasattr(self, "link"):   # before the memory goes, whose last user it is
+            self.close()
+
+    # ------------------------------------------------------------------ what went wrong, in words
+
+    def where(self, label: str) -> str:
+        """This rank, a label and the group, as messages begin."""
+        return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
+
+    def explain(self, why: int, label: str, timeout: float | None = None) -> RankloomError:
+        """The error for a call that failed."""
+        _, blamed, arrived, states = self.link.status()
+        who = f"rank {self.ranks[blamed]}" if blamed >= 0 else "a rank"
+        if why == TIMED_OUT:
+            return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: "
+                                     f"{self._who_is_missing(arrived, states, blamed)}")
+        if why == MISMATCHED:
+            return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{self._table_of_calls()}")
+        reasons = {
+            LOST: f"lost {who}: its process has ended",
+            LEFT: f"lost {who}: it has left the group",
+            ABORTED: f"lost {who}: it aborted the group",
+            INTERRUPTED: f"lost {who}: it was interrupted in the middle of a call",
+        }
+        if why in reasons:
+            return RankLost(f"{self.where(label)} {reasons[why]}")
+        if why == WRONG_LENGTH:
+            return CollectiveMismatch(f"{self.where(label)}: {who} sends another number of bytes than its receiver expects; "
+                                      "compare sizes and dtypes on both sides")
+        assert why == FORKED, f"the kernel gave an unknown reason {why}"
+        return ConfigError(f"{self.where(label)}: this process was forked from one that owns the group; build groups after the fork")
+
+    def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int) -> str:
+        behind = [rank for rank in range(self.size) if arrived[rank] < max(arrived)] or [blamed]
+        state = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended"}
+        named = [f"rank {self.ranks[rank]} ({state.get(states[rank], 'slow, or it skipped this call')})" for rank in behind if rank >= 0]
+        return f"{', '.join(named)} did not come" if named else "a rank did not come"
+
+    def _table_of_calls(self) -> str:
+        dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
+        rows = []
+        for rank, (kind, number, op, root, nbytes) in enumerate(self.link.calls()):
+            size = f"{nbytes} bytes of {str(dtypes[number]).removeprefix('torch.')}" if nbytes else "lengths of its own"
+            rows.append(f"  rank {self.ranks[rank]}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size}")
+        return "\n".join(rows)
+
+
+class _Forget:
+    """Takes a region out of the kernel's list when its memory goes."""
+
+    def __init__(self, link: Any, region: int):
+        self.link, self.region = link, region
+
+    def __call__(self) -> None:
+        self.link.drop_region(self.region)

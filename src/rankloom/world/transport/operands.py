@@ -1,0 +1,80 @@
+"""From torch's tensors to what the kernel knows: contiguous bytes, a number type, an operation. And back.
+
+Moving bytes works for every dtype. Arithmetic is done on twelve number types; the others are taken to those: complex
+numbers as pairs, bool as bytes of 0 and 1 (a sum is an "or"), float8 in fp32 with one rounding at the end.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.errors import NotContiguous, ShapeMismatch
+
+NUMBERS = {dtype: code for code, dtype in enumerate((
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16,
+    torch.int32, torch.uint32, torch.int64, torch.uint64))}
+BYTES = NUMBERS[torch.uint8]
+_Op: Any = dist.ReduceOp.RedOpType
+OPS = {op: code for code, op in enumerate((_Op.SUM, _Op.AVG, _Op.PRODUCT, _Op.MIN, _Op.MAX, _Op.BAND, _Op.BOR, _Op.BXOR))}
+SUM = OPS[_Op.SUM]
+_BITWISE = (_Op.BAND, _Op.BOR, _Op.BXOR)
+_FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
+_OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}
+
+Finish = Callable[[], object]
+"""What is left to do once the bytes have arrived: copy them to where the caller wants them."""
+
+
+def dense(x: Tensor, label: str) -> Tensor:
+    """`x` itself, or a contiguous copy of it; refused when it is not a plain CPU tensor."""
+    if x.layout != torch.strided or not x.is_cpu:
+        raise ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
+    return x if x.is_contiguous() else x.detach().contiguous()
+
+
+def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
+    """Where to write a result for `x`, and how to bring it to `x` afterwards (None: it is there already)."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        raise NotContiguous(f"{label}: several elements of a tensor of shape {tuple(x.shape)} with strides {x.stride()} lie at one "
+                            "place; pass x.contiguous()")
+    flat = dense(x, label)
+    return flat, None if flat is x else lambda: x.detach().copy_(flat)
+
+
+def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish | None]:
+    """A contiguous tensor to reduce in place of `x`, its number type, the operation, and how to bring the result to `x`.
+
+    op:     torch's ReduceOp
+    raises: ShapeMismatch for an operation that this dtype does not have
+    """
+    kind = op.op
+    _refuse_meaningless(x.dtype, kind, label)
+    flat, back = dense_output(x, label)
+    if x.is_complex():
+        return torch.view_as_real(flat.detach()), NUMBERS[flat.real.dtype], OPS[kind], back
+    if x.dtype == torch.bool:
+        return flat.view(torch.uint8), BYTES, OPS[_OF_BOOL.get(kind, kind)], back
+    if x.dtype in _FLOAT8:
+        wide = flat.float()
+        return wide, NUMBERS[torch.float32], OPS[kind], lambda: x.detach().copy_(wide.to(x.dtype))
+    return flat, NUMBERS[x.dtype], OPS[kind], back
+
+
+def _refuse_meaningless(dtype: torch.dtype, op: Any, label: str) -> None:
+    is_float = dtype.is_floating_point or dtype.is_complex
+    reason = None
+    if op not in OPS:
+        reason = "is not offered; sum, then multiply"
+    elif dtype not in NUMBERS and dtype not in _FLOAT8 and not dtype.is_complex and dtype != torch.bool:
+        reason = "has no arithmetic; send x.view(torch.uint8)"
+    elif op in _BITWISE and is_float:
+        reason = "is for whole numbers and bool"
+    elif op == _Op.AVG and not is_float:
+        reason = "is not of that dtype; sum, then divide"
+    elif dtype.is_complex and op not in (_Op.SUM, _Op.AVG):
+        reason = "has no meaning element by element for complex numbers here; gather, then combine"
+    if reason:
+        raise ShapeMismatch(f"{label}: {op.name} of {dtype} {reason}")

@@ -1,0 +1,382 @@
+"""All of torch's ProcessGroup on shared memory: torch's own DDP, FSDP2 and every `dist.` function run on it unchanged.
+
+Every method turns its tensors into addresses and lengths (operands.py), makes one call (channel.py) and returns work
+(work.py): at once when the caller waits anyway, else in the background.
+torch has had two generations of names for some methods; both are here, because both are called.
+"""
+
+import array
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.world.transport.channel import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    KINDS,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Channel,
+)
+from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, dense, dense_output
+from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work
+
+Lengths = int | bytes
+Call = tuple[int, int, int, int, int, int, Lengths]
+"""Kind, number type, operation, root, address to read, address to write, lengths."""
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """The ranks of one host as a torch process group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel):
+        super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
+        self.channel, self._store = channel, store
+        self._herald = Herald()
+        self._in_flight: list[Pending] = []   # works whose caller may have dropped them
+        self._name = self._description = ""
+
+    # ------------------------------------------------------------------ who and where
+
+    def getBackendName(self) -> str:
+        """How torch calls this backend."""
+        return "rankloom"
+
+    name = _get_backend_name = getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        """torch names every group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """torch's description of the group."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The description that torch gave."""
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> dist.Store:
+        """The store that this group met in."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor that all ranks map: collectives read and write it where it lies. Every rank must ask alike."""
+        return self.channel.buffer(shape, dtype)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a call waits for the other ranks, from now on."""
+        self.channel.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End every wait of every rank with RankLost, at once."""
+        self.channel.abort()
+
+    def shutdown(self) -> None:
+        """Leave. A rank that still waits for this one gets RankLost."""
+        self.channel.close()
+        self._herald.close()
+
+    # ------------------------------------------------------------------ collectives that reduce
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Combine over the ranks, in place."""
+        opts = opts or c10d.AllreduceOptions()
+        x = _only(tensors, "all_reduce")
+        number = NUMBERS.get(x.dtype)
+        op = OPS.get(opts.reduceOp.op)
+        # The common case first: these few lines are most of the time of a small all-reduce.
+        if number is not None and (number <= 3 and op is not None and op <= 4) and x.is_cpu and x.is_contiguous():
+            address = x.data_ptr()
+            return self._start((ALL_REDUCE, number, op, 0, address, address, x.nbytes), opts, tensors)
+        return self._reduce(ALL_REDUCE, x, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Combine each of several tensors over the ranks, in place."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        return _last([self._reduce(ALL_REDUCE, x, opts) for x in tensors], tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Combine over the ranks; the root ends with the result."""
+        opts = opts or c10d.ReduceOptions()
+        return self._reduce(REDUCE, _only(tensors, "reduce"), opts, opts.rootRank)
+
+    def _reduce(self, kind: int, x: Tensor, opts: Any, root: int = 0) -> Work:
+        flat, number, op, back = countable(x, opts.reduceOp, self._where(kind))
+        if kind == REDUCE and self.rank() != root:
+            back = None
+        address = flat.data_ptr()
+        return self._start((kind, number, op, root, address, address, flat.nbytes), opts, [x], [flat], back)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        """Rank r ends with the combination of all ranks' r-th tensors; lengths may differ between r."""
+        opts = opts or c10d.ReduceScatterOptions()
+        out, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
+        self._expect_one_each(parts, "reduce_scatter", "input")
+        where = self._where(REDUCE_SCATTER)
+        given = [countable(part.detach(), opts.reduceOp, where)[0] for part in parts]
+        target, number, op, back = countable(out, opts.reduceOp, where)
+        mine = [target.nbytes] * self.size()
+        table = _table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
+        return self._start((REDUCE_SCATTER, number, op, 0, 0, 0, table), opts, [out], [given, target], back)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        where = self._where(REDUCE_SCATTER)
+        given, number, op, _ = countable(input.detach(), opts.reduceOp, where)
+        target, _, _, back = countable(output, opts.reduceOp, where)
+        self._expect_size(given.numel(), target.numel() * self.size(), where, "input")
+        self._expect_dtype(output, input, where)
+        return self._start((REDUCE_SCATTER, number, op, 0, given.data_ptr(), target.data_ptr(), target.nbytes), opts, [output],
+                           [given, target], back)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """`reduce_scatter_single` for each pair."""
+        return _last([self._reduce_scatter_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # ------------------------------------------------------------------ collectives that only move
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Overwrite with the root's."""
+        opts = opts or c10d.BroadcastOptions()
+        x = _only(tensors, "broadcast")
+        flat, back = dense_output(x, self._where(BROADCAST))
+        address = flat.data_ptr()
+        return self._start((BROADCAST, BYTES, SUM, opts.rootRank, address, address, flat.nbytes), opts, [x], [flat],
+                           None if self.rank() == opts.rootRank else back)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        where = self._where(ALL_GATHER)
+        given = dense(input, where)
+        target, back = dense_output(output, where)
+        self._expect_size(target.numel(), given.numel() * self.size(), where, "output")
+        self._expect_dtype(output, input, where)
+        return self._start((ALL_GATHER, BYTES, SUM, 0, given.data_ptr(), target.data_ptr(), given.nbytes),
+                           opts or c10d.AllgatherOptions(), [output], [given, target], back)
+
+    all_gather_single = _allgather_base
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """All ranks' tensors, each into its place of a list; lengths may differ between ranks."""
+        return self._into_list(ALL_GATHER, _only(outputs, "all_gather"), _only(inputs, "all_gather"),
+                               opts or c10d.AllgatherOptions())
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """`all_gather_single` for each pair."""
+        return _last([self._allgather_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """`allgather` for each input; output_lists[rank][input]."""
+        works = [self.allgather([[row[at] for row in output_lists]], [x], opts) for at, x in enumerate(inputs)]
+        return _last(works, [x for row in output_lists for x in row])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """All ranks' tensors, into the root's list."""
+        opts = opts or c10d.GatherOptions()
+        return self._into_list(GATHER, outputs[0] if outputs else [], _only(inputs, "gather"), opts, opts.rootRank)
+
+    def _into_list(self, kind: int, outputs: list[Tensor], x: Tensor, opts: Any, root: int = 0) -> Work:
+        where = self._where(kind)
+        given = dense(x, where)
+        if kind == ALL_GATHER or self.rank() == root:
+            self._expect_one_each(outputs, where, "output")
+        targets, backs = zip(*(dense_output(out, where) for out in outputs)) if outputs else ((), ())
+        none = [0] * self.size()
+        at, lengths = ([t.data_ptr() for t in targets], [t.nbytes for t in targets]) if outputs else (none, none)
+        table = _table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
+        return self._start((kind, BYTES, SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        """The root's r-th tensor goes to rank r."""
+        opts = opts or c10d.ScatterOptions()
+        where = self._where(SCATTER)
+        out, parts = _only(outputs, "scatter"), [dense(x, where) for x in (inputs[0] if inputs else [])]
+        if self.rank() == opts.rootRank:
+            self._expect_one_each(parts, where, "input")
+        target, back = dense_output(out, where)
+        none = [0] * self.size()
+        at, lengths = ([x.data_ptr() for x in parts], [x.nbytes for x in parts]) if parts else (none, none)
+        table = _table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
+        return self._start((SCATTER, BYTES, SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
+
+    def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
+        """Deal rows out; left empty, splits are equal."""
+        where = self._where(ALL_TO_ALL)
+        given = dense(input, where)
+        target, back = dense_output(output, where)
+        opts = opts or c10d.AllToAllOptions()
+        self._expect_dtype(output, input, where)
+        if not output_splits and not input_splits:
+            self._expect_size(target.numel(), given.numel(), where, "output")
+            self._expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
+            lengths: Lengths = given.nbytes // self.size()
+        else:
+            lengths = _table(*_cut(given, input_splits or self._even_rows(given), where),
+                             *_cut(target, output_splits or self._even_rows(target), where))
+        return self._start((ALL_TO_ALL, BYTES, SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
+                           [given, target], back)
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """The r-th input goes to rank r; the r-th output comes from it."""
+        where = self._where(ALL_TO_ALL)
+        self._expect_one_each(outputs, where, "output")
+        self._expect_one_each(inputs, where, "input")
+        given = [dense(x, where) for x in inputs]
+        targets, backs = zip(*(dense_output(out, where) for out in outputs))
+        table = _table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
+                       [t.nbytes for t in targets])
+        return self._start((ALL_TO_ALL, BYTES, SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs, [given, targets], *backs)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when every rank has come here; the error names those that did not."""
+        return self._start((BARRIER, BYTES, SUM, 0, 0, 0, 0), opts or c10d.BarrierOptions(), [])
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
+        """Send to one rank of this group."""
+        x = _only(tensors, "send")
+        return self._post(1, dense(x, self._where("send")), x, to, tag, None)
+
+    def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Work:
+        """Receive from one rank of this group."""
+        x = _only(tensors, "recv")
+        flat, back = dense_output(x, self._where("recv"))
+        return self._post(0, flat, x, frm, tag, back)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receive from whoever sends first; the work's `source_rank()` tells who."""
+        return self.recv(tensors, -1, tag)
+
+    def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
+        label = "send" if sending else "recv"
+        if not -1 + sending <= peer < self.size():
+            raise ConfigError(f"{self._where(label)}: there is no rank {peer} in a group of {self.size()}")
+        work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
+        work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
+        return self._remember(work)
+
+    # ------------------------------------------------------------------ groups of groups
+
+    def split_group(self, ranks: list[int], timeout: datetime.timedelta | None = None, opts: Any = None,
+                    group_name: str | None = None, group_desc: str | None = None) -> "SharedMemoryGroup | None":
+        """A group of some of this group's ranks; None on the others. Every rank of this group calls it."""
+        self._splits = getattr(self, "_splits", 0) + 1
+        if self.rank() not in ranks:
+            return None
+        chosen, me = sorted(ranks), sorted(ranks).index(self.rank())
+        store = dist.PrefixStore(f"split {self._splits} {chosen}", self._store)
+        seconds = timeout.total_seconds() if timeout else self.channel.timeout
+        group = build(store, me, len(chosen), seconds, ranks=[self.channel.ranks[rank] for rank in chosen], name=group_name or "split")
+        group.setGroupName(group_name or "")
+        group.setGroupDesc(group_desc or "")
+        return group
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self, call: Call, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
+        """One call, at once or in the background."""
+        timeout = opts.timeout.total_seconds()
+        if timeout <= 0:   # unset
+            timeout = self.channel.timeout
+        if not opts.asyncOp:
+            why = self.channel.link.run(*call, timeout)
+            if why:
+                raise self.channel.explain(why, KINDS[call[0]], timeout)
+            for back in filter(None, backs):
+                back()
+            return DONE
+        work = PendingCollective(self.channel, self._herald, KINDS[call[0]], result, (result, keep), list(filter(None, backs)))
+        work.ticket = self.channel.link.submit(*call, timeout)
+        return self._remember(work)
+
+    def _remember(self, work: Pending) -> Pending:
+        self._in_flight = [other for other in self._in_flight if not other.is_completed()]
+        self._in_flight.append(work)
+        return work
+
+    def _where(self, kind: int | str) -> str:
+        return self.channel.where(kind if isinstance(kind, str) else KINDS[kind])
+
+    def _expect_one_each(self, tensors: Sequence[Tensor], where: str, what: str) -> None:
+        if len(tensors) != self.size():
+            raise ShapeMismatch(f"{where}: {len(tensors)} {what} tensors, expected {self.size()}, one for each rank")
+
+    def _expect_size(self, actual: int, expected: int, where: str, what: str) -> None:
+        if actual != expected:
+            raise ShapeMismatch(f"{where}: {what} has {actual} elements, expected {expected} for {self.size()} ranks")
+
+    def _expect_dtype(self, output: Tensor, given: Tensor, where: str) -> None:
+        if output.dtype != given.dtype:
+            raise ShapeMismatch(f"{where}: output is {output.dtype}, input is {given.dtype}; expected the same")
+
+    def _even_rows(self, x: Tensor) -> list[int]:
+        return [x.shape[0] // self.size()] * self.size() if x.dim() else []
+
+
+def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None,
+          name: str = "world") -> SharedMemoryGroup:
+    """A group of ranks that all are on this host, and meet in `store`.
+
+    ranks:  their numbers in the world, for messages
+    raises: RankLost when the others do not come within `timeout` seconds
+    """
+    channel = Channel(store, rank, size, neighbours=range(size), timeout=timeout, ranks=ranks, name=name)
+    return SharedMemoryGroup(store, rank, size, channel)
+
+
+def _only(items: Sequence[Any], label: str) -> Any:
+    if len(items) != 1:
+        raise ShapeMismatch(f"{label}: {len(items)} tensors given, expected 1: one device for each rank")
+    return items[0]
+
+
+def _last(works: list[Work], result: Sequence[Tensor]) -> Work:
+    """Works of one group end in order, so the last stands for all."""
+    return works[-1] if works else Work(result)
+
+
+def _table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
+    return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
+
+
+def _cut(x: Tensor, rows: Sequence[int], where: str) -> tuple[list[int], list[int]]:
+    """Where the shares of `rows` rows each begin, and how long they are, in bytes."""
+    if x.dim() == 0 or sum(rows) != x.shape[0]:
+        raise ShapeMismatch(f"{where}: splits {list(rows)} do not add up to the {x.shape[0] if x.dim() else 0} rows of the tensor")
+    row = x.nbytes // max(x.shape[0], 1)
+    lengths = [count * row for count in rows]
+    return [sum(lengths[:at]) for at in range(len(lengths))], lengths

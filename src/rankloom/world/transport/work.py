@@ -1,0 +1,196 @@
+"""What a caller of the backend gets back: work on its way, which can be waited for and carries a future.
+
+torch's own classes (DDP, FSDP2) take either: `wait()` from Python, `get_future()` from C++.
+"""
+
+import datetime
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.operands import Finish
+
+FOREVER = 1e9   # seconds: the call itself knows its time-out
+
+
+class Work(dist.Work):
+    """Work that has ended. One object serves for all calls that were made at once and have no result to show."""
+
+    def __init__(self, result: Sequence[Tensor] = (), source: int = -1):
+        super().__init__()
+        self._result, self._source = list(result), source
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until the result is there. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Why it failed."""
+        return None
+
+    def synchronize(self) -> None:
+        """The same as `wait`, on the CPU."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """From which rank a message came."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the result, already set."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+DONE = Work()
+
+
+class Pending(Work):
+    """Work on its way in the background; holds on to the tensors until then.
+
+    finish: what brings the results to where the caller wants them
+    """
+
+    def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
+                 finish: Sequence[Finish]):
+        super().__init__(result)
+        self._channel, self._herald, self._label = channel, herald, label
+        self._keep, self._finish = keep, list(finish)
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._ended = False
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """See `Work.wait`. With a time-out of its own, it raises CollectiveTimeout then, and the work goes on."""
+        seconds = FOREVER if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
+        if not self._ended:
+            self._end(self._await(seconds), seconds)
+        if self._error:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`; brings the results home when it has ended."""
+        if not self._ended and self._has_ended():
+            self._end(self._await(0.0), None)
+        return self._ended
+
+    def exception(self) -> Exception | None:
+        """See `Work.exception`."""
+        self.is_completed()
+        return self._error
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that a thread of this group sets when the work has ended."""
+        future: torch.futures.Future = torch.futures.Future()
+        self._herald.announce(self, future)
+        return future
+
+    def _end(self, why: int, seconds: float | None) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            error = self._channel.explain(why, self._label, seconds if seconds != FOREVER else None) if why else None
+            if error and not self._has_ended():
+                raise error   # only this wait is over
+            self._error, self._ended = error, True
+            if not error:
+                for finish in self._finish:
+                    finish()
+            self._keep, self._finish = (), []
+
+    def _await(self, seconds: float) -> int:
+        """Block for at most so long; why it failed, or 0."""
+        raise NotImplementedError
+
+    def _has_ended(self) -> bool:
+        raise NotImplementedError
+
+
+class PendingCollective(Pending):
+    """A collective in the queue of its group, known by its ticket."""
+
+    ticket = 0
+
+    def __repr__(self) -> str:
+        return f"PendingCollective({self._label!r}, ticket {self.ticket})"
+
+    def _await(self, seconds: float) -> int:
+        return self._channel.link.wait(self.ticket, seconds)
+
+    def _has_ended(self) -> bool:
+        return self._channel.link.finished() >= self.ticket
+
+
+class PendingMessage(Pending):
+    """A message on its way, known by its handle."""
+
+    handle = 0
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """See `Pending.wait`. A message has no time-out but this one: the group's, unless another is given."""
+        return super().wait(timeout or datetime.timedelta(seconds=self._channel.timeout))
+
+    def _await(self, seconds: float) -> int:
+        sender = self._channel.link.settle(self.handle, seconds)
+        if sender < 0:
+            return -sender
+        self._source = sender
+        return 0
+
+    def _has_ended(self) -> bool:
+        return self._channel.link.settled(self.handle)
+
+    def __del__(self) -> None:
+        self._channel.link.drop(self.handle)
+
+
+class Herald:
+    """Sets futures when their work has ended, in the order of the calls: C++ code waits for a future without asking us."""
+
+    def __init__(self) -> None:
+        self._news: queue.SimpleQueue[tuple[Pending, torch.futures.Future] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def announce(self, work: Pending, future: torch.futures.Future) -> None:
+        """Set `future` once `work` has ended."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rankloom-herald", daemon=True)
+            self._thread.start()
+        self._news.put((work, future))
+
+    def close(self) -> None:
+        """End the thread, after the news that it has."""
+        self._news.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (news := self._news.get()) is not None:
+            work, future = news
+            try:
+                work.wait()
+            except Exception as error:   # not hidden: whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(work.result())
