@@ -628,7 +628,7 @@ static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most
             memcpy(out, in[r], part(plan->out_len[r], from, most));
     }
     if (plan->reduces && plan->takes == ALL)
-        reduce(op->dtype, op->op, op->out + from, in, l->ranks, part(plan->out_len[0], from, most));
+        reduce(op->dtype, op->op, op->out + plan->out_at[l->rank] + from, in, l->ranks, part(plan->out_len[0], from, most));
 }
 
 static int take_staged(Link *l, const Op *op, Plan *plan, uint64_t longest, int restage, Wait *w)
