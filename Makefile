@@ -20,7 +20,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/rankloom/*/*.c)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/rankloom/*/*.c src/rankloom/*/*/*.c)
 	@test -n "$(PYTHON)" || { echo "rankloom needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text,plots,dev]'

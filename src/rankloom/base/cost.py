@@ -5,6 +5,7 @@ here price the collectives that the backend (gloo, NCCL) runs inside: the bandwi
 """
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +43,25 @@ class Path:
         return Path(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+@cache
 def all_reduce_bill(nbytes: int, ranks: int) -> Bill:
     """Reduce-scatter, then all-gather: 2n(p-1)/p bytes, nearly independent of p."""
     return Bill(sent=2 * nbytes * (ranks - 1) // ranks, messages=2 * (ranks - 1))
 
 
+@cache
 def scatter_bill(nbytes: int, ranks: int) -> Bill:
     """Reduce-scatter or all-to-all of n bytes per rank: every rank sends all chunks but its own."""
     return Bill(sent=nbytes * (ranks - 1) // ranks, messages=ranks - 1)
 
 
+@cache
 def all_gather_bill(nbytes: int, ranks: int) -> Bill:
     """All-gather of n bytes from each rank: around a ring, every rank passes on p-1 pieces."""
     return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1)
 
 
+@cache
 def broadcast_bill(nbytes: int, ranks: int, is_root: bool) -> Bill:
     """Broadcast of n bytes, charged to the root although a tree spreads it: p-1 copies must leave someone."""
     return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1) if is_root else Bill()

@@ -50,12 +50,16 @@ class CollectiveMismatch(RankloomError, RuntimeError):
     """Ranks called different collectives, or the same in another order (found in debug mode)."""
 
 
-class CollectiveTimeout(RankloomError, RuntimeError):
-    """A collective did not finish in time; names who was where when debug mode is on."""
-
-
 class RankLost(RankloomError, RuntimeError):
-    """A peer is gone: its connection closed, or it never came."""
+    """A peer is gone: it died, left or aborted, its connection closed, or it never came."""
+
+
+class CollectiveTimeout(RankLost):
+    """A peer did not come in time: it is slow, stopped or wedged, or it skipped this call."""
+
+
+class WrongResult(RankloomError, RuntimeError):
+    """A collective has returned something else than it should; found by `rankloom bench`, which checks each of them."""
 
 
 class NonFinite(RankloomError, RuntimeError):

@@ -3,16 +3,42 @@
 Every group has its own prefix in the store, which carries the generation: a rebuilt group never reads an old address.
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import MeshError, RankLost
+from rankloom.base.errors import ConfigError, MeshError, RankLost, did_you_mean
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group, seconds
+from rankloom.world.transport.process_group import build
 
 LOOPBACK = "127.0.0.1"
+AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
+
+
+def resolve_backend(asked: str, device: torch.device, one_host: bool) -> str:
+    """Which backend carries CPU tensors: shared memory where all ranks are on this host and the kernel runs here, else gloo.
+
+    raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
+    """
+    if asked not in BACKENDS:
+        raise ConfigError(f"there is no backend {asked!r}. {did_you_mean(asked, BACKENDS)}")
+    reason = why_not_shared(device, one_host)
+    if asked == SHARED and reason:
+        raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
+    return GLOO if asked == GLOO or reason else SHARED
+
+
+def why_not_shared(device: torch.device, one_host: bool) -> str | None:
+    """What stands against shared memory here, or None."""
+    if device.type != "cpu":
+        return f"it carries CPU tensors, and the ranks compute on {device.type}"
+    if not one_host:
+        return "the ranks are on several hosts"
+    return None if sys.platform == "linux" else f"it needs Linux, and this is {sys.platform}"
 
 
 def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, timeout: float, loopback: bool,
@@ -64,9 +90,10 @@ class World(Group):
 
     def __init__(self, store: dist.Store, rank: int, mesh: Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False,
-                 topology: Topology | None = None):
+                 topology: Topology | None = None, backend: str = AUTO):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
+        self.backend = resolve_backend(backend, device, loopback)
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
         super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,
@@ -96,6 +123,9 @@ class World(Group):
             return None, None
         store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
         own_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
-        pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=own_gpu)
+        if self.backend == SHARED:
+            pg: dist.ProcessGroup = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
+        else:
+            pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=own_gpu)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None

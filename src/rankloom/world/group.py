@@ -20,13 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
-from rankloom.base.errors import CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
+from rankloom.world.transport.operands import OPS, SUM
+from rankloom.world.transport.process_group import SharedMemoryGroup
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # as the kernel numbers them
 
 
 @dataclass(slots=True)
@@ -40,9 +45,13 @@ class Ledger:
 
     def add(self, bill: Bill) -> None:
         """Enter one call."""
+        self.enter(bill.sent, bill.messages)
+
+    def enter(self, sent: int, messages: int) -> None:
+        """Enter one call that sent so many bytes in so many messages."""
         self.calls += 1
-        self.messages += bill.messages
-        self.bytes += bill.sent
+        self.messages += messages
+        self.bytes += sent
 
 
 class Handle:
@@ -89,6 +98,7 @@ class Group:
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector
+        self._shared = process_group if isinstance(process_group, SharedMemoryGroup) else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
     @property
@@ -110,27 +120,34 @@ class Group:
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
-        options = dist.AllreduceOptions()
-        options.reduceOp = REDUCE_OPS["sum" if op == "mean" else op]   # type: ignore[assignment]
+        if self._shared and not async_op and not self._inspector and self._reduce_now(x, op, label):
+            return x.div_(self.size) if op == "mean" else x
+        options = c10d.AllreduceOptions()
+        options.reduceOp, options.asyncOp = REDUCE_OPS["sum" if op == "mean" else op], async_op   # type: ignore[assignment]
         finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
         return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
                              start=lambda pg: pg.allreduce([x], options), finish=finish)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with rank `root`'s. x: any shape, the same on all ranks."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = self._peer(root), 0
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = self._peer(root), 0, async_op
         return self._collect("broadcast", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
                              start=lambda pg: pg.broadcast([x], options), finish=lambda: x)
 
-    def all_gather(self, x: Tensor, *, label: str = "", async_op: bool = False) -> Any:
-        """All ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)"""
-        rows = x.unsqueeze(0) if x.dim() == 0 else x
-        out = rows.new_empty((rows.shape[0] * self.size, *rows.shape[1:])) if self.size > 1 else rows
-        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
-                             start=lambda pg: pg._allgather_base(out, rows), finish=lambda: out)
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+        """All ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)
 
-    def reduce_scatter(self, x: Tensor, *, label: str = "", async_op: bool = False) -> Any:
+        out: where to write it, contiguous; left out, a new tensor
+        """
+        rows = x.unsqueeze(0) if x.dim() == 0 else x
+        whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
+        options = c10d.AllgatherOptions()
+        options.asyncOp = async_op
+        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
+                             start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
+
+    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
         """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
 
         gloo's own reduce-scatter moves twice the bytes (all-reduce, then slice); so on the CPU the slices are dealt
@@ -138,17 +155,19 @@ class Group:
         """
         n = self._equal_rows(x, "reduce_scatter")
         bill = scatter_bill(x.nbytes, self.size)
-        if x.device.type != "cpu":
-            out = x.new_empty((n, *x.shape[1:]))
+        mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
+        if self._shared or x.device.type != "cpu":
+            options = c10d.ReduceScatterOptions()
+            options.asyncOp = async_op
             return self._collect("reduce_scatter", x, label, async_op, bill=bill,
-                                 start=lambda pg: pg._reduce_scatter_base(out, x), finish=lambda: out)
+                                 start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: mine)
         dealt = torch.empty_like(x) if self.size > 1 else x
         return self._collect("reduce_scatter", x, label, async_op, bill=bill,
                              start=lambda pg: pg.alltoall_base(dealt, x, [], []),
-                             finish=lambda: _add_in_order(dealt, self.size) if self.size > 1 else x)
+                             finish=lambda: _add_in_order(dealt, self.size, mine) if self.size > 1 else mine)
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
-                   label: str = "", async_op: bool = False) -> Any:
+                   out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
         """Deal rows of `x` out: the first send_rows[0] to rank 0, the next send_rows[1] to rank 1, and so on.
 
         Returns what all ranks dealt to this one, in rank order: [sum(recv_rows), ...]. Left out, shares are equal.
@@ -158,12 +177,15 @@ class Group:
         if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or sum(send_rows) != x.shape[0]:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
-        out = x.new_empty((sum(recv_rows), *x.shape[1:])) if self.size > 1 else x
+        mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
+        splits = ([], []) if len({*send_rows, *recv_rows}) == 1 else (list(recv_rows), list(send_rows))
+        options = c10d.AllToAllOptions()
+        options.asyncOp = async_op
         sent = (x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1))
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
         return self._collect("all_to_all", x, label, async_op, bill=Bill(sent=sent, messages=self.size - 1),
-                             shape=tuple(x.shape[1:]), finish=lambda: out,
-                             start=lambda pg: pg.alltoall_base(out, x, list(recv_rows), list(send_rows)))
+                             shape=tuple(x.shape[1:]), finish=lambda: mine,
+                             start=lambda pg: pg.alltoall_base(mine, x, *splits, options))
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank has come here."""
@@ -171,17 +193,34 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of zeros to communicate from; every rank of the group must ask for the same.
+
+        Where the ranks share a host, all of them map it, and collectives reduce it where it lies, with no copy.
+        raises: MemoryError on all ranks when there is not that much
+        """
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self._shared.buffer(sizes, dtype) if self._shared else torch.zeros(sizes, dtype=dtype, device=self.device)
+
     # ------------------------------------------------------------------ one to one
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `x` to rank `to` of this group."""
         peer = self._peer(to)
-        return self._pass("send", x, label, async_op, Bill(sent=x.nbytes, messages=1), lambda pg: pg.send([x], peer, tag))
+        self._require_contiguous(x, label or "send")
+        self._connected(label or "send")
+        self.ledger.enter(x.nbytes, 1)
+        if self._shared and not async_op:
+            return self._shared.send_now(x, peer, tag, label)
+        return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
         peer = self._peer(frm)
-        return self._pass("recv", into, label, async_op, Bill(), lambda pg: pg.recv([into], peer, tag))
+        self._require_contiguous(into, label or "recv")
+        if self._shared and not async_op:
+            return self._shared.recv_now(into, peer, tag, label)
+        return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
@@ -227,7 +266,9 @@ class Group:
 
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
-        self._process_group = None
+        if self._shared:
+            self._shared.shutdown()
+        self._process_group = self._shared = None
         # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.
         for reference in self._handles.valuerefs():
             if handle := reference():
@@ -243,8 +284,8 @@ class Group:
                  finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
         """Check, enter into the ledger, start; the common part of all collectives."""
         if self.size == 1:
-            handle = Handle(self, label, (), lambda: x)
-            return handle if async_op else x
+            handle = Handle(self, label, (), finish)
+            return handle if async_op else finish()
         self._require_contiguous(x, label or op)
         self._connected(label or op)
         if self._inspector:
@@ -253,21 +294,37 @@ class Group:
         self.ledger.add(bill)
         return self._launch(label or op, async_op, start, finish)
 
-    def _pass(self, op: str, x: Tensor, label: str, async_op: bool, bill: Bill, start: Callable) -> Any:
-        """Like `_collect`, for messages between two ranks, which the others know nothing of."""
-        self._require_contiguous(x, label or op)
-        self._connected(label or op)
-        if bill.messages:
-            self.ledger.add(bill)
-        return self._launch(label or op, async_op, start, lambda: x)
+    def _reduce_now(self, x: Tensor, op: str, label: str) -> bool:
+        """The short way of a small all-reduce in shared memory: no options, no handle. False: take the long one."""
+        begin = time.perf_counter()
+        if not self._shared.all_reduce_now(x, SHARED_OPS[op], label):   # type: ignore[union-attr]
+            return False
+        self.ledger.waited += time.perf_counter() - begin
+        self.ledger.add(all_reduce_bill(x.nbytes, self.size))
+        return True
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
-        with self.translated_errors(label):   # no local name for the connection: a traceback would keep it open
+        if not async_op:
+            begin = time.perf_counter()
+            with self.translated_errors(label):   # no local name for the work: a traceback would keep the connection open
+                start(self._connected(label)).wait()
+            self.ledger.waited += time.perf_counter() - begin
+            return finish()
+        with self.translated_errors(label):
             handle = Handle(self, label, [start(self._connected(label))], finish)
         self._handles[id(handle)] = handle
         if self._process_group is None:   # closed meanwhile by another thread
             handle.works = None
-        return handle if async_op else handle.wait()
+        return handle
+
+    def _output(self, out: Tensor | None, x: Tensor, shape: tuple[int, ...], label: str) -> Tensor:
+        """`out`, if it fits, or a new tensor; in a group of one rank the input itself."""
+        if out is None:
+            return x.new_empty(shape) if self.size > 1 else x
+        if out.shape != shape or out.dtype != x.dtype:
+            raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
+        self._require_contiguous(out, label)
+        return out if self.size > 1 else out.copy_(x)
 
     def _connected(self, label: str) -> dist.ProcessGroup:
         if self._process_group is None:
@@ -320,14 +377,16 @@ class _TranslatedErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RankLost | CollectiveMismatch) and self.label not in str(error):   # shared memory's own words
+            raise type(error)(str(error).replace(": ", f": {self.label}: ", 1)) from error.with_traceback(None)
         if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
             raise self.group._explain(self.label, error) from error.with_traceback(None)   # its frames hold the connection
 
 
-def _add_in_order(dealt: Tensor, ranks: int) -> Tensor:
-    """Sum the `ranks` equal pieces of `dealt`, first to last: the same order on every machine."""
+def _add_in_order(dealt: Tensor, ranks: int, total: Tensor) -> Tensor:
+    """Sum the `ranks` equal pieces of `dealt` in `total`, first to last: the same order on every machine."""
     pieces = dealt.chunk(ranks)
-    total = pieces[0].clone()
+    total.copy_(pieces[0])
     for piece in pieces[1:]:
         total.add_(piece)
     return total

@@ -8,19 +8,20 @@ import torch.distributed as dist
 from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.world.cluster import find_topology
-from rankloom.world.connect import World
+from rankloom.world.connect import AUTO, World
 from rankloom.world.group import seconds
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
-         topology: str | Path | None = None) -> World:
+         topology: str | Path | None = None, backend: str = AUTO) -> World:
     """Join the ranks that torchrun or Slurm started, or be the only one.
 
     mesh:     names the axes; left out, all ranks replicate (data parallel)
     timeout:  seconds after which a silent rank ends the job
     device:   "cpu", or "cuda"; left out, CUDA where there is one
     topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
+    backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory; all ranks on one host), or "auto"
     raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError
     """
     place = find_place()
@@ -35,7 +36,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         torch.cuda.set_device(where)
     return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
-                 topology=find_topology(place, store, topology))
+                 topology=find_topology(place, store, topology), backend=backend)
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:

@@ -1,4 +1,4 @@
-"""`simulate(n, body)`: the ranks as threads of this process, over real gloo. For tests, and for reading."""
+"""`simulate(n, body)`: the ranks as threads of this process, over a real backend. For tests, and for reading."""
 
 import atexit
 import threading
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
-from rankloom.world.connect import World, as_mesh
+from rankloom.world.connect import GLOO, World, as_mesh
 from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
@@ -21,15 +21,16 @@ POLL = 0.05
 
 
 def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0,
-             topology: Topology | None = None) -> list[T]:
+             topology: Topology | None = None, backend: str = GLOO) -> list[T]:
     """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
 
     When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
     second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share
     the interpreter, so this is for tests and for reading, not for speed.
     topology: nodes to pretend; one when left out
+    backend:  "gloo", or "rankloom" for shared memory
     """
-    job = _Simulation(as_mesh(ranks), body, timeout, topology)
+    job = _Simulation(as_mesh(ranks), body, timeout, topology, backend)
     threads_before = torch.get_num_threads()
     try:
         return job.run()
@@ -40,8 +41,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 class _Simulation:
     """One call of `simulate`: a world a thread, and the first failure."""
 
-    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None):
-        self.mesh, self.body, self.timeout, self.topology = mesh, body, timeout, topology
+    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
+        self.mesh, self.body, self.timeout, self.topology, self.backend = mesh, body, timeout, topology, backend
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
@@ -81,7 +82,8 @@ class _Simulation:
         torch.set_num_threads(1)   # as many ranks as threads already fill the cores
         try:
             world = World(self.store, rank, self.mesh, torch.device("cpu"), timeout=self.timeout,
-                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode(), topology=self.topology)
+                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode(), topology=self.topology,
+                          backend=self.backend)
             self.worlds[rank] = world
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed

@@ -14,14 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import CollectiveTimeout, ConfigError, RankFailed, RankLost
+from rankloom.base.errors import ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
-from rankloom.world.connect import LOOPBACK, World, as_mesh
+from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh
 from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
@@ -30,12 +31,13 @@ SETTLE = 1.0  # seconds between the end of a rank and the news of it from those 
 GRACE = 5.0   # seconds a rank has to end after SIGTERM, before SIGKILL
 
 
-def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0) -> list[T]:
+def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO) -> list[T]:
     """Run `body(world)` in processes of this host, one a rank; their results in rank order.
 
     The first rank that raises ends the others, and its exception is raised here with its traceback as a note; one that dies
     without a word (a signal, os._exit) raises RankFailed.
     timeout: seconds after which a silent peer is taken for lost
+    backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it can be had
     raises:  ConfigError when `body` cannot be pickled
     """
     mesh = as_mesh(ranks)
@@ -48,7 +50,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     port = listener.getsockname()[1]
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    children = _start(mesh, work, port, timeout)
+    children = _start(mesh, work, partial(_join, port, mesh, timeout, backend))
     try:
         return _collect(children, mesh.size)
     finally:
@@ -57,28 +59,29 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
 
 
 Child = tuple[Any, multiprocessing.connection.Connection]
+Join = Callable[[int], World]
 
 
-def _start(mesh: Mesh, work: bytes, port: int, timeout: float) -> list[Child]:
+def _start(mesh: Mesh, work: bytes, join: Join) -> list[Child]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.optim", "rankloom.world.spawn"])
     children = []
     for rank in range(mesh.size):
         ours, theirs = context.Pipe(duplex=True)
-        process = context.Process(target=_child, args=(theirs, work, port, rank, mesh, timeout), daemon=True, name=f"rank-{rank}")
+        process = context.Process(target=_child, args=(theirs, work, join, rank), daemon=True, name=f"rank-{rank}")
         process.start()
         theirs.close()
         children.append((process, ours))
     return children
 
 
-def _child(pipe: multiprocessing.connection.Connection, work: bytes, port: int, rank: int, mesh: Mesh, timeout: float) -> None:
+def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join, rank: int) -> None:
     """What a spawned process runs: join, run the body, send (ok, result) or (failed, exception, traceback)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches the parent, which ends its children
     world = None
     try:
         body = pickle.loads(work)
-        world = _join(port, rank, mesh, timeout)
+        world = join(rank)
         answer = pickle.dumps((True, body(world), ""))
     except BaseException as error:   # sent to the parent, which raises it
         answer = _pickled_failure(rank, error)
@@ -90,12 +93,12 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, port: int, 
         world.close()
 
 
-def _join(port: int, rank: int, mesh: Mesh, timeout: float) -> World:
+def _join(port: int, mesh: Mesh, timeout: float, backend: str, rank: int) -> World:
     """The world of one spawned process, which meets the others in its parent's store."""
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
     return World(dist.PrefixStore("rankloom", store), rank, mesh, torch.device("cpu"), timeout=timeout,
-                 local_rank=rank, local_size=mesh.size, debug=debug_mode())
+                 local_rank=rank, local_size=mesh.size, debug=debug_mode(), backend=backend)
 
 
 def _pickled_failure(rank: int, error: BaseException) -> bytes:
@@ -111,14 +114,14 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
 def _collect(children: list[Child], size: int) -> list[Any]:
     """Wait for all ranks; the first that fails decides. One that lost another gives that one a moment to show why."""
     results: list[Any] = [None] * size
-    lost: RankLost | CollectiveTimeout | None = None
+    lost: RankLost | None = None
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), SETTLE if lost else None)
         for rank in [waiting.pop(pipe) for pipe in ready]:   # type: ignore[call-overload]
             try:
                 results[rank] = _receive(children[rank], rank, size)
-            except (RankLost, CollectiveTimeout) as error:
+            except RankLost as error:
                 lost = lost or error
         if lost and not ready:
             break

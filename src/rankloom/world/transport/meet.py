@@ -6,6 +6,7 @@ mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
 """
 
 import ctypes
+import datetime
 import json
 import mmap
 import os
@@ -16,7 +17,6 @@ from functools import cache
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankLost
-from rankloom.world.group import seconds
 
 PAGE = mmap.PAGESIZE
 
@@ -59,7 +59,7 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:
     """Wait until every key is set; `keys` tells which rank sets it."""
     try:
-        store.wait(list(keys), seconds(timeout))
+        store.wait(list(keys), datetime.timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
         missing = sorted({other for key, other in keys.items() if not _is_set(store, key)})
         raise RankLost(f"rank {rank}: rank(s) {', '.join(map(str, missing)) or 'unknown'} did not join the group within "

@@ -4,7 +4,9 @@ Moving bytes works for every dtype. Arithmetic is done on twelve number types; t
 numbers as pairs, bool as bytes of 0 and 1 (a sum is an "or"), float8 in fp32 with one rounding at the end.
 """
 
-from collections.abc import Callable
+import array
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,3 +80,17 @@ def _refuse_meaningless(dtype: torch.dtype, op: Any, label: str) -> None:
         reason = "has no meaning element by element for complex numbers here; gather, then combine"
     if reason:
         raise ShapeMismatch(f"{label}: {op.name} of {dtype} {reason}")
+
+
+def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
+    """What the kernel reads where lengths differ: for each rank, where and how long, in the input and in the output."""
+    return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
+
+
+def cut_rows(x: Tensor, rows: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+    """Where the shares of `rows` rows each begin in `x`, and how long they are, in bytes."""
+    if x.dim() == 0 or sum(rows) != x.shape[0]:
+        raise ShapeMismatch(f"{label}: splits {list(rows)} do not add up to the {x.shape[0] if x.dim() else 0} rows of the tensor")
+    row = x.nbytes // max(x.shape[0], 1)
+    lengths = [count * row for count in rows]
+    return [0, *accumulate(lengths)][:-1], lengths

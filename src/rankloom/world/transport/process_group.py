@@ -5,7 +5,6 @@ Every method turns its tensors into addresses and lengths (operands.py), makes o
 torch has had two generations of names for some methods; both are here, because both are called.
 """
 
-import array
 import datetime
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from rankloom.world.transport.channel import (
     SCATTER,
     Channel,
 )
-from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, dense, dense_output
+from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, cut_rows, dense, dense_output, lengths_table
 from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work
 
 Lengths = int | bytes
@@ -116,6 +115,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._start((ALL_REDUCE, number, op, 0, address, address, x.nbytes), opts, tensors)
         return self._reduce(ALL_REDUCE, x, opts)
 
+    def all_reduce_now(self, x: Tensor, op: int, label: str) -> bool:
+        """`allreduce` and wait, without torch's options; False, with nothing done, where it takes more than that."""
+        number, channel = NUMBERS.get(x.dtype), self.channel
+        if number is None or not (x.is_cpu and x.is_contiguous()):
+            return False
+        address = x.data_ptr()
+        if why := channel.link.run(ALL_REDUCE, number, op, 0, address, address, x.nbytes, channel.timeout):
+            raise channel.explain(why, label or "all_reduce")
+        return True
+
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine each of several tensors over the ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -142,7 +151,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         given = [countable(part.detach(), opts.reduceOp, where)[0] for part in parts]
         target, number, op, back = countable(out, opts.reduceOp, where)
         mine = [target.nbytes] * self.size()
-        table = _table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
+        table = lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
         return self._start((REDUCE_SCATTER, number, op, 0, 0, 0, table), opts, [out], [given, target], back)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -214,7 +223,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         targets, backs = zip(*(dense_output(out, where) for out in outputs)) if outputs else ((), ())
         none = [0] * self.size()
         at, lengths = ([t.data_ptr() for t in targets], [t.nbytes for t in targets]) if outputs else (none, none)
-        table = _table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
+        table = lengths_table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
         return self._start((kind, BYTES, SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
@@ -227,7 +236,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         target, back = dense_output(out, where)
         none = [0] * self.size()
         at, lengths = ([x.data_ptr() for x in parts], [x.nbytes for x in parts]) if parts else (none, none)
-        table = _table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
+        table = lengths_table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
         return self._start((SCATTER, BYTES, SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
 
     def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
@@ -242,8 +251,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
             lengths: Lengths = given.nbytes // self.size()
         else:
-            lengths = _table(*_cut(given, input_splits or self._even_rows(given), where),
-                             *_cut(target, output_splits or self._even_rows(target), where))
+            lengths = lengths_table(*cut_rows(given, input_splits or self._even_rows(given), where),
+                             *cut_rows(target, output_splits or self._even_rows(target), where))
         return self._start((ALL_TO_ALL, BYTES, SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
                            [given, target], back)
 
@@ -256,7 +265,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._expect_one_each(inputs, where, "input")
         given = [dense(x, where) for x in inputs]
         targets, backs = zip(*(dense_output(out, where) for out in outputs))
-        table = _table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
+        table = lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
                        [t.nbytes for t in targets])
         return self._start((ALL_TO_ALL, BYTES, SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs, [given, targets], *backs)
 
@@ -276,6 +285,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
         x = _only(tensors, "recv")
         flat, back = dense_output(x, self._where("recv"))
         return self._post(0, flat, x, frm, tag, back)
+
+    def send_now(self, x: Tensor, to: int, tag: int, label: str) -> Tensor:
+        """`send` of a contiguous tensor, and wait; for small messages many times as fast."""
+        channel = self.channel
+        if (sender := channel.link.message(1, x.data_ptr(), x.nbytes, to, tag, channel.timeout)) < 0:
+            raise channel.explain(-sender, label or "send")
+        return x
+
+    def recv_now(self, x: Tensor, frm: int, tag: int, label: str) -> Tensor:
+        """`recv` into a contiguous tensor, and wait."""
+        channel = self.channel
+        if (sender := channel.link.message(0, x.data_ptr(), x.nbytes, frm, tag, channel.timeout)) < 0:
+            raise channel.explain(-sender, label or "recv")
+        return x
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Receive from whoever sends first; the work's `source_rank()` tells who."""
@@ -366,17 +389,6 @@ def _only(items: Sequence[Any], label: str) -> Any:
 
 def _last(works: list[Work], result: Sequence[Tensor]) -> Work:
     """Works of one group end in order, so the last stands for all."""
+    if works and isinstance(works[-1], Pending):
+        works[-1].stand_for(works[:-1], result)
     return works[-1] if works else Work(result)
-
-
-def _table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
-    return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
-
-
-def _cut(x: Tensor, rows: Sequence[int], where: str) -> tuple[list[int], list[int]]:
-    """Where the shares of `rows` rows each begin, and how long they are, in bytes."""
-    if x.dim() == 0 or sum(rows) != x.shape[0]:
-        raise ShapeMismatch(f"{where}: splits {list(rows)} do not add up to the {x.shape[0] if x.dim() else 0} rows of the tensor")
-    row = x.nbytes // max(x.shape[0], 1)
-    lengths = [count * row for count in rows]
-    return [sum(lengths[:at]) for at in range(len(lengths))], lengths

@@ -89,6 +89,11 @@ class Pending(Work):
             raise self._error
         return True
 
+    def stand_for(self, earlier: Sequence[Work], result: Sequence[Tensor]) -> None:
+        """Whoever waits for this one gets the results of earlier calls too; all of them together are `result`."""
+        self._result = list(result)
+        self._finish = [*(work.wait for work in earlier), *self._finish]
+
     def is_completed(self) -> bool:
         """See `Work.is_completed`; brings the results home when it has ended."""
         if not self._ended and self._has_ended():
