@@ -1,15 +1,18 @@
-"""Ring all-reduce from send and receive.
+"""Ring all-reduce, and its two halves, from send and receive.
 
 The buffer is cut in p chunks. Each chunk travels once around the ring while every rank adds its own part
 (reduce-scatter), then once more, finished, so that all can copy it (all-gather). Every rank sends and
 receives in every hop, so no link is idle and no rank is a bottleneck.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from rankloom.base.cost import Bill
-from rankloom.base.errors import NotContiguous
+from rankloom.base.cost import Bill, Path
+from rankloom.base.errors import ShapeMismatch
+from rankloom.comm.operands import chunk_sizes, require_contiguous, require_rows, summand, summing_dtype
 from rankloom.world.group import Group
 
 
@@ -17,34 +20,123 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place. Every rank ends with the same bits.
 
     x:      any shape of n elements, contiguous, the same on each of p ranks; p need not divide n
-    sent:   2(p-1) messages, 2n(p-1)/p elements per rank: nearly independent of p
-    raises: NotContiguous
+    sent:   2(p-1) messages, 2n(p-1)/p elements per rank: nearly independent of p; half of them in fp32 where x is narrower
+    steps:  2(p-1)
+    raises: NotContiguous; ConfigError for bool
     source: Patarasuk & Yuan 2009; Baidu 2017
     """
     rank, p = group.rank, group.size
-    if not x.is_contiguous():
-        raise NotContiguous(f"rank {rank}: ring_all_reduce of a tensor with strides {x.stride()}; pass x.contiguous()")
-    if p == 1:
-        return x
-    chunks = x.view(-1).tensor_split(p)
-    inbox = torch.empty_like(chunks[0])   # the first chunks are the longest
-
-    for hop in range(p - 1):   # reduce-scatter: rank r ends with the full sum of chunk r+1
-        mine = chunks[(rank - hop - 1) % p]
-        mine.add_(_shift(chunks[(rank - hop) % p], inbox[: mine.numel()], group))
-    for hop in range(p - 1):   # all-gather: the finished chunks go once around
-        _shift(chunks[(rank - hop + 1) % p], chunks[(rank - hop) % p], group)
+    chunks = summand(x, group, "ring_all_reduce").tensor_split(p)
+    if p > 1:
+        finished = (rank + 1) % p
+        chunks[finished].copy_(_reduce_around(chunks, group, "ring_all_reduce"))
+        _gather_around(chunks, finished, group, "ring_all_reduce")
     return x
 
 
-def _shift(out: Tensor, into: Tensor, group: Group) -> Tensor:
+def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of this rank's rows of `x`, which is not changed.
+
+    x:      [p*n, ...] on each of p ranks -> [n, ...]; where p does not divide the rows, rank r gets those of tensor_split
+    sent:   p-1 messages, n(p-1) rows per rank; in fp32 where x is narrower
+    steps:  p-1
+    raises: NotContiguous; ShapeMismatch for a tensor without rows; ConfigError for bool
+    source: Patarasuk & Yuan 2009
+    """
+    rank, p = group.rank, group.size
+    rows = require_rows(x, group, "ring_reduce_scatter").tensor_split(p)
+    flat = [summand(piece, group, "ring_reduce_scatter") for piece in rows]
+    # Numbered from the last one on, so that the ring, which ends with chunk r+1 on rank r, ends with piece r.
+    total = _reduce_around([flat[-1], *flat[:-1]], group, "ring_reduce_scatter") if p > 1 else flat[0].clone()
+    return total.to(x.dtype).view(rows[rank].shape)
+
+
+def ring_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -> Tensor:
+    """All ranks' `x` in rank order.
+
+    x:      [n, ...] on each of p ranks -> [p*n, ...]
+    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it
+    sent:   p-1 messages, n(p-1) rows per rank
+    steps:  p-1
+    raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
+    source: Patarasuk & Yuan 2009
+    """
+    pieces, out = gathering(x, group, out, "ring_all_gather")
+    _gather_around(pieces, group.rank, group, "ring_all_gather")
+    return out
+
+
+def gathering(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The pieces of an all-gather's result, this rank's filled in, and the result. raises: see `ring_all_gather`"""
+    require_rows(x, group, label)
+    if out is None:
+        out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    pieces = require_contiguous(out, group, label).tensor_split(group.size)
+    mine = pieces[group.rank]
+    if mine.shape != x.shape or mine.dtype != x.dtype:
+        raise ShapeMismatch(f"{group.where(label)}: x is {tuple(x.shape)} {x.dtype}, expected {tuple(mine.shape)} {mine.dtype}: "
+                            f"this rank's piece of out {tuple(out.shape)} as tensor_split cuts it")
+    mine.copy_(x)
+    return pieces, out
+
+
+def _reduce_around(chunks: Sequence[Tensor], group: Group, label: str) -> Tensor:
+    """The full sum of chunk rank+1, in the dtype of sums. The chunks are only read."""
+    rank, p, dtype = group.rank, group.size, summing_dtype(chunks[0].dtype)
+    longest = max(chunk.numel() for chunk in chunks)
+    inboxes = [torch.empty(longest, dtype=dtype, device=chunks[0].device) for _ in range(2)]   # one fills while the other is sent
+    travelling = chunks[rank].to(dtype)
+    for hop in range(p - 1):
+        mine = chunks[(rank - hop - 1) % p]
+        travelling = _shift(travelling, inboxes[hop % 2][: mine.numel()], group, label).add_(mine.to(dtype))
+    return travelling
+
+
+def _gather_around(chunks: Sequence[Tensor], first: int, group: Group, label: str) -> None:
+    """Pass the finished chunks on until every rank has all; this rank begins with chunk `first`, its left one with the one before."""
+    for hop in range(group.size - 1):
+        _shift(chunks[(first - hop) % group.size], chunks[(first - hop - 1) % group.size], group, label)
+
+
+def _shift(out: Tensor, into: Tensor, group: Group, label: str) -> Tensor:
     """Send `out` to the right neighbour while receiving `into` from the left one."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    return group.exchange(out, right, into, left, label="ring_all_reduce")
+    return group.exchange(out, right, into, left, label=label)
 
 
-def ring_all_reduce_bill(n: int, p: int, itemsize: int, rank: int = 0) -> Bill:
+def _passed_on(n: int, p: int, first: int, hops: int) -> int:
+    """Elements that a rank sends in `hops` hops that begin with chunk `first`."""
+    sizes = chunk_sizes(n, p)
+    return sum(sizes[(first - hop) % p] for hop in range(hops))
+
+
+def ring_all_reduce_bill(n: int, p: int, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
     """What `rank` sends in `ring_all_reduce`. Where p does not divide n, the first n % p chunks are one longer."""
-    sizes = [n // p + (chunk < n % p) for chunk in range(p)]
-    sent = [sizes[(rank - hop) % p] for hop in range(p - 1)] + [sizes[(rank - hop + 1) % p] for hop in range(p - 1)]
-    return Bill(sent=sum(sent) * itemsize, messages=2 * (p - 1))
+    sent = _passed_on(n, p, rank, p - 1) * wide + _passed_on(n, p, rank + 1, p - 1)
+    return Bill(sent=sent * itemsize, messages=2 * (p - 1))
+
+
+def ring_reduce_scatter_bill(n: int, p: int, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
+    """What `rank` sends in `ring_reduce_scatter` of n rows in all, of `itemsize` bytes each."""
+    return Bill(sent=_passed_on(n, p, rank - 1, p - 1) * itemsize * wide, messages=p - 1)
+
+
+def ring_all_gather_bill(n: int, p: int, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
+    """What `rank` sends in `ring_all_gather` of n rows in all, of `itemsize` bytes each."""
+    return Bill(sent=_passed_on(n, p, rank, p - 1) * itemsize, messages=p - 1)
+
+
+def ring_all_reduce_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
+    """What all wait for in `ring_all_reduce` of `nbytes`."""
+    return ring_reduce_scatter_path(nbytes, p, wide=wide) + ring_all_gather_path(nbytes, p)
+
+
+def ring_reduce_scatter_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
+    """What all wait for in `ring_reduce_scatter` of `nbytes` on each rank."""
+    travelled = (p - 1) * -(-nbytes // p) * wide
+    return Path(steps=p - 1, bytes=travelled, added=travelled)
+
+
+def ring_all_gather_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
+    """What all wait for in `ring_all_gather` to `nbytes` in all."""
+    return Path(steps=p - 1, bytes=(p - 1) * -(-nbytes // p))

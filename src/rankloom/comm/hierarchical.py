@@ -1,0 +1,183 @@
+"""Collectives in two levels: inside a node, where links are fast, and between nodes, where they are slow.
+
+All-reduce: reduce-scatter inside the node, so that each of its s ranks has the node's sum of one slice; all-reduce of each slice
+over the ranks with the same place in every node, all slices at once; all-gather inside. Between nodes travels 1/s of what a
+flat ring over all ranks would send from each rank, and the algorithm there may be any other, a compressed one for instance.
+Where nodes differ in size, the first rank of each sums for its node.
+
+All-to-all: the ranks of a node first collect all that goes to one other node, one message carries it, and the ranks there
+deal it out: everything travels twice inside nodes, but a pair of nodes exchanges one message each way.
+Read `comm/part.py` first.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from rankloom.base.cost import Bill, Path
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.comm.broadcast import binomial_broadcast, binomial_broadcast_bill, binomial_broadcast_path
+from rankloom.comm.operands import chunk_sizes, require_rows, summand, summing_dtype
+from rankloom.comm.part import Part
+from rankloom.comm.ring import (
+    ring_all_gather,
+    ring_all_gather_bill,
+    ring_all_gather_path,
+    ring_all_reduce,
+    ring_all_reduce_bill,
+    ring_all_reduce_path,
+    ring_reduce_scatter,
+    ring_reduce_scatter_bill,
+    ring_reduce_scatter_path,
+)
+from rankloom.comm.tree import tree_reduce, tree_reduce_bill, tree_reduce_path
+from rankloom.world.group import Group
+
+Nodes = Sequence[Sequence[int]]
+"""The ranks of a group, by node. Each rank in exactly one; nodes may differ in size."""
+
+
+def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
+                            inside: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (ring_reduce_scatter, ring_all_gather),
+                            between: Callable[[Tensor, Group], Tensor] = ring_all_reduce) -> Tensor:
+    """Sum `x` over the group, in place: inside each node, between nodes, and back. Every rank ends with the same bits.
+
+    x:       any shape of n elements, contiguous, the same on each of p ranks
+    inside:  a reduce-scatter and an all-gather; not used where nodes differ in size
+    between: the all-reduce between nodes: `between(slice, group) -> slice`, in place; slices are in fp32 where x is narrower
+    sent:    inside 2(s-1) messages, 2n(s-1)/s elements per rank, with s ranks in a node; between 2(m-1) messages and
+             2n(m-1)/(sm) elements, with m nodes, unless `between` sends less
+    steps:   2(s-1) + 2(m-1)
+    raises:  NotContiguous; ConfigError for bool, or when `nodes` does not name each rank once
+    source:  Jia et al. 2018, "Highly scalable deep learning training system with mixed-precision"
+    """
+    flat = summand(x, group, "hierarchical_all_reduce")
+    node = nodes[_node_of(group, nodes)]
+    sums, part, place = flat.to(summing_dtype(x.dtype)), Part(group, node), node.index(group.rank)
+    if _are_even(nodes):
+        reduce_scatter, all_gather = inside
+        mine = reduce_scatter(sums, part)
+        if len(nodes) > 1:
+            mine = between(mine, Part(group, [other[place] for other in nodes]))
+        all_gather(mine.to(x.dtype), part, out=flat)
+        return x
+    tree_reduce(sums, part)
+    if place == 0:
+        flat.copy_(between(sums, Part(group, [other[0] for other in nodes])))
+    binomial_broadcast(flat, part)
+    return x
+
+
+def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
+    """Deal equal shares of the rows of `x` out, one message for each pair of nodes.
+
+    x:      [p*n, ...] on each of p ranks -> [p*n, ...]: what all dealt to this rank, in rank order
+    sent:   inside a node 2(s-1) messages with s ranks in it; between nodes one each way for each pair, spread over the ranks of
+            a node: at least (m-1)/s of s*s*n rows for each rank, with m nodes
+    steps:  2(s-1) + (m-1)/s, rounded up
+    raises: NotContiguous; ShapeMismatch when p does not divide the rows; ConfigError when `nodes` does not name each rank once
+    source: Traff & Rougier 2014, "MPI collectives and datatypes for hierarchical all-to-all communication"
+    """
+    label, p = "hierarchical_all_to_all", group.size
+    if require_rows(x, group, label).shape[0] % p:
+        raise ShapeMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} cannot be cut in {p} equal slices "
+                            "along dim 0; pad it")
+    here = _node_of(group, nodes)
+    node, part, place = nodes[here], Part(group, nodes[here]), nodes[here].index(group.rank)
+    blocks = x.view(p, x.numel() // p)   # [to rank, what]
+    partners = [_partners(nodes, here, at) for at in range(len(node))]
+
+    # Inside: whoever writes to a node collects what all ranks here have for it.
+    targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
+    collected = part.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
+                                recv_rows=[len(targets[place])] * len(node), label=label)
+    by_node = collected.view(len(node), len(targets[place]), blocks.shape[1]).split([len(nodes[there]) for there in partners[place]], dim=1)
+    # Between: [from rank, to rank, what] there and back.
+    arrived = _swap(group, [(nodes[there][here % len(nodes[there])], bundle) for there, bundle in zip(partners[place], by_node)], label)
+    # Inside: to each rank here what has come for it, and this rank's own.
+    to_deal = [rows for at in range(len(node)) for rows in [*(bundle[:, at] for bundle in arrived), blocks[node[at]].unsqueeze(0)]]
+    sources = [[*(rank for there in partners[at] for rank in nodes[there]), node[at]] for at in range(len(node))]
+    dealt = part.all_to_all(torch.cat(to_deal), send_rows=[len(sources[place])] * len(node),
+                            recv_rows=[len(ranks) for ranks in sources], label=label)
+    out = torch.empty_like(x)
+    out.view(blocks.shape)[list(chain(*sources))] = dealt
+    return out
+
+
+def _swap(group: Group, bundles: Sequence[tuple[int, Tensor]], label: str) -> list[Tensor]:
+    """Send each bundle [mine, theirs, ...] to its rank; what those send here, [theirs, mine, ...], in the same order."""
+    inboxes = [bundle.new_empty((bundle.shape[1], bundle.shape[0], bundle.shape[2])) for _, bundle in bundles]
+    coming = [group.recv(inbox, rank, label=label, async_op=True) for inbox, (rank, _) in zip(inboxes, bundles)]
+    going = [group.send(bundle.contiguous(), rank, label=label, async_op=True) for rank, bundle in bundles]
+    for handle in coming + going:
+        handle.wait()
+    return inboxes
+
+
+def _partners(nodes: Nodes, here: int, place: int) -> list[int]:
+    """The nodes with which the rank at `place` of node `here` exchanges messages for its whole node."""
+    return [there for there in range(len(nodes)) if there != here and there % len(nodes[here]) == place]
+
+
+def _node_of(group: Group, nodes: Nodes) -> int:
+    """Which node this rank is in."""
+    if sorted(rank for node in nodes for rank in node) != list(range(group.size)) or not all(nodes):
+        raise ConfigError(f"{group.where('nodes')}: {nodes} must name each of ranks 0..{group.size - 1} exactly once, by node, none empty")
+    return next(at for at, node in enumerate(nodes) if group.rank in node)
+
+
+def _are_even(nodes: Nodes) -> bool:
+    return len({len(node) for node in nodes}) == 1
+
+
+def hierarchical_all_reduce_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1,
+                                 inside: tuple[Callable[..., Bill], Callable[..., Bill]] = (ring_reduce_scatter_bill, ring_all_gather_bill),
+                                 between: Callable[..., Bill] = ring_all_reduce_bill) -> Bill:
+    """What `rank` sends in `hierarchical_all_reduce`; `inside` and `between` are the bills of its algorithms."""
+    here = next(at for at, node in enumerate(nodes) if rank in node)
+    size, place = len(nodes[here]), nodes[here].index(rank)
+    if not _are_even(nodes):
+        leader = between(n, len(nodes), itemsize * wide, here) if place == 0 else Bill()
+        return tree_reduce_bill(n, size, itemsize * wide, place) + leader + binomial_broadcast_bill(n, size, itemsize, place)
+    reduce_scatter, all_gather = inside
+    across = between(chunk_sizes(n, size)[place], len(nodes), itemsize * wide, here) if len(nodes) > 1 else Bill()
+    return reduce_scatter(n, size, itemsize * wide, place) + across + all_gather(n, size, itemsize, place)
+
+
+def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
+    """What `rank` sends in `hierarchical_all_to_all` of n rows, of `itemsize` bytes each."""
+    here = next(at for at, node in enumerate(nodes) if rank in node)
+    size, place = len(nodes[here]), nodes[here].index(rank)
+    share = n // sum(map(len, nodes)) * itemsize
+    carried = [sum(len(nodes[there]) for there in _partners(nodes, here, at)) for at in range(size)]
+    collect = sum(carried) - carried[place]
+    deal = (size - 1) * (carried[place] + 1)
+    return Bill(sent=(collect + size * carried[place] + deal) * share,
+                messages=2 * (size - 1) + len(_partners(nodes, here, place)))
+
+
+def hierarchical_all_reduce_paths(
+        nbytes: int, nodes: Nodes, *, wide: int = 1,
+        inside: tuple[Callable[..., Path], Callable[..., Path]] = (ring_reduce_scatter_path, ring_all_gather_path),
+        between: Callable[..., Path] = ring_all_reduce_path) -> tuple[Path, Path]:
+    """What all wait for in `hierarchical_all_reduce` of `nbytes`: inside nodes, and between them, for their links differ."""
+    largest = max(map(len, nodes))
+    if not _are_even(nodes):
+        up_and_down = tree_reduce_path(nbytes * wide, largest) + binomial_broadcast_path(nbytes, largest)
+        return up_and_down, between(nbytes * wide, len(nodes))
+    reduce_scatter, all_gather = inside
+    return (reduce_scatter(nbytes * wide, largest) + all_gather(nbytes, largest),
+            between(-(-nbytes // largest) * wide, len(nodes)) if len(nodes) > 1 else Path())
+
+
+def hierarchical_all_to_all_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
+    """What all wait for in `hierarchical_all_to_all` of `nbytes` on each rank: inside nodes, and between them, at most."""
+    largest, share = max(map(len, nodes)), -(-nbytes // sum(map(len, nodes)))
+    by_rank = [_partners(nodes, here, place) for here, node in enumerate(nodes) for place in range(len(node))]
+    carried = max(sum(len(nodes[there]) for there in partners) for partners in by_rank)
+    most = max(map(len, by_rank))
+    steps = max(2 * most - 1, 0)   # the last message may have to wait for all others at both of its ends
+    return (Path(steps=2 * (largest - 1), bytes=(largest - 1) * (2 * carried + 1) * share),
+            Path(steps=steps, bytes=steps * largest**2 * share))

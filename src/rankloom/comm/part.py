@@ -1,0 +1,78 @@
+"""A part of a group that is a group itself: ranks renumbered, connection and ledger those of the whole.
+
+So every algorithm of this folder also runs on the ranks of one node, or on one rank of each node, and no further
+process group is needed. The collectives of a part are made of messages: ring and pairwise.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rankloom.base.errors import ConfigError
+from rankloom.comm.all_to_all import pairwise_all_to_all
+from rankloom.comm.broadcast import binomial_broadcast
+from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from rankloom.world.group import Group, Handle
+
+
+class Part(Group):
+    """The ranks `members` of `whole`, in that order; made on each of them, and on no other.
+
+    Its collectives are those of `Group`, except that they block: with `async_op=True` the handle comes back finished.
+    """
+
+    def __init__(self, whole: Group, members: Sequence[int]):
+        if len(set(members)) < len(members) or whole.rank not in members or not set(members) <= set(range(whole.size)):
+            raise ConfigError(f"{whole.where('part')}: {tuple(members)} is no part of ranks 0..{whole.size - 1} "
+                              f"with rank {whole.rank} in it; name each member once")
+        super().__init__(None, members.index(whole.rank), [whole.ranks[member] for member in members],
+                         name=f"{whole.name}, ranks {tuple(members)}", device=whole.device, timeout=whole.timeout, one_host=whole.one_host,
+                         topology=whole.topology.among(members))
+        self.ledger, self.whole, self.members = whole.ledger, whole, tuple(members)
+
+    def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        """Send `x` to rank `to` of this part."""
+        return self.whole.send(x, self.members[self._peer(to)], tag=tag, label=label, async_op=async_op)
+
+    def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        """Fill `into` with what rank `frm` of this part sends."""
+        return self.whole.recv(into, self.members[self._peer(frm)], tag=tag, label=label, async_op=async_op)
+
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
+        """Send `out` to one rank while receiving `into` from another (or the same)."""
+        return self.whole.exchange(out, self.members[self._peer(to)], into, self.members[self._peer(frm)], tag=tag, label=label)
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
+        """Sum or mean of `x` over the part, in place, by the ring."""
+        if op not in ("sum", "mean"):
+            raise ConfigError(f"{self.where(label or 'all_reduce')}: op {op!r} is not one of sum, mean; gather, then combine")
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
+        total = ring_all_reduce(x, self)
+        return self._done(total.div_(self.size) if op == "mean" else total, label, async_op)
+
+    def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
+        """Overwrite `x` on every rank with rank `root`'s, along a binomial tree."""
+        return self._done(binomial_broadcast(x, self, self._peer(root)), label, async_op)
+
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+        """All ranks' `x` in rank order, by the ring. [n, ...] on each -> [p*n, ...]"""
+        rows = x.unsqueeze(0) if x.dim() == 0 else x
+        whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
+        return self._done(ring_all_gather(rows, self, out=whole), label, async_op)
+
+    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+        """The sum over ranks of this rank's slice of `x`, by the ring. [p*n, ...] on each -> [n, ...]"""
+        mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
+        total = ring_reduce_scatter(x, self)
+        return self._done(total if out is None else mine.copy_(total), label, async_op)
+
+    def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
+                   out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+        """Deal rows of `x` out, pairwise; what all dealt to this rank."""
+        dealt = pairwise_all_to_all(x, self, send_rows=send_rows, recv_rows=recv_rows, out=out)
+        return self._done(dealt, label, async_op)
+
+    def _done(self, result: Tensor, label: str, async_op: bool) -> Any:
+        return Handle(self, label, (), lambda: result) if async_op else result
