@@ -156,6 +156,12 @@ class PendingMessage(Pending):
         """See `Pending.wait`. A message has no time-out but this one: the group's, unless another is given."""
         return super().wait(timeout or datetime.timedelta(seconds=self._channel.timeout))
 
+    def get_future(self) -> torch.futures.Future:
+        """A future with a thread of its own: messages end in any order, and those behind must not wait for this one."""
+        future: torch.futures.Future = torch.futures.Future()
+        threading.Thread(target=_tell, args=(self, future), name="rankloom-message", daemon=True).start()
+        return future
+
     def _await(self, seconds: float) -> int:
         sender = self._channel.link.settle(self.handle, seconds)
         if sender < 0:
@@ -171,7 +177,7 @@ class PendingMessage(Pending):
 
 
 class Herald:
-    """Sets futures when their work has ended, in the order of the calls: C++ code waits for a future without asking us."""
+    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without asking us."""
 
     def __init__(self) -> None:
         self._news: queue.SimpleQueue[tuple[Pending, torch.futures.Future] | None] = queue.SimpleQueue()
@@ -192,10 +198,14 @@ class Herald:
 
     def _run(self) -> None:
         while (news := self._news.get()) is not None:
-            work, future = news
-            try:
-                work.wait()
-            except Exception as error:   # not hidden: whoever waits for the future gets it
-                future.set_exception(error)
-            else:
-                future.set_result(work.result())
+            _tell(*news)
+
+
+def _tell(work: Pending, future: torch.futures.Future) -> None:
+    """Set `future` once `work` has ended."""
+    try:
+        work.wait()
+    except Exception as error:   # not hidden: whoever waits for the future gets it
+        future.set_exception(error)
+    else:
+        future.set_result(work.result())

@@ -1,0 +1,165 @@
+"""Every collective, dtype, operation, layout, world size and way of waiting against the oracle: each bit, and none besides."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, values
+from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, has_meaning
+from conformance.ranks import Ranks, seconds
+
+SIZES = range(2, 9)
+PROGRAMS, LENGTH = 150, 24   # of each size; six cases each on average
+
+
+@dataclass
+class Part:
+    """A case as one group runs it: what each member brings and holds, and what it must end with."""
+
+    case: Case
+    members: list[int]
+    brought: Given
+    expected: Answer
+    ins: list[list[Held]]
+    outs: list[list[Held]]
+
+
+def make_part(case: Case, members: list[int], arenas: list[Arena]) -> Part:
+    """Draw what everybody brings, and ask the oracle."""
+    collective = COLLECTIVES[case.collective]
+    brought = [[values(case, shape, rank, k) for k, shape in enumerate(shapes)]
+               for rank, shapes in enumerate(collective.brings(case, len(members)))]
+    expected = collective.gives(brought, case)
+    if collective.in_place:
+        ins: list[list[Held]] = [[] for _ in members]
+        outs = [[Held(x, case.into, arena, fill=True) for x in mine] for mine, arena in zip(brought, arenas)]
+    else:
+        ins = [[Held(x, case.layout, arena, fill=True) for x in mine] for mine, arena in zip(brought, arenas)]
+        outs = [[Held(x, case.into, arena) for x in end or []] for end, arena in zip(expected, arenas)]
+    return Part(case, members, brought, expected, ins, outs)
+
+
+def plan(case: Case, ranks: Ranks) -> list[Part]:
+    """One part for the group of all, or one for each half of it."""
+    halves = [list(range(parity, ranks.size, 2)) for parity in (0, 1)]
+    arenas = ranks.arenas[case.halves]
+    return [make_part(case, members, [arenas[rank] for rank in members])
+            for members in (halves if case.halves else [list(range(ranks.size))])]
+
+
+def run_program(ranks: Ranks, program: list[list[Part]]) -> None:
+    """Every rank makes all calls in order; those that are late are waited for in the end, in an order of its own."""
+    def body(rank: int) -> None:
+        late = []
+        for parts in program:
+            part = next(part for part in parts if rank in part.members)
+            at, case = part.members.index(rank), part.case
+            group = (ranks.halves if case.halves else ranks.groups)[rank]
+            work = begin(case, group, [h.x for h in part.ins[at]], [h.x for h in part.outs[at]])
+            if case.late:
+                late.append((work, case.how))
+            else:
+                finish(work, case.how)
+        random.Random(rank).shuffle(late)
+        for work, how in late:
+            finish(work, how)
+
+    ranks.run(body)
+
+
+def finish(work: Any, how: str) -> None:
+    """Wait for a call in one of the ways there are."""
+    if how == "poll":
+        deadline = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < deadline, "never completed"
+            time.sleep(0)
+    if how == "future":
+        work.get_future().wait()
+    elif how == "wait with a time-out":
+        work.wait(seconds(20))
+    else:
+        work.wait()
+
+
+def check(program: list[list[Part]], same: Callable = same_bits) -> None:
+    """Every promised bit is there; what was only read, and what lies around, is as it was."""
+    for part in (part for parts in program for part in parts):
+        for at, end in enumerate(part.expected):
+            where = f"rank {at} of {len(part.members)}, {part.case}"
+            for k, (got, wanted) in enumerate(zip(part.outs[at], end or [])):
+                assert same(got.x, wanted), f"{where}: tensor {k} is {got.x}, expected {wanted}; all brought {part.brought}"
+            for held, was in zip(part.ins[at], part.brought[at]):
+                assert same_bits(held.x, was), f"{where}: what was only to be read is changed"
+            assert all(held.guards_are_whole() for held in part.ins[at] + part.outs[at]), f"{where}: written beside the tensor"
+
+
+def run_and_check(ranks: Ranks, cases: list[Case], same: Callable = same_bits) -> None:
+    """Run the cases as one program."""
+    for arena in ranks.arenas[False] + ranks.arenas[True]:
+        arena.used = 0
+    program = [plan(case, ranks) for case in cases]
+    run_program(ranks, program)
+    check(program, same)
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Ranks of a size, kept from one test to the next; made anew when one has failed."""
+    kept: dict[int, Ranks] = {}
+
+    def of(size: int) -> Ranks:
+        if size not in kept or kept[size].closed:
+            kept[size] = Ranks(size)
+        return kept[size]
+
+    yield of
+    for made in kept.values():
+        made.close()
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=lambda d: str(d).removeprefix("torch."))
+def test_every_collective_has_every_dtype_and_operation(ranks, dtype):
+    named = [(name, op) for name, c in COLLECTIVES.items() for op in (OPS if c.reduces else ("sum",))
+             if not c.reduces or (dtype in REDUCED and has_meaning(op, dtype))]
+    run_and_check(ranks(3), [Case(name, dtype, op, (5, 3), seed=n) for n, (name, op) in enumerate(named)])
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_collective_reads_and_writes_every_layout_and_can_be_waited_for_in_every_way(ranks, name):
+    run_and_check(ranks(3), [Case(name, dtype, "sum", shape, layout, into, how, late)
+                             for layout in LAYOUTS for into in LAYOUTS for how, late in zip(WAITS, (False, False, True, True, True))
+                             for shape, dtype in (((6, 4), torch.float32), ((65,), torch.bfloat16))])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_programs_give_every_rank_every_bit(ranks, size):
+    @settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(random_case(size), min_size=1, max_size=LENGTH))
+    def run(cases: list[Case]) -> None:
+        run_and_check(ranks(size), cases)
+
+    run()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_oracle_agrees_with_gloo_where_gloo_knows_the_case(size):
+    """gloo adds in another order: each of the size - 1 additions of numbers below 2 rounds by half an eps of their sum at most."""
+    gloo, bound = Ranks(size, backend="gloo"), size * size * torch.finfo(torch.float32).eps
+    close = lambda a, b: torch.allclose(a.flatten().double(), b.flatten().double(), rtol=0, atol=bound)
+    for name, collective in COLLECTIVES.items():
+        ops = ("sum", "product", "min", "max") if collective.reduces else ("sum",)
+        run_and_check(gloo, [Case(name, torch.int32, op, (5, 3)) for op in ops])
+        if collective.reduces:
+            run_and_check(gloo, [Case(name, torch.float32, op, (5, 3)) for op in ("sum", "avg", "min")], close)
+    gloo.close()
