@@ -50,8 +50,8 @@ INLINED float step_of(const float *v, int block, float levels)
     return top < TINY ? 0.0f : float_of((bits_of(top / levels) + 0xffff) & 0xffff0000u);
 }
 
-/* The mean magnitude as a bfloat16, added up in LANES partial sums; NaN where it is not finite. */
-INLINED float mean_of(const float *v)
+/* The mean magnitude of `count` values (zeros follow) as a bfloat16, added up in LANES partial sums; NaN where it is not finite. */
+INLINED float mean_of(const float *v, int count)
 {
     float lane[LANES] = {0};
     for (int i = 0; i < BLOCK1; i += LANES)
@@ -62,7 +62,7 @@ INLINED float mean_of(const float *v)
             lane[l] += lane[l + width];
     if (bits_of(lane[0]) >= INFINITE)
         return float_of(NOT_A_NUMBER);
-    uint32_t mean = (bits_of(lane[0] * (1.0f / BLOCK1)) + 0x8000) & 0xffff0000u;
+    uint32_t mean = (bits_of(lane[0] / (float)count) + 0x8000) & 0xffff0000u;
     return float_of(mean >= INFINITE ? NOT_A_NUMBER : mean);
 }
 
@@ -77,9 +77,11 @@ INLINED void whole_steps(const float *v, float step, int block, int8_t *codes, f
     }
 }
 
-/* Each encoder writes the record of one block and what it leaves unsaid; it returns whether the block was finite. */
-INLINED int encode8(const float *v, uint8_t *record, float *left)
+/* Each encoder writes the record of one block, of which `count` values are real, and what it leaves unsaid; it returns whether
+ * the block was finite. */
+INLINED int encode8(const float *v, int count, uint8_t *record, float *left)
 {
+    (void)count;
     const float step = step_of(v, BLOCK8, 127.0f);
     write_step(record, step);
     if (step != step) {
@@ -92,8 +94,9 @@ INLINED int encode8(const float *v, uint8_t *record, float *left)
     return 1;
 }
 
-INLINED int encode4(const float *v, uint8_t *record, float *left)
+INLINED int encode4(const float *v, int count, uint8_t *record, float *left)
 {
+    (void)count;
     const float step = step_of(v, BLOCK4, 7.0f);
     write_step(record, step);
     if (step != step) {
@@ -107,9 +110,9 @@ INLINED int encode4(const float *v, uint8_t *record, float *left)
     return 1;
 }
 
-INLINED int encode1(const float *v, uint8_t *record, float *left)
+INLINED int encode1(const float *v, int count, uint8_t *record, float *left)
 {
-    const float mean = mean_of(v);
+    const float mean = mean_of(v, count);
     uint8_t packed[BLOCK1 / 8] = {0};
     write_step(record, mean);
     if (mean == mean)
@@ -163,7 +166,7 @@ INLINED void add1(const uint8_t *record, float *v)
             if (error)                                                                                                 \
                 for (Py_ssize_t i = 0; i < count; i++)                                                                 \
                     v[i] += error[at + i];                                                                             \
-            if (encode##BITS(v, out, left) && error)                                                                   \
+            if (encode##BITS(v, (int)count, out, left) && error)                                                       \
                 memcpy(error + at, left, count * sizeof(float));                                                       \
         }                                                                                                              \
     }                                                                                                                  \
@@ -176,7 +179,7 @@ INLINED void add1(const uint8_t *record, float *v)
             if (error)                                                                                                 \
                 for (int i = 0; i < BLOCK##BITS; i++)                                                                  \
                     v[i] += error[at * BLOCK##BITS + i];                                                               \
-            if (encode##BITS(v, out + at * RECORD##BITS, left) && error)                                               \
+            if (encode##BITS(v, BLOCK##BITS, out + at * RECORD##BITS, left) && error)                                  \
                 memcpy(error + at * BLOCK##BITS, left, sizeof left);                                                   \
         }                                                                                                              \
     }                                                                                                                  \

@@ -15,7 +15,7 @@ GPU, torch computes the same bits here.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,63 +32,110 @@ LANES = 16           # partial sums of the mean magnitude: their order is part o
 INFINITE, MAGNITUDE = 0x7F800000, 0x7FFFFFFF   # of the bits of an fp32
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a block of fp32 values travels."""
+class Format(Protocol):
+    """How fp32 values travel: in records of `record` bytes, each for `block` values; a last one is filled up with zeros."""
 
-    name: str
+    @property
+    def block(self) -> int:
+        """Values in a record."""
+
+    @property
+    def record(self) -> int:
+        """Bytes of a record."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what is lost is to be kept for the next time."""
+
+    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """Write `x + error` to `out` in records; `error` becomes what they do not say.
+
+        x, error: [n] fp32; no error: nothing is remembered   out: uint8 [records, record]
+        """
+
+    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """Sum the records of all ranks, in rank order and in fp32, and write the sum + error to `out` in records.
+
+        inbox: uint8 [p, records, record]   error: [records * block] fp32, as in `quantise`   out: uint8 [records, record]
+        """
+
+    def dequantise(self, wire: Tensor, x: Tensor) -> None:
+        """Overwrite `x` with what the records say. wire: uint8 [records, record]   x: [n] fp32"""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Few bits for each value, and a step for each block."""
+
     bits: int
-    block: int   # values
+    block: int
+    remembers: bool = True
 
     @property
     def record(self) -> int:
         """Bytes of a block."""
         return HEAD + self.block * self.bits // 8
 
-    def blocks(self, n: int) -> int:
-        """How many blocks n values make; the last is filled up with zeros."""
-        return -(-n // self.block)
+    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """See Format."""
+        if NATIVE and x.device.type == "cpu":
+            _quantize.quantise(self.bits, _array(x), _array(error), _array(out))
+            return
+        left = _encode(_padded(x if error is None else x + error, self.block), x.numel(), self.bits, out)
+        if error is not None:
+            kept = _padded(error, self.block)
+            error.copy_(torch.where(_finite(out), left, kept).view(-1)[: error.numel()])
+
+    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """See Format."""
+        if NATIVE and inbox.device.type == "cpu":
+            _quantize.fold(self.bits, _array(inbox), inbox.shape[0], _array(error), _array(out))
+            return
+        total = torch.zeros(out.shape[0], self.block, device=out.device)
+        for records in inbox:
+            total += _decode(records, self.bits)
+        self.quantise(total.view(-1), error, out)
+
+    def dequantise(self, wire: Tensor, x: Tensor) -> None:
+        """See Format."""
+        if NATIVE and x.device.type == "cpu":
+            _quantize.dequantise(self.bits, _array(wire), _array(x))
+            return
+        x.copy_((_decode(wire, self.bits) + 0.0).view(-1)[: x.numel()])   # no zero is negative, as in C
 
 
-INT8, INT4, ONE_BIT = Format("int8", 8, 256), Format("int4", 4, 128), Format("1bit", 1, 256)
+INT8, INT4, ONE_BIT = Blocks(8, 256), Blocks(4, 128), Blocks(1, 256)
 
 
-def quantise(x: Tensor, error: Tensor | None, form: Format, out: Tensor) -> None:
-    """Write `x + error` to `out` in blocks; `error` becomes what they do not say.
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Every value in 16 bits, summed in fp32. What rounding loses is small, and not remembered."""
 
-    x, error: [n] fp32; no error: nothing is remembered
-    out:      uint8 [blocks, record]
-    """
-    if NATIVE and x.device.type == "cpu":
-        _quantize.quantise(form.bits, _array(x), _array(error), _array(out))
-        return
-    wide = _padded(x if error is None else x + error, form)
-    left = _encode(wide, form, out)
-    if error is not None:
-        kept = _padded(error, form)
-        error.copy_(torch.where(_finite(out), left, kept).view(-1)[: error.numel()])
+    dtype: torch.dtype
+    block: int = 128
+    remembers: bool = False
 
+    @property
+    def record(self) -> int:
+        """Bytes of a block."""
+        return self.block * self.dtype.itemsize
 
-def fold(inbox: Tensor, error: Tensor | None, form: Format, out: Tensor) -> None:
-    """Sum the blocks of all ranks, in rank order and in fp32, and write the sum + error to `out` in blocks.
+    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """See Format; `error` is left as it is."""
+        out[-1:].zero_()
+        out.view(self.dtype).view(-1)[: x.numel()].copy_(x)
 
-    inbox: uint8 [p, blocks, record]   error: [blocks * block] fp32, as in `quantise`   out: uint8 [blocks, record]
-    """
-    if NATIVE and inbox.device.type == "cpu":
-        _quantize.fold(form.bits, _array(inbox), inbox.shape[0], _array(error), _array(out))
-        return
-    total = torch.zeros(out.shape[0], form.block, device=out.device)
-    for records in inbox:
-        total += _decode(records, form)
-    quantise(total.view(-1), error, form, out)
+    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+        """See Format; `error` is left as it is."""
+        halves = inbox.view(self.dtype)
+        total = halves[0].float()
+        for half in halves[1:]:
+            total += half
+        out.view(self.dtype).copy_(total)
 
-
-def dequantise(wire: Tensor, form: Format, x: Tensor) -> None:
-    """Overwrite `x` with what the blocks say. wire: uint8 [blocks, record]   x: [n] fp32"""
-    if NATIVE and x.device.type == "cpu":
-        _quantize.dequantise(form.bits, _array(wire), _array(x))
-        return
-    x.copy_((_decode(wire, form) + 0.0).view(-1)[: x.numel()])   # no zero is negative, as in C
+    def dequantise(self, wire: Tensor, x: Tensor) -> None:
+        """See Format."""
+        x.copy_(wire.view(self.dtype).view(-1)[: x.numel()])
 
 
 def _array(x: Tensor | None) -> Any:
@@ -98,24 +145,24 @@ def _array(x: Tensor | None) -> Any:
 # ---------------------------------------------------------------------- the same in torch
 
 
-def _padded(x: Tensor, form: Format) -> Tensor:
+def _padded(x: Tensor, block: int) -> Tensor:
     """[n] -> [blocks, block], zeros at the end."""
-    return torch.nn.functional.pad(x, (0, form.blocks(x.numel()) * form.block - x.numel())).view(-1, form.block)
+    return torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)
 
 
-def _encode(v: Tensor, form: Format, out: Tensor) -> Tensor:
-    """Write the records of v [blocks, block]; returns what they leave unsaid."""
+def _encode(v: Tensor, count: int, bits: int, out: Tensor) -> Tensor:
+    """Write the records of v [blocks, block], of which `count` values are real; returns what they leave unsaid."""
     if not len(v):
         return v
-    step = (_mean_magnitude(v) if form.bits == 1 else _step(v, 2.0 ** (form.bits - 1) - 1))[:, None]
+    step = (_mean_magnitude(v, count) if bits == 1 else _step(v, 2.0 ** (bits - 1) - 1))[:, None]
     out[:, :HEAD] = (step.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
-    if form.bits == 1:
+    if bits == 1:
         negative = (v < 0) & step.isfinite()
         out[:, HEAD:] = sum(eighth.to(torch.uint8) << bit for bit, eighth in enumerate(negative.chunk(8, dim=1)))
         return v - torch.where(negative, -step, step)
     per_step = torch.where(step > 0, step.reciprocal(), 0.0)
     codes = torch.where(step.isfinite(), (v * per_step).round() + 0.0, 0.0)   # no zero is negative, as in C
-    if form.bits == 8:
+    if bits == 8:
         out[:, HEAD:] = codes.to(torch.int8).view(torch.uint8)
     else:
         low, high = (codes + 8.0).to(torch.uint8).chunk(2, dim=1)
@@ -123,12 +170,12 @@ def _encode(v: Tensor, form: Format, out: Tensor) -> Tensor:
     return v - codes * step
 
 
-def _decode(records: Tensor, form: Format) -> Tensor:
+def _decode(records: Tensor, bits: int) -> Tensor:
     """[blocks, record] -> [blocks, block] fp32."""
     step, codes = records[:, :HEAD].contiguous().view(torch.bfloat16).float(), records[:, HEAD:].contiguous()
-    if form.bits == 8:
+    if bits == 8:
         return codes.view(torch.int8).float() * step
-    if form.bits == 4:
+    if bits == 4:
         return (torch.cat((codes & 15, codes >> 4), 1).float() - 8.0) * step
     negative = torch.cat([codes >> bit & 1 for bit in range(8)], 1).bool()
     return torch.where(negative, -step, step)
@@ -142,14 +189,16 @@ def _step(v: Tensor, levels: float) -> Tensor:
     return torch.where(largest >= INFINITE, torch.nan, torch.where(top < TINY, 0.0, step))
 
 
-def _mean_magnitude(v: Tensor) -> Tensor:
-    """Rounded to bf16; added up in LANES partial sums, then by halves. NaN where it is not finite."""
+def _mean_magnitude(v: Tensor, count: int) -> Tensor:
+    """Over the real values, rounded to bf16; added up in LANES partial sums, then by halves. NaN where it is not finite."""
     lanes = v.new_zeros(len(v), LANES)
     for piece in v.abs().split(LANES, dim=1):
         lanes += piece
     while lanes.shape[1] > 1:
         lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
-    mean = (lanes[:, 0] / v.shape[1]).view(torch.int32) + 0x8000 & ~0xFFFF
+    counts = v.new_full((len(v),), v.shape[1])
+    counts[-1] -= v.numel() - count
+    mean = (lanes[:, 0] / counts).view(torch.int32) + 0x8000 & ~0xFFFF
     return torch.where(lanes[:, 0].isfinite() & (mean < INFINITE), mean.view(torch.float32), torch.nan)
 
 

@@ -21,9 +21,12 @@ def touched_rows(x: Tensor) -> Tensor:
     return ((x.amax(dim=1) != 0) | (x.amin(dim=1) != 0)).nonzero().view(-1)
 
 
-def rows_are_cheaper(rows: int, x: Tensor, ranks: int) -> bool:
-    """Whether gathering `rows` rows from each rank sends fewer bytes than an all-reduce of all of `x`."""
-    return sum_rows_bill(rows, x.shape[1], ranks, x.itemsize).sent < all_reduce_bill(x.nbytes, ranks).sent
+def rows_are_cheaper(rows: int, x: Tensor, ranks: int, *, dense: Bill | None = None) -> bool:
+    """Whether gathering `rows` rows from each rank sends fewer bytes than an all-reduce of all of `x`.
+
+    dense: what that all-reduce costs, where it is not a plain one
+    """
+    return sum_rows_bill(rows, x.shape[1], ranks, x.itemsize).sent < (dense or all_reduce_bill(x.nbytes, ranks)).sent
 
 
 def sum_rows(x: Tensor, touched: Tensor, rows: int, group: Group, *, scale: float = 1.0, label: str = "sum_rows") -> Tensor:

@@ -4,7 +4,7 @@ A collective wants one contiguous piece of memory; a model has hundreds of tenso
 buffer, nothing need be copied in before a collective or out after it. Pure arithmetic first, then the buffer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +62,22 @@ def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 class FlatBuffer:
     """One contiguous tensor and a view of it for each name. Gaps between views stay zero.
 
-    memory: the tensors' bytes, plus less than 64 each
+    allocate: makes the tensor of so many zeros, where it shall not be ordinary memory (`group.buffer`)
+    memory:   the tensors' bytes, plus less than 64 each
     """
 
-    def __init__(self, like: Mapping[str, Tensor], dtype: torch.dtype | None = None):
+    def __init__(self, like: Mapping[str, Tensor], dtype: torch.dtype | None = None,
+                 allocate: Callable[[int, torch.dtype], Tensor] | None = None):
         first = next(iter(like.values()))
         dtype = dtype or first.dtype
         self.slots, total = lay_out({name: t.shape for name, t in like.items()}, dtype.itemsize)
-        self.flat = torch.zeros(total, dtype=dtype, device=first.device)
+        self.flat = allocate(total, dtype) if allocate else torch.zeros(total, dtype=dtype, device=first.device)
         self.views = {slot.name: self.flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+
+    def gaps(self) -> list[Tensor]:
+        """What lies between the views, and after the last."""
+        starts = [slot.start for slot in self.slots[1:]] + [self.flat.numel()]
+        return [self.flat[slot.end : start] for slot, start in zip(self.slots, starts) if slot.end < start]
 
 
 def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,167 @@
+"""PowerSGD: all-reduce of matrices by their most important directions.
+
+A matrix M of a x b becomes P Q with P of a x r and Q of r x b. One step of subspace iteration, begun where the last one ended:
+
+    M = gradient + error                      in one pass with the next
+    P = M Q^T                                 all-reduce: P of all matrices, and all that is no matrix, uncompressed
+    P orthonormalised; own = P^T M            all-reduce: Q = the sum of `own`
+    gradient = P Q; error = M - P own
+
+Both rounds are sums, so what is sent does not grow with the ranks, and errors of all ranks together are the error of the sum.
+The error is not written down: M is kept, and P own is subtracted in the next step's first pass.
+
+The passes over M are in C (_lowrank.c); where that was not built, and on a GPU, torch does the same.
+Read comm/lossy.py first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankloom.base.cost import Bill, all_reduce_bill
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.rng import stream
+from rankloom.comm.lossy import LABEL, Compressed
+from rankloom.world.group import Group
+
+try:
+    from rankloom.comm import _lowrank  # type: ignore[attr-defined]
+except ImportError:   # there was no compiler when this was installed
+    _lowrank = None
+
+NATIVE = _lowrank is not None
+RANK = 4
+SMALL = 1e-30
+
+Parts = Sequence[tuple[int, Sequence[int]]]
+"""The tensors in a flat buffer: where each begins, and its shape."""
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A matrix in the buffer, and what is kept of it: all fp32."""
+
+    start: int
+    kept: Tensor      # [a, b]   M of the last step
+    p: Tensor         # [a, r]   orthonormal columns
+    own: Tensor       # [r, b]   P^T M; the error is kept - p own
+    q: Tensor         # [r, b]   where the next step begins: equal on all ranks
+
+    def of(self, values: Tensor) -> Tensor:
+        """This matrix in the flat buffer, as a view."""
+        return values[self.start : self.start + self.kept.numel()].view_as(self.kept)
+
+    def absorb(self, x: Tensor) -> Tensor:
+        """kept = x + error. Returns M Q^T [a, r], up to a factor that is equal on all ranks."""
+        p, q = torch.empty_like(self.p), self.q / self.q.abs().amax().clamp(min=SMALL)   # so that no product overflows
+        if NATIVE and x.device.type == "cpu":
+            _lowrank.absorb(*_arrays(x, self.kept, self.p, self.own, q, p), *self.kept.shape, len(q))
+            return p
+        self.kept.addmm_(self.p, self.own, alpha=-1).add_(x)
+        return torch.mm(self.kept, q.t(), out=p)
+
+    def turn(self, p: Tensor) -> Tensor:
+        """Take the sum of all ranks' P; returns `own`, whose sum is the next Q."""
+        self.p = torch.linalg.qr(p).Q.contiguous()
+        if NATIVE and p.device.type == "cpu":
+            _lowrank.combine(*_arrays(self.kept, self.p, self.own), *self.kept.shape, len(self.q))
+        else:
+            torch.mm(self.p.t(), self.kept, out=self.own)
+        return self.own
+
+    def spread(self, x: Tensor) -> None:
+        """x = P Q, term by term in one order, so that C and torch agree on every bit."""
+        if NATIVE and x.device.type == "cpu":
+            _lowrank.spread(*_arrays(self.p, self.q, x), *x.shape, len(self.q))
+            return
+        torch.mul(self.p[:, :1], self.q[:1], out=x)
+        for column, row in zip(self.p.t()[1:], self.q[1:]):
+            x += torch.outer(column, row)
+
+    def restore(self, x: Tensor) -> None:
+        """After `absorb`: back to the error as it was before x; zero where x was not finite."""
+        self.kept.sub_(x).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.own.zero_()
+
+
+class PowerSGD(Compressed):
+    """The all-reduce of this file.
+
+    parts:  the tensors in the buffer; those of two dims or more are matrices, first dim by all others
+    sent:   an all-reduce of r(a+b) values for each matrix of a x b where that is at most half, and of all other values; 4(p-1) messages
+    memory: n + 3r(a+b) fp32
+    raises: ConfigError without parts, for then nothing would be compressed
+    source: Vogels, Karimireddy & Jaggi 2019
+    """
+
+    def __init__(self, parts: Parts, rank: int = RANK):
+        super().__init__()
+        if not parts:
+            raise ConfigError("powersgd needs to know where the matrices in the buffer are: give parts=[(first element, shape), ...]")
+        self.rank = rank
+        shapes = [(start, shape[0] if shape else 1, prod(shape[1:])) for start, shape in parts]
+        self._shapes = [(start, a, b) for start, a, b in shapes if rank * (a + b) <= a * b // 2]
+        self._matrices: list[Matrix] = []
+
+    def _plain(self, n: int) -> list[slice]:
+        """All that is in no matrix, in a buffer of n."""
+        starts, ends = [start for start, _, _ in self._shapes], [start + a * b for start, a, b in self._shapes]
+        return [slice(end, start) for end, start in zip([0, *ends], [*starts, n])]
+
+    def _sum(self, values: Tensor, group: Group) -> None:
+        plain = self._plain(len(values))
+        if any(part.stop < part.start for part in plain):
+            raise ShapeMismatch(f"{group.where(LABEL)}: {len(values)} values, in which the parts do not lie one after the other")
+        if not self._matrices:
+            self._matrices = [begin(start, a, b, self.rank, values.device) for start, a, b in self._shapes]
+        products = [matrix.absorb(matrix.of(values)) for matrix in self._matrices]
+        first = torch.cat([p.view(-1) for p in products] + [values[part] for part in plain])
+        group.all_reduce(first, label=LABEL)
+        if not first.isfinite().all():   # of the sum, so all ranks see it
+            for matrix in self._matrices:
+                matrix.restore(matrix.of(values))
+            values.fill_(torch.nan)
+            return
+        sums = first.split([p.numel() for p in products] + [part.stop - part.start for part in plain])
+        for part, total in zip(plain, sums[len(products) :]):
+            values[part] = total
+        if products:
+            self._spread([total.view_as(p) for total, p in zip(sums, products)], values, group)
+
+    def _spread(self, ps: list[Tensor], values: Tensor, group: Group) -> None:
+        """The second round, from the sums of all matrices' P."""
+        second = torch.cat([matrix.turn(p).view(-1) for matrix, p in zip(self._matrices, ps)])
+        group.all_reduce(second, label=LABEL)
+        for matrix, q in zip(self._matrices, second.split([matrix.q.numel() for matrix in self._matrices])):
+            matrix.q = q.view_as(matrix.q)
+            matrix.spread(matrix.of(values))
+        if not second.isfinite().all():   # the sum overflowed, and with it the directions for the next step
+            self._matrices = []
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is remembered."""
+        for matrix in self._matrices:
+            matrix.kept.mul_(factor)
+            matrix.own.mul_(factor)
+
+    def bill(self, n: int, p: int) -> Bill:
+        """What one of p ranks sends for n values."""
+        ps, qs = (sum(4 * self.rank * shape[side] for shape in self._shapes) for side in (1, 2))
+        plain = 4 * (n - sum(a * b for _, a, b in self._shapes))
+        if p == 1 or not n:
+            return Bill()
+        return all_reduce_bill(ps + plain, p) + (all_reduce_bill(qs, p) if qs else Bill())
+
+
+def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:
+    """Nothing remembered yet, and random directions, the same on all ranks."""
+    q = torch.randn(rank, b, generator=stream(0, "powersgd", start)).to(device)
+    return Matrix(start, torch.zeros(a, b, device=device), torch.zeros(a, rank, device=device), torch.zeros(rank, b, device=device), q)
+
+
+def _arrays(*tensors: Tensor) -> list[Any]:
+    return [tensor.detach().numpy() for tensor in tensors]

@@ -1,0 +1,141 @@
+"""PowerSGD: what has rank r passes whole, what is no matrix passes exactly, C and torch agree, and nothing gets stuck."""
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.comm import power
+from rankloom.comm.power import Matrix, PowerSGD, begin
+
+A, B = 60, 50
+
+
+@pytest.fixture(params=["C", "torch"])
+def path(request, monkeypatch):
+    """Both ways to compute."""
+    if request.param == "C" and not power.NATIVE:
+        pytest.skip("the part in C was not built")
+    monkeypatch.setattr(power, "NATIVE", request.param == "C")
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def low(rank: int, seed: int = 0) -> torch.Tensor:
+    return noise(A, rank, seed=seed) @ noise(rank, B, seed=seed + 100)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_a_sum_of_that_rank_passes_whole(path, rank, p):
+    """All ranks' matrices share their columns, so the sum has the rank of one."""
+    def body(world):
+        x = low(rank) * (world.rank + 1)
+        return PowerSGD([(0, (A, B))], rank=rank)(x, world)
+
+    exact = low(rank) * p * (p + 1) / 2
+    for got in rl.simulate(p, body):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-5 * exact.abs().max().item())   # fp32, and a basis of random directions
+
+
+def test_what_is_no_matrix_is_summed_exactly_gaps_and_small_matrices_too(path):
+    parts = [(3, (A, B)), (3005, (7,)), (3012, (5, 6)), (3050, ())]
+    x = lambda rank: torch.arange(3060.0) % 97 * (rank + 1)
+
+    def body(world):
+        return PowerSGD(parts)(x(world.rank), world)
+
+    exact = x(0) + x(1) + x(2)
+    for got in rl.simulate(3, body):
+        assert torch.equal(got[:3], exact[:3]) and torch.equal(got[3003:], exact[3003:])
+        assert not torch.equal(got[3:3003], exact[3:3003])
+
+
+def test_c_and_torch_do_the_same(monkeypatch):
+    if not power.NATIVE:
+        pytest.skip("the part in C was not built")
+    for a, b, rank in ((1, 1, 1), (5, 3, 2), (33, 17, 3), (64, 512, 4), (70, 1040, 4), (9, 600, 5), (40, 40, 16)):
+        x, matrices = noise(a, b), []
+        for native in (True, False):
+            monkeypatch.setattr(power, "NATIVE", native)
+            matrix = Matrix(0, noise(a, b, seed=1), noise(a, rank, seed=2), noise(rank, b, seed=3), noise(rank, b, seed=4))
+            p = matrix.absorb(x)
+            matrix.p = noise(a, rank, seed=5)
+            out = torch.empty(a, b)
+            matrix.spread(out)
+            matrices.append((p, matrix.kept, out, matrix.turn(noise(a, rank, seed=6)).clone()))
+        (p, kept, out, own), (p2, kept2, out2, own2) = matrices
+        scale = b**0.5 * 16 * 2**-22   # sums of up to b products of numbers of size 1 to 4, in another order
+        torch.testing.assert_close(p, p2, rtol=scale, atol=scale * 16)
+        torch.testing.assert_close(kept, kept2, rtol=0, atol=16 * 2**-20)
+        torch.testing.assert_close(own, own2, rtol=0, atol=a**0.5 * 16 * 2**-20)
+        assert torch.equal(out, out2), "what ends on every rank must be equal to the bit"
+
+
+def test_a_step_without_gradient_does_not_stop_what_follows(path):
+    def body(world):
+        reduce = PowerSGD([(0, (A, B))])
+        for _ in range(3):
+            reduce(torch.zeros(A, B), world)
+        return sum(reduce(low(2), world).clone() for _ in range(2))
+
+    got = rl.simulate(2, body)[0]   # the first of them finds the directions, the second delivers what it left
+    torch.testing.assert_close(got, 4 * low(2), rtol=0, atol=1e-4 * low(2).abs().max().item())
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-6, 1e12, 1e30])
+def test_very_small_and_very_large_gradients_pass_too(path, size):
+    def body(world):
+        reduce = PowerSGD([(0, (A, B))])
+        for _ in range(3):
+            got = reduce(low(2) * size, world)
+        return got
+
+    got = rl.simulate(2, body)[0]
+    torch.testing.assert_close(got / size, 2 * low(2), rtol=0, atol=1e-4 * low(2).abs().max().item())
+
+
+def test_directions_are_kept_from_step_to_step_so_the_best_ones_are_found(path):
+    """One random start finds the largest of many directions only roughly; three steps find them well."""
+    spectrum = torch.linalg.qr(noise(A, 12)).Q @ torch.diag(2.0 ** -torch.arange(12.0)) @ torch.linalg.qr(noise(B, 12, seed=1)).Q.t()
+    best = spectrum - torch.linalg.svd(spectrum).U[:, :4] @ torch.linalg.svd(spectrum).U[:, :4].t() @ spectrum
+
+    def body(world):
+        matrix, apart = begin(0, A, B, 4, world.device), []
+        for _ in range(4):
+            matrix.kept.zero_()   # without error feedback, to see the directions alone
+            matrix.own.zero_()
+            p = matrix.absorb(spectrum)
+            matrix.q = matrix.turn(p).clone()
+            out = torch.empty(A, B)
+            matrix.spread(out)
+            apart.append(((spectrum - out).norm() / best.norm()).item())
+        return apart
+
+    first, *_, last = rl.simulate(1, body)[0]
+    assert last < 1.01 < first
+
+
+def test_a_change_of_units_rescales_what_is_remembered(path):
+    def body(world, factor):
+        reduce = PowerSGD([(0, (A, B))])
+        reduce(noise(A, B), world)
+        reduce.rescale(factor)
+        return reduce(noise(A, B, seed=1) * factor, world) / factor
+
+    plain, scaled = (rl.simulate(2, lambda world, f=f: body(world, f))[0] for f in (1.0, 1024.0))
+    assert torch.equal(plain, scaled)
+
+
+@pytest.mark.skipif(not power.NATIVE, reason="the part in C was not built")
+def test_c_refuses_buffers_of_the_wrong_size_and_unknown_ranks():
+    x, p, q = (noise(*shape).numpy() for shape in ((4, 6), (4, 2), (2, 6)))
+    for call, text in (
+        (lambda: power._lowrank.absorb(x, x, p, q, q, q, 4, 6, 2), "argument 6 has 48 bytes, expected 8 floats"),
+        (lambda: power._lowrank.combine(x, p, p, 4, 6, 2), "argument 3 has 32 bytes, expected 12 floats"),
+        (lambda: power._lowrank.spread(p, q, x, 4, 5, 2), "argument 2 has 48 bytes, expected 10 floats"),
+        (lambda: power._lowrank.spread(p, q, x, 4, 6, 17), "rank 17 is not in 1 to 16"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
