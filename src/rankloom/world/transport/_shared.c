@@ -47,7 +47,7 @@
 #endif
 #define INDEPENDENT _Pragma("GCC ivdep")   /* outputs alias inputs exactly or not at all */
 
-enum { MAX_RANKS = 256, SLICE_MS = 50, LINE = 64 };
+enum { MAX_RANKS = 256, SLICE_MS = 50, PATIENCE_US = 300, LINE = 64 };
 enum { SLOT = 1 << 20 };            /* bytes of one staging slot */
 enum { TINY = 16 << 10 };           /* up to here a copy is cheaper than a second rendezvous */
 enum { BLOCK = 8 << 10 };           /* bytes that are reduced at a time: stays in the first-level cache */
@@ -256,6 +256,8 @@ static char process_state(int64_t pid, int64_t *started)
 static int is_dead(Rank *r)
 {
     int64_t started = 0;
+    if (!r->pid)
+        return 0;   /* it has not come yet */
     char state = process_state(r->pid, &started);
     return !state || state == 'Z' || state == 'X' || started != r->started;
 }
@@ -767,11 +769,16 @@ static void *work(void *self)
     return NULL;
 }
 
+/* Its ticket, or 0 when no thread can be started. */
 static uint64_t enqueue(Link *l, Op *op)
 {
     pthread_mutex_lock(&l->lock);
     if (!l->has_worker)
         l->has_worker = !pthread_create(&l->worker, NULL, work, l);
+    if (!l->has_worker) {
+        pthread_mutex_unlock(&l->lock);
+        return 0;
+    }
     uint64_t ticket = op->ticket = ++l->issued;
     if (l->last)
         l->last->next = op;
@@ -868,13 +875,37 @@ static Message *receiver(Link *l, int peer, int64_t tag, int *others)
     return NULL;
 }
 
-static int accept_message(Link *l, int peer, Incoming *in, Message *m)
+static int accept_message(Link *l, int peer, const Envelope *head, Message *m)
 {
-    if (m->nbytes != in->head.nbytes)
+    if (m->nbytes != head->nbytes)
         return break_group(l, peer, WRONG_LENGTH);
     m->peer = peer;
     m->started = 1;
     return FINE;
+}
+
+/* Hand an early message to the receive that it is for, if there is one by now. */
+static void hand_out(Link *l, Early **at)
+{
+    Early *e = *at;
+    int others;
+    Message *m = receiver(l, e->peer, e->head.tag, &others);
+    if (!m || !e->whole || accept_message(l, e->peer, &e->head, m))
+        return;
+    memcpy(m->at, e->bytes, m->nbytes);
+    m->done = 1;
+    *at = e->next;
+    free(e);
+}
+
+/* An early message is whole; before the next one is opened, for those of one tag do not overtake each other. */
+static void put_aside(Link *l, Early *e)
+{
+    Early **at = &l->early;
+    while (*at != e)
+        at = &(*at)->next;
+    e->whole = 1;
+    hand_out(l, at);
 }
 
 /* Begin with the next message on a ring, if someone wants it or something behind it. */
@@ -889,7 +920,7 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
     in->early = NULL;
     if (!in->message && !others)
         return 0;
-    if (in->message && accept_message(l, peer, in, in->message))
+    if (in->message && accept_message(l, peer, &in->head, in->message))
         return 0;
     if (!in->message) {
         Early **end = &l->early;
@@ -923,31 +954,12 @@ static int pull(Link *l, int peer)
         if (in->message)
             in->message->done = 1;
         else
-            in->early->whole = 1;
+            put_aside(l, in->early);
     }
     atomic_store_explicit(&ring->read, read, memory_order_release);
     if (read != begin)
         ring_bell(rank_of(l, peer));
     return read != begin;
-}
-
-static void take_early(Link *l, Message *m)
-{
-    for (Early **at = &l->early; *at; at = &(*at)->next) {
-        Early *e = *at;
-        if (!e->whole || e->head.tag != m->tag || (m->peer >= 0 && m->peer != e->peer))
-            continue;
-        if (m->nbytes != e->head.nbytes) {
-            break_group(l, e->peer, WRONG_LENGTH);
-            return;
-        }
-        memcpy(m->at, e->bytes, m->nbytes);
-        m->peer = e->peer;
-        m->started = m->done = 1;
-        *at = e->next;
-        free(e);
-        return;
-    }
 }
 
 /* Move every message as far as it goes. Called with `post` held. Returns whether anything moved. */
@@ -956,12 +968,14 @@ static int move_messages(Link *l)
     int moved = 0, ended = 0;
     char blocked[MAX_RANKS] = {0};
     for (Message *m = l->messages; m; m = m->next) {
-        if (m->sending && !m->done && !blocked[m->peer]) {
-            moved |= push(l, m);
-            blocked[m->peer] = !m->done;   /* messages to one rank do not overtake each other */
-        } else if (!m->sending && !m->started && l->early) {
-            take_early(l, m);
-        }
+        if (!m->sending || m->done || blocked[m->peer])
+            continue;
+        moved |= push(l, m);
+        blocked[m->peer] = !m->done;   /* messages to one rank do not overtake each other */
+    }
+    for (Early **at = &l->early, *e; (e = *at);) {
+        hand_out(l, at);
+        at = *at == e ? &e->next : at;
     }
     for (int r = 0; r < l->ranks; r++)
         moved |= pull(l, r);
@@ -1061,18 +1075,22 @@ static int deliver(Link *l, Message *m, Wait *w)
     return FINE;
 }
 
+/* The background of messages. Whoever posts one mostly waits for it at once and moves it faster, so have some patience. */
 static void *carry(void *self)
 {
     Link *l = self;
     Wait w = {NULL, INFINITY, 0};
     for (;;) {
+        int idle = 0;
         pthread_mutex_lock(&l->post);
-        while (!l->messages && !l->closing)
+        for (; !l->messages && !l->closing; idle = 1)
             pthread_cond_wait(&l->posted, &l->post);
         int closing = l->closing;
         pthread_mutex_unlock(&l->post);
         if (closing || why_broken(l))
             return NULL;
+        if (idle)
+            usleep(PATIENCE_US);
         listen_for_bell(l, NULL, &w);
     }
 }
@@ -1098,6 +1116,7 @@ static void withdraw(Link *l, Message *m)
 #define SECONDS(i) PyFloat_AsDouble(args[i])
 #define CHECKED(count) \
     if (n != (count)) return PyErr_Format(PyExc_TypeError, "%d arguments expected, %zd given", count, n)
+#define FORKED_TEXT "this process was forked from one that owns the group; build groups after the fork"
 #define USABLE(l) \
     if ((l)->generation != atomic_load(&forks)) return PyLong_FromLong(FORKED)
 
@@ -1151,13 +1170,18 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
 static PyObject *link_submit(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(8);
+    if (l->generation != atomic_load(&forks))
+        return PyErr_Format(PyExc_RuntimeError, FORKED_TEXT);
     Op *op = malloc(sizeof *op);
     *op = read_op(args);
     if (!read_lengths(l, op, args[6]) || PyErr_Occurred()) {
         free(op);
         return NULL;
     }
-    return PyLong_FromUnsignedLongLong(enqueue(l, op));
+    uint64_t ticket = enqueue(l, op);
+    if (!ticket)
+        return PyErr_Format(PyExc_RuntimeError, "no thread could be started for collectives in the background");
+    return PyLong_FromUnsignedLongLong(ticket);
 }
 
 /* await(ticket, seconds) -> why */
@@ -1198,14 +1222,21 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(5);
+    if (l->generation != atomic_load(&forks))
+        return PyErr_Format(PyExc_RuntimeError, FORKED_TEXT);
     Message *m = calloc(1, sizeof *m);
     m->sending = (int)NUMBER(0), m->at = ADDRESS(1), m->nbytes = (uint64_t)NUMBER(2), m->peer = (int)NUMBER(3), m->tag = NUMBER(4);
     pthread_mutex_lock(&l->post);
     add_message(l, m);
-    if (!l->has_postman)
+    move_messages(l);   /* a small one leaves here and now */
+    if (!m->done && !l->has_postman)
         l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
-    pthread_cond_signal(&l->posted);
+    if (!m->done)
+        pthread_cond_signal(&l->posted);
+    int carried = m->done || l->has_postman;
     pthread_mutex_unlock(&l->post);
+    if (!carried)
+        return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(errno));
     return PyLong_FromVoidPtr(m);
 }
 
