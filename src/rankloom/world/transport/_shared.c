@@ -159,6 +159,7 @@ typedef struct {                    /* one blocking call */
 
 static _Atomic int forks;           /* a forked child must not use its parent's links */
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
+static int is_forked(Link *l) { return l->generation != atomic_load(&forks); }
 
 static double now(void)
 {
@@ -273,8 +274,11 @@ static int interrupted(Wait *w)
     return raised != 0;
 }
 
-/* Called between two naps. `missing` is a rank that this call cannot end without, or -1. */
-static int still_worth_waiting(Link *l, Wait *w, int missing)
+/* Whether a rank that this call needs is gone: LOST, LEFT or FINE. What it did before it went must be looked for afterwards. */
+static int why_gone(Rank *r) { return atomic_load(&r->left) ? LEFT : is_dead(r) ? LOST : FINE; }
+
+/* Called between two naps. `missing`: a rank that this call cannot end without, or -1; `gone`: why it never will. */
+static int still_worth_waiting(Link *l, Wait *w, int missing, int gone)
 {
     int why = why_broken(l);
     if (why)
@@ -283,10 +287,8 @@ static int still_worth_waiting(Link *l, Wait *w, int missing)
         return LEFT;
     if (interrupted(w))
         return break_group(l, l->rank, INTERRUPTED);
-    if (missing >= 0 && atomic_load(&rank_of(l, missing)->left))
-        return break_group(l, missing, LEFT);
-    if (missing >= 0 && is_dead(rank_of(l, missing)))
-        return break_group(l, missing, LOST);
+    if (gone)
+        return break_group(l, missing, gone);
     if (now() > w->deadline)
         return break_group(l, missing >= 0 ? missing : l->rank, TIMED_OUT);
     return FINE;
@@ -312,26 +314,19 @@ static int spin_until_met(Link *l, uint32_t meeting, Wait *w)
     return has_met(l, meeting);
 }
 
-/* A rank that has not come to this meeting and is dead or gone, else any that has not come, else -1. */
-static int find_missing(Link *l, uint32_t meeting)
+/* Who keeps this meeting from ending: a rank that is gone, else one that has not come yet, else -1. A rank that has come
+ * may leave, but it cannot have ended by itself: it would still be waiting here. */
+static int find_missing(Link *l, uint32_t meeting, int *gone)
 {
-    int missing = -1, dead = -1;
+    int late = -1;
     for (int r = 0; r < l->ranks; r++) {
         Rank *other = rank_of(l, r);
-        int gone = atomic_load(&other->left) || is_dead(other);
-        if ((int32_t)(atomic_load(&other->arrived) - meeting) >= 0)
-            dead = gone ? r : dead;
-        else if (gone)
+        int has_come = (int32_t)(atomic_load(&other->arrived) - meeting) >= 0, why = why_gone(other);
+        if ((*gone = why == LEFT && has_come ? FINE : why))
             return r;
-        else
-            missing = missing < 0 ? r : missing;
+        late = late < 0 && !has_come ? r : late;
     }
-    if (missing < 0 && atomic_load(&control(l)->arrivals) == meeting * (uint32_t)l->ranks) {
-        uint32_t before = meeting - 1;   /* the last to come may have died before it could open the door */
-        atomic_compare_exchange_strong(&control(l)->epoch, &before, meeting);
-        return -1;
-    }
-    return missing < 0 ? dead : missing;
+    return late;
 }
 
 /* All ranks come here, then all go on. */
@@ -353,8 +348,9 @@ static int rendezvous(Link *l, Wait *w)
     while (!why && !has_met(l, meeting)) {
         double nap = w->deadline - now();
         futex_sleep(&c->epoch, meeting - 1, nap <= 0 ? 0 : nap > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : nap);
-        if (!has_met(l, meeting))
-            why = still_worth_waiting(l, w, find_missing(l, meeting));
+        int gone, missing = find_missing(l, meeting, &gone);
+        if (!has_met(l, meeting))   /* after the look, for who is gone now may have come before */
+            why = still_worth_waiting(l, w, missing, gone);
     }
     atomic_fetch_sub(&c->sleepers, 1);
     return has_met(l, meeting) ? FINE : why;
@@ -1003,18 +999,19 @@ static void add_message(Link *l, Message *m)
     *end = m;
 }
 
-/* The rank that a message waits for, if that one is gone; anyone's message is lost only when all others are gone. */
-static int find_gone(Link *l, Message *m)
+/* Whom a message waits for, and why in vain. Anyone's message is lost only when all others are gone. */
+static int find_gone(Link *l, Message *m, int *gone)
 {
-    if (!m)
-        return -1;
-    if (m->peer >= 0)
-        return m->peer;
     int last = -1;
-    for (int r = 0; r < l->ranks; r++) {
+    *gone = FINE;
+    if (m && m->peer >= 0) {
+        *gone = why_gone(rank_of(l, m->peer));
+        return m->peer;
+    }
+    for (int r = 0; m && r < l->ranks; r++) {
         if (r == l->rank)
             continue;
-        if (!atomic_load(&rank_of(l, r)->left) && !is_dead(rank_of(l, r)))
+        if (!(*gone = why_gone(rank_of(l, r))))
             return -1;
         last = r;
     }
@@ -1039,10 +1036,11 @@ static int listen_for_bell(Link *l, Message *m, Wait *w)
     if (!move_once(l) && !(m && m->done)) {
         double left = w->deadline - now();
         futex_sleep(&me->bell, heard, left <= 0 ? 0 : left > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : left);
-        if (atomic_load(&me->bell) == heard && !move_once(l))
-            why = still_worth_waiting(l, w, find_gone(l, m));
-        else
-            why = why_broken(l);
+        if (!move_once(l) && !(m && m->done)) {
+            int gone, missing = find_gone(l, m, &gone);
+            if (!move_once(l) && !(m && m->done))   /* after the look, for who is gone now may have sent before */
+                why = still_worth_waiting(l, w, missing, gone);
+        }
     }
     atomic_fetch_sub(&me->listeners, 1);
     return why;
@@ -1051,7 +1049,7 @@ static int listen_for_bell(Link *l, Message *m, Wait *w)
 /* Move messages until this one has arrived. */
 static int deliver(Link *l, Message *m, Wait *w)
 {
-    int why = why_broken(l);
+    int why = l->closing ? LEFT : why_broken(l);
     double end = 0;
     for (int quiet = 0; !why && !m->done;) {
         if (move_once(l)) {
@@ -1116,9 +1114,8 @@ static void withdraw(Link *l, Message *m)
 #define SECONDS(i) PyFloat_AsDouble(args[i])
 #define CHECKED(count) \
     if (n != (count)) return PyErr_Format(PyExc_TypeError, "%d arguments expected, %zd given", count, n)
-#define FORKED_TEXT "this process was forked from one that owns the group; build groups after the fork"
 #define USABLE(l) \
-    if ((l)->generation != atomic_load(&forks)) return PyLong_FromLong(FORKED)
+    if (is_forked(l)) return PyLong_FromLong(FORKED)
 
 static Op read_op(PyObject *const *args)
 {
@@ -1170,8 +1167,8 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
 static PyObject *link_submit(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(8);
-    if (l->generation != atomic_load(&forks))
-        return PyErr_Format(PyExc_RuntimeError, FORKED_TEXT);
+    if (is_forked(l))
+        return PyLong_FromLong(0);   /* waiting for it tells why */
     Op *op = malloc(sizeof *op);
     *op = read_op(args);
     if (!read_lengths(l, op, args[6]) || PyErr_Occurred()) {
@@ -1203,7 +1200,8 @@ static PyObject *link_finished(Link *l, PyObject *Py_UNUSED(none)) { return PyLo
 static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(6);
-    USABLE(l);
+    if (is_forked(l))
+        return PyLong_FromLong(-FORKED);
     Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     double timeout = SECONDS(5);
     PyThreadState *state = PyEval_SaveThread();
@@ -1222,9 +1220,9 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(5);
-    if (l->generation != atomic_load(&forks))
-        return PyErr_Format(PyExc_RuntimeError, FORKED_TEXT);
     Message *m = calloc(1, sizeof *m);
+    if (is_forked(l))
+        return PyLong_FromVoidPtr(m);   /* waiting for it tells why */
     m->sending = (int)NUMBER(0), m->at = ADDRESS(1), m->nbytes = (uint64_t)NUMBER(2), m->peer = (int)NUMBER(3), m->tag = NUMBER(4);
     pthread_mutex_lock(&l->post);
     add_message(l, m);
@@ -1244,7 +1242,8 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(2);
-    USABLE(l);
+    if (is_forked(l))
+        return PyLong_FromLong(-FORKED);
     Message *m = PyLong_AsVoidPtr(args[0]);
     PyThreadState *state = PyEval_SaveThread();
     Wait w = {&state, now() + SECONDS(1), l->spin_us};
@@ -1263,6 +1262,8 @@ static PyObject *link_settled(Link *l, PyObject *handle)
 static PyObject *link_drop(Link *l, PyObject *handle)
 {
     Message *m = PyLong_AsVoidPtr(handle);
+    if (is_forked(l))
+        Py_RETURN_NONE;
     pthread_mutex_lock(&l->post);
     if (m->done)
         free(m);
@@ -1299,14 +1300,15 @@ static PyObject *link_drop_region(Link *l, PyObject *id)
 static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(2);
-    break_group(l, (int)NUMBER(0), (int)NUMBER(1));
+    if (!is_forked(l))
+        break_group(l, (int)NUMBER(0), (int)NUMBER(1));
     Py_RETURN_NONE;
 }
 
 /* leave(): this rank will make no call any more; whoever waits for it learns so. Ends this rank's threads. */
 static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
 {
-    if (l->generation != atomic_load(&forks) || l->closing)
+    if (is_forked(l) || l->closing)
         Py_RETURN_NONE;
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&l->lock);
