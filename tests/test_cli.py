@@ -58,7 +58,7 @@ def test_help_is_there_in_150_ms():
     assert any(once() < 0.150 for _ in range(40)), "the best of many: the machine may be busy with something else"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["scale", "--help"], ["presets"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["scale", "--help"], ["bench", "--help"], ["presets"]])
 def test_help_and_version_import_no_heavy_library(words):
     code = (
         "import sys; from rankloom.cli import main\n"
@@ -72,7 +72,7 @@ def test_help_and_version_import_no_heavy_library(words):
 
 def test_help_names_every_command():
     text = rankloom("--help").stdout
-    assert all(command in text for command in ("train", "scale", "generate", "presets", "--version"))
+    assert all(command in text for command in ("train", "scale", "bench", "generate", "presets", "--version"))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,16 @@ def test_help_names_every_command():
         (["scale", "train.toml", "--ranks", "1,3"], "error: on 3 ranks: "),
         (["scale", "train.toml", "--ranks", "x"], "error: --ranks x: expected numbers"),
         (["generate", "runs/none"], "error: runs/none: no such run folder"),
+        (["bench", "--algorithm", "rign"], "error: there is no algorithm 'rign'. Did you mean 'ring'?"),
+        (["bench", "--collective", "all_gahter"], "error: there is no collective 'all_gahter'. Did you mean 'all_gather'?"),
+        (["bench", "--sizes", "0"], "error: size '0': expected a number of bytes above 0"),
+        (["bench", "--ranks", "1"], "error: --ranks 1: one rank has nobody to talk to"),
+        (["bench", "--topology", "none.toml"], "error: none.toml: no such file"),
+        (["bench", "--out", "text.txt"], "error: --out text.txt: cannot be made"),
+        (["bench", "--save", "none/x.json"], "error: --save none/x.json: there is no folder none"),
+        (["bench", "--save", "x.json", "--collective", "broadcast"], "which is not in --collective broadcast"),
+        (["train", "train.toml", "--comm.all_reduce", "rnig"], "must be 'backend', 'auto', 'naive'"),
+        (["train", "train.toml", "--comm.topology", "none.toml"], "error: none.toml: no such file"),
         (["generate", ".", "--max-tokens", "0"], "error: --max-tokens 0"),
     ],
 )
@@ -178,3 +188,46 @@ def test_scale_measures_tabulates_and_draws(folder):
     assert rows[0]["speed_up"] == rows[0]["efficiency"] == 1.0
     assert rows[1]["efficiency"] == pytest.approx(rows[1]["speed_up"] / 2, rel=1e-12)
     assert "efficiency" in done.stdout and Path("out/scale.png").exists()
+
+
+def test_bench_times_checks_tabulates_fits_and_draws(folder):
+    words = ["--ranks", "2", "--sizes", "4KiB,64KiB", "--turns", "1", "--collective", "all_reduce,broadcast"]
+    done = rankloom("bench", *words, "--out", "out", "--save", "links.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--- 2 ranks" in done.stdout and "1 node of 2 ranks" in done.stdout and "\x1b" not in done.stdout
+    assert "broadcast 64 KiB on 2 ranks  100%  0:00 left" in done.stdout
+    for told in ("all_reduce on 2 ranks, fp32", "busbw", "because", "what links cost by the fit", "the fit is off by naive "):
+        assert told in done.stdout, told
+    found = json.loads(Path("out/bench.json").read_text())
+    times = found["all_reduce"][0]["times"] + found["broadcast"][0]["times"]
+    assert {timed["algorithm"] for timed in times} >= {"naive", "tree", "ring", "halving", "backend", "binomial", "chain"}
+    assert all(timed["wrong"] == 0 and timed["seconds"] > 0 for timed in times)
+    assert Path("out/bench-all_reduce.png").stat().st_size > 10_000 and Path("out/bench-broadcast.png").exists()
+    trained = rankloom("train", "train.toml", "--mesh.replicate", "2", "--comm.all_reduce", "auto", "--comm.topology", "links.json")
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "all-reduce on 1 node of 2 ranks: " in trained.stdout and "step 6/6" in trained.stdout
+
+
+def test_bench_joins_the_ranks_of_a_launcher_and_pretends_the_nodes_of_a_cluster_file(folder):
+    Path("cluster.toml").write_text("nodes = [[0, 2], [1]]\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "rankloom", "bench"]
+    words = ["--sizes", "1KiB", "--turns", "1", "--algorithm", "hierarchical,ring", "--topology", "cluster.toml", "--out", "out"]
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 nodes of 2, 1 ranks") == 1, "one rank tells"
+    (found,) = json.loads(Path("out/bench.json").read_text())["all_reduce"]
+    assert (found["ranks"], found["nodes"]) == (3, [[0, 2], [1]])
+    assert {timed["algorithm"]: timed["wrong"] for timed in found["times"]} == {"ring": 0, "hierarchical": 0}
+    assert {"inside", "between", "host"} >= found["fit"]["links"].keys() >= {"host"}
+
+
+def test_ctrl_c_ends_a_bench_within_seconds(folder):
+    words = ["--ranks", "2", "--turns", "1000000", "--sizes", "4MiB"]
+    with subprocess.Popen([*RANKLOOM, "bench", *words], stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if "all_reduce 4 MiB" in line:
+                break
+        child.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        child.communicate(timeout=30)
+    assert child.returncode == 130 and time.monotonic() - begin < 10

@@ -30,7 +30,7 @@ _HOME = {
 }
 _ERRORS = (
     "RankloomError", "ConfigError", "MeshError", "BatchError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
-    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "NonFinite", "RankFailed",
+    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "NonFinite", "RankFailed", "WrongResult",
 )
 _HOME |= dict.fromkeys(_ERRORS, "base.errors")
 

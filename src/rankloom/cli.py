@@ -1,4 +1,4 @@
-"""The command line: `rankloom train`, `scale`, `generate`, `presets`. The only file that prints.
+"""The command line: `rankloom train`, `scale`, `bench`, `generate`, `presets`. The only file that prints.
 
 Importing it, and `rankloom --help`, imports neither torch nor pydantic: each command imports what it needs when it
 runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,10 @@ from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.text import printable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rankloom.bench import Measured
+    from rankloom.comm.bench import Study
     from rankloom.train.finish import Summary
     from rankloom.train.sections import Config
     from rankloom.watch.scaling import Row
@@ -123,7 +127,7 @@ def _be_a_rank(config: "Config") -> None:
     from rankloom.world.launch import find_place
 
     config = with_ranks(config, find_place().size)
-    world = init(config.mesh.as_mesh(), timeout=config.comm.timeout)
+    world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
         with Progress(Console(), config.train.steps) as progress:
             summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
@@ -246,6 +250,94 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
         print("scale.png was not drawn: it needs matplotlib (pip install matplotlib)")
         return
     print(f"saved {plot_scaling(rows, folder / 'scale.png', title)}")
+
+
+@app.command
+def bench(
+    *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str = "", sizes: str = "4KiB-64MiB", dtype: str = "fp32",
+    turns: int = 9, topology: Path | None = None, save: Path | None = None, out: Path | None = None,
+    times: Annotated[Path | None, Parameter(show=False)] = None,
+) -> None:
+    """Time our collectives and the backend's own at many sizes, and say at each size who is fastest, and why.
+
+    Started bare, it starts ranks on this machine. Under torchrun or srun it is one of the ranks that those started.
+    Every result is checked. Prints tables with algbw and busbw as nccl-tests defines them, fits what a message and
+    a byte cost (alpha, beta, gamma), and writes bench.json and a plot with the fit drawn in.
+
+    Parameters
+    ----------
+    ranks
+        Numbers of ranks, with commas between them; 2,4 when left out.
+    collective
+        all_reduce, reduce_scatter, all_gather, broadcast, all_to_all; several with commas between them.
+    algorithm
+        Algorithms by name, with commas between them, such as ring,tree,backend; all of them when left out.
+    sizes
+        Sizes with commas between them, or first-last for each fourfold from one to the other.
+    dtype
+        fp32, fp64, bf16 or fp16.
+    turns
+        How often each algorithm has its turn; fewer where it is slow.
+    topology
+        A cluster file that says which ranks share a node; as the launcher says when left out.
+    save
+        Also write what links cost to this file (.json), for [comm] topology in a train.toml.
+    out
+        The folder for the results; runs/bench-<time> when left out.
+    """
+    from rankloom import bench as command
+    from rankloom.base.units import parse_sizes
+    from rankloom.comm.bench import plan_study
+    from rankloom.world.launch import find_place
+
+    study = plan_study(_words(collective), _words(algorithm), parse_sizes(sizes), dtype, turns)
+    place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
+    if place.rank == 0 and times is None:
+        command.expect_places(study, folder, save)
+    if place.launcher == "alone":
+        numbers = command.ranks_to_start(ranks or "2,4", topology)
+        options = {"collective": collective, "algorithm": algorithm, "sizes": sizes, "dtype": dtype, "turns": turns}
+        words = [f"--{key}={value}" for key, value in options.items()] + ([f"--topology={topology}"] if topology else [])
+        measured = [_bench_ranks(n, words, folder) for n in numbers]
+    else:
+        if ranks not in (None, str(place.size)):
+            raise ConfigError(f"--ranks {ranks}: {place.launcher} has started {place.size}; leave --ranks out")
+        measured = [_bench_as_rank(study, topology)]
+    if place.rank == 0 and times is not None:
+        command.write_measured(measured[0], times)
+    elif place.rank == 0:
+        _show(command.report(study, measured, folder, save))
+
+
+def _show(parts: "Iterable[str | Table]") -> None:
+    from rich.console import Console
+
+    console = Console()
+    for part in parts:
+        print(part) if isinstance(part, str) else console.print(part)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _bench_ranks(ranks: int, words: list[str], folder: Path) -> "Measured":
+    from rankloom.bench import launch
+
+    print(f"--- {ranks} ranks", flush=True)
+    code, measured = launch(ranks, words, folder)
+    if measured is None:
+        raise SystemExit(code)
+    return measured
+
+
+def _bench_as_rank(study: "Study", topology: Path | None) -> "Measured":
+    from rankloom.bench import join
+
+    try:
+        return join(study, topology)
+    except KeyboardInterrupt:
+        _leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
 
 
 @app.command

@@ -49,15 +49,18 @@ def test_a_link_of_impossible_numbers_is_refused(values):
         Link(*values)
 
 
-def test_the_slower_of_two_links_is_slower_in_each_respect():
-    assert Link(1.0, 9.0).slower(Link(2.0, 10.0)) == Link(2.0, 9.0)
-
-
 def test_a_topology_is_told_in_a_line():
-    assert str(Topology.even(1, 1)).startswith("1 node of 1 rank; inside 100 us + 20 Gbit/s")
-    assert str(Topology.even(2, 4)).startswith("2 nodes of 4 ranks; inside")
-    assert str(UNEVEN).startswith("2 nodes of 2, 3 ranks; inside")
-    assert "between 150 us + 10 Gbit/s" in str(UNEVEN)
+    told = [str(topology) for topology in (Topology.even(1, 1), Topology.even(1, 3), Topology.even(2, 4), UNEVEN)]
+    assert told == ["1 node of 1 rank", "1 node of 3 ranks", "2 nodes of 4 ranks", "2 nodes of 2, 3 ranks"]
+    assert not UNEVEN.is_even() and Topology.even(3, 2).is_even()
+
+
+def test_the_backends_own_between_nodes_are_as_slow_as_the_wire_until_they_are_measured():
+    assert Links(between=Link(7.0, 7.0)).named("backend_between") == Link(7.0, 7.0)
+    assert Links(backend_between=Link(1.0, 1.0)).named("backend_between") == Link(1.0, 1.0)
+    assert parse_links({"between": {"latency_us": 9}}).named("backend_between").latency_us == 9
+    half = parse_links({"backend_between": {"latency_us": 9}}, Links(between=Link(7.0, 7.0)))
+    assert half.backend_between == Link(9, 7.0), "what is left out is that of between"
 
 
 @pytest.mark.parametrize("table", [
@@ -77,8 +80,11 @@ def test_what_a_file_leaves_out_is_as_it_was():
 
 
 def test_all_links_are_read_back_as_they_are_written():
-    links = Links(Link(0.1, 2.3), Link(4.5, 6.7), Link(8.9, 1.1), 3.3)
+    links = Links(Link(0.1, 2.3), Link(4.5, 6.7), Link(8.9, 1.1), Link(1.2, 2.1), Link(3.4, 4.3), 3.3)
     assert parse_links(links.as_table()) == links
+    assert "backend_between" not in Links().as_table() and parse_links(Links().as_table()) == Links()
+    table = Topology(UNEVEN.nodes, links).as_table()
+    assert parse_topology(table, 5, Topology.even(1, 5)) == Topology(UNEVEN.nodes, links)
 
 
 @pytest.mark.parametrize(("table", "message"), [

@@ -6,7 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from rankloom.base.errors import DataError
-from rankloom.watch.plots import plot_loss, plot_scaling
+from rankloom.base.events import Timed
+from rankloom.watch.plots import COLOURS, MARKERS, plot_bench, plot_loss, plot_scaling
 from rankloom.watch.scaling import Measured, scaling_rows
 
 
@@ -71,3 +72,32 @@ def test_the_scaling_plot_shows_speed_up_beside_the_ideal(tmp_path, drawn):
     assert list(measured.get_ydata()) == [1.0, 1.6]
     assert [bar.get_height() for bar in right.patches] == [0.0, 20.0]
     assert left.get_xlabel() == right.get_xlabel() == "ranks"
+
+
+def timed(algorithm, ranks, nbytes, seconds):
+    return Timed(0, "all_reduce", algorithm, ranks, nbytes, seconds, seconds / 2, seconds * 2, 0)
+
+
+def test_the_bench_plot_shows_time_and_busbw_over_size_and_the_model_as_thin_lines(tmp_path, drawn):
+    times = [timed(name, ranks, size, size * 1e-9) for ranks in (4, 2) for size in (1 << 20, 1 << 10) for name in ("tree", "ring")]
+    curves = {(4, "ring"): [(1 << 10, 1e-6), (1 << 20, 2e-3)]}
+    path = plot_bench(times, curves, tmp_path / "bench.png", "all_reduce")
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    above, below = drawn[0].axes[:2], drawn[0].axes[2:]
+    assert [axes.get_title() for axes in above] == ["2 ranks", "4 ranks"]
+    lines = {str(line.get_label()): line for line in above[1].get_lines()}
+    assert list(lines["ring"].get_xdata()) == [1 << 10, 1 << 20] and list(lines["ring"].get_ydata()) == [1.024e-6, (1 << 20) * 1e-9]
+    rates = below[1].get_lines()[0].get_ydata()
+    assert list(rates) == pytest.approx([1.5, 1.5], rel=1e-12), "busbw on 4 ranks: 1 GB/s x 2(p-1)/p"
+    model = [line for line in above[1].get_lines() if line.get_linestyle() == "--" and len(line.get_xdata())]
+    assert [list(line.get_ydata()) for line in model] == [[1e-6, 2e-3]]
+    assert model[0].get_color() == lines["ring"].get_color() and model[0].get_linewidth() < lines["ring"].get_linewidth()
+    assert all(axes.get_xscale() == axes.get_yscale() == "log" for axes in (*above, *below))
+
+
+def test_an_algorithm_has_one_colour_on_any_number_of_ranks_though_it_is_missing_on_some(tmp_path, drawn):
+    times = [timed("tree", 2, 8, 1e-3), timed("ring", 2, 8, 1e-3), timed("ring", 4, 8, 1e-3)]
+    plot_bench(times, {}, tmp_path / "bench.png", "all_reduce")
+    colours = [{str(line.get_label()): line.get_color() for line in axes.get_lines()}.get("ring") for axes in drawn[0].axes[:2]]
+    assert colours[0] == colours[1]
+    assert len(COLOURS) == len(set(COLOURS)) == len(MARKERS)

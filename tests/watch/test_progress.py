@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from rankloom.base.events import Evaluated, Notice, Saved, StepDone
-from rankloom.watch.progress import Pace, Progress, clock, format_line, printable, si
+from rankloom.base.events import Evaluated, Notice, Progressed, Saved, StepDone, Timed
+from rankloom.watch.progress import BenchProgress, Pace, Progress, clock, format_line, printable, si
 
 
 def done(step, *, seconds=0.5, exposed=0.1, count=1000.0, skipped=False):
@@ -134,3 +134,30 @@ def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[36m" in coloured
     assert "\x1b[36m" not in run([(0, done(1))], terminal=True)
+
+
+def bench(events_at, *, terminal=False):
+    out, ticks = io.StringIO(), Ticks()
+    with BenchProgress(Console(file=out, force_terminal=terminal, width=60), 4, clock=ticks) as progress:
+        for at, event in events_at:
+            ticks.now = at
+            progress(event)
+    return out.getvalue()
+
+
+def test_a_bench_tells_what_it_times_how_far_it_is_and_how_long_it_may_take():
+    text = bench([(0, Progressed(0, "ring 4 KiB", 0.0)), (10, Progressed(0, "ring 1 MiB", 0.25)), (40, Progressed(0, "ring 1 MiB", 1.0))])
+    assert text.splitlines() == [
+        "ring 4 KiB on 4 ranks  0%  ? left", "ring 1 MiB on 4 ranks  25%  0:30 left", "ring 1 MiB on 4 ranks  100%  0:00 left"]
+
+
+def test_a_bench_prints_a_few_lines_only_and_notices_in_full():
+    text = bench([(0, Notice(0, "2 nodes")), *((at / 10, Progressed(0, "x", at / 100)) for at in range(101))])
+    assert [line.split()[-3] for line in text.splitlines()[1:]] == ["0%", "50%", "100%"], "one each 5 s, and the last"
+    assert text.startswith("2 nodes\n")
+
+
+def test_a_bench_is_one_line_on_a_terminal_and_results_do_not_disturb_it():
+    timed = Timed(0, "all_reduce", "ring", 4, 4096, 1.0, 1.0, 1.0, 0)
+    text = bench([(0, Progressed(0, "x", 0.0)), (1, timed), (1, Progressed(0, "x", 0.5)), (2, Progressed(0, "x", 1.0))], terminal=True)
+    assert text.count("\n") == 1 and "x on 4 ranks  100%" in text.rpartition("\x1b[2K")[2]

@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, tex
 
 
 def test_measured_links_come_back_from_json_as_they_were(tmp_path):
-    links = Links(Link(1 / 3, 2 / 3), Link(1e-9, 1e6), Link(0.0, 12.5), 0.1)
+    links = Links(Link(1 / 3, 2 / 3), Link(1e-9, 1e6), Link(0.0, 12.5), Link(1.5, 1 / 7), adding_gbps=0.1)
     write_links(tmp_path / "links.json", links)
     assert read_cluster(tmp_path / "links.json", 4, FOUR) == Topology(FOUR.nodes, links)
 

@@ -50,5 +50,29 @@ class Notice:
     text: str
 
 
-Event = StepDone | Evaluated | Saved | Notice
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One algorithm has been timed at one size. Times are seconds of one call, those of the rank that took longest."""
+
+    rank: int
+    collective: str
+    algorithm: str
+    ranks: int
+    bytes: int         # the longer side, as nccl-tests counts
+    seconds: float     # the median of all turns
+    low: float         # the lower and
+    high: float        # the upper quartile of the turns
+    wrong: int         # elements of the result, on all ranks, that are not what they should be
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Long work has come so far: what it is at, and which part of all of it is done."""
+
+    rank: int
+    what: str
+    done: float        # 0 to 1
+
+
+Event = StepDone | Evaluated | Saved | Notice | Timed | Progressed
 Sink = Callable[[Event], None]

@@ -6,9 +6,12 @@
     nodes = [[0, 1], [2, 3]]     # the ranks of each node; or: nodes = 2 with ranks_per_node = 2
     [links]
     adding_gbps = 80.0           # how fast a rank adds what it has received, in gigabits per second
-    [links.inside]               # and the same for links.between, and for links.backend: its own collectives
+    [links.inside]               # and the same for links.between; for the backend's own: links.backend, links.backend_between
     latency_us = 100.0           # of a message, before its first byte
-    bandwidth_gbps = 20.0        # gigabits per second
+    bandwidth_gbps = 20.0        # gigabits per second; between nodes, those of a whole node
+    [links.host]                 # what its ranks share: the time of all messages and bytes of a node adds up
+    latency_us = 10.0
+    bandwidth_gbps = 100.0
 
 What a file leaves out is as the launcher says (nodes) or a default (links). `rankloom bench --save` writes measured links.
 """
@@ -69,21 +72,16 @@ class Link:
         """The link with so many seconds per message and per byte."""
         return cls(alpha * 1e6, min(8e-9 / beta, FASTEST) if beta else FASTEST)
 
-    def slower(self, other: "Link") -> "Link":
-        """The worse of both in each respect."""
-        return Link(max(self.latency_us, other.latency_us), min(self.bandwidth_gbps, other.bandwidth_gbps))
-
-    def __str__(self) -> str:
-        return f"{self.latency_us:.3g} us + {self.bandwidth_gbps:.3g} Gbit/s"
-
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """What messages and additions cost. The defaults are those of gloo on one host, and of 10 Gbit/s between hosts."""
 
-    inside: Link = Link(100.0, 20.0)
+    inside: Link = Link(50.0, 20.0)
+    host: Link = Link(10.0, 100.0)        # what each message and byte costs all ranks of its node, which share cores and memory
     between: Link = Link(150.0, 10.0)
-    backend: Link = Link(60.0, 20.0)   # the steps of the backend's own collectives, wherever they go
+    backend: Link = Link(60.0, 20.0)      # steps of the backend's own collectives, on one node
+    backend_between: Link | None = None   # the same on several nodes; None: it cannot be faster than `between`
     adding_gbps: float = 80.0
 
     def __post_init__(self) -> None:
@@ -94,9 +92,14 @@ class Links:
         """Seconds to add one received byte."""
         return Link(0.0, self.adding_gbps).beta
 
+    def named(self, kind: str) -> Link:
+        """The link of that name."""
+        link = getattr(self, kind)
+        return self.between if link is None else link
+
     def as_table(self) -> dict[str, Any]:
-        """The [links] of a cluster file, complete."""
-        return asdict(self)
+        """The [links] of a cluster file."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,10 @@ class Topology:
         """The number of the node that `rank` is on."""
         return next(number for number, node in enumerate(self.nodes) if rank in node)
 
+    def is_even(self) -> bool:
+        """Whether all nodes have equally many ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each node."""
         return tuple(node[0] for node in self.nodes)
@@ -165,13 +172,14 @@ class Topology:
         """The topology of a group of `ranks`, each numbered by its place in it."""
         return self if tuple(ranks) == tuple(range(self.size)) else Topology.of_names([self.node_of(rank) for rank in ranks], self.links)
 
+    def as_table(self) -> dict[str, Any]:
+        """What a cluster file would say."""
+        return {"nodes": [list(node) for node in self.nodes], "links": self.links.as_table()}
+
     def __str__(self) -> str:
-        sizes = {len(node) for node in self.nodes}
-        if len(self.nodes) == 1:
-            return f"1 node of {_ranks(self.size)}; inside {self.links.inside}"
-        shape = f"{len(self.nodes)} nodes of {_ranks(sizes.pop())}" if len(sizes) == 1 else (
-            f"{len(self.nodes)} nodes of {', '.join(str(len(node)) for node in self.nodes)} ranks")
-        return f"{shape}; inside {self.links.inside}, between {self.links.between}"
+        if self.is_even():
+            return f"{len(self.nodes)} node{'s' * (len(self.nodes) > 1)} of {_ranks(len(self.nodes[0]))}"
+        return f"{len(self.nodes)} nodes of {', '.join(str(len(node)) for node in self.nodes)} ranks"
 
 
 def _ranks(count: int) -> str:
@@ -213,7 +221,7 @@ def _parse_nodes(nodes: object, per_node: object, links: Links) -> Topology:
 def parse_links(table: object, otherwise: Links = Links()) -> Links:
     """Links from the [links] of a cluster file; what it leaves out is as in `otherwise`."""
     table = _expect_keys(table, [f.name for f in fields(Links)], "links")
-    found = {name: _parse_link(value, getattr(otherwise, name), f"links.{name}") for name, value in table.items() if name != ADDING}
+    found = {name: _parse_link(value, otherwise.named(name), f"links.{name}") for name, value in table.items() if name != ADDING}
     return _replaced(otherwise, {ADDING: table[ADDING]} | found if ADDING in table else found, "links")
 
 

@@ -1,22 +1,98 @@
-"""Which all-reduce sums the gradients: by name, from one table that a program may add to.
+"""Which all-reduce sums the gradients: by name, or the one that should be fastest for a size on a topology.
 
-The hook point for collectives of your own, compressed ones for instance: `register_all_reduce("name", algorithm)`, then
-`[comm] all_reduce = "name"` or `rl.data_parallel(..., all_reduce="name")`.
+A program may add its own to the table: `register_all_reduce("name", algorithm)`, then `[comm] all_reduce = "name"` or
+`rl.data_parallel(..., all_reduce="name")`. "auto" decides for each buffer by its price (comm/price.py). A decision is a pure
+function of bytes, topology and links, which are equal on all ranks, so all ranks decide the same without a message.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.topology import Topology
+from rankloom.base.units import show_bytes, show_seconds
+from rankloom.comm.algorithms import ALGORITHMS
+from rankloom.comm.hierarchical import hierarchical_all_reduce
+from rankloom.comm.operands import widening
+from rankloom.comm.price import BACKEND, Price, algorithms_on, price, route
 from rankloom.comm.ring import ring_all_reduce
 from rankloom.world.group import Group
 
 AllReduce = Callable[[Tensor, Group], Tensor]
 """Sums a contiguous buffer over the group, in place, and returns it. Every rank must end with the same bits."""
 
-BACKEND = "backend"
-_ALGORITHMS: dict[str, AllReduce | None] = {BACKEND: None, "ring": ring_all_reduce}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An algorithm and what it should take."""
+
+    name: str
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Every all-reduce that could sum so many bytes on a topology, the cheapest first."""
+
+    nbytes: int
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def winner(self) -> Candidate:
+        """The cheapest."""
+        return self.candidates[0]
+
+    def __str__(self) -> str:
+        rows = [f"{one.name}: {show_seconds(one.price.seconds)} ({one.price.reason})" for one in self.candidates]
+        return f"{show_bytes(self.nbytes)}: {', '.join(rows)}"
+
+
+@lru_cache(maxsize=4096)
+def decide(nbytes: int, topology: Topology, *, wide: int = 1) -> Decision:
+    """The price of each all-reduce of `nbytes` on all ranks of `topology`. wide: see comm/algorithms.py
+
+    >>> [decide(n, Topology.even(1, 8)).winner.price.reason.split()[0] for n in (1 << 10, 1 << 26)]
+    ['latency', 'bandwidth']
+    """
+    names = [BACKEND, *algorithms_on("all_reduce", topology)]
+    found = [Candidate(name, price(route("all_reduce", name, nbytes, topology, wide=wide), topology.links)) for name in names]
+    return Decision(nbytes, tuple(sorted(found, key=lambda one: one.price.seconds)))
+
+
+def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
+    """Which all-reduce "auto" takes up to which size, in a line.
+
+    >>> describe_decisions(Topology.even(1, 1))
+    'backend at any size'
+    """
+    sizes = [1 << k for k in range(10, 31)]
+    winners = [decide(size, topology, wide=wide).winner.name for size in sizes]
+    ends = [(name, size) for name, after, size in zip(winners, winners[1:], sizes) if after != name]
+    if not ends:
+        return f"{winners[0]} at any size"
+    return ", ".join(f"{name} up to {show_bytes(size)}" for name, size in ends) + f", {winners[-1]} above"
+
+
+def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum `x` over the group, in place, by what should be fastest for its size. x: any shape, contiguous"""
+    algorithm = all_reduce_named(decide(x.nbytes, group.topology, wide=widening(x.dtype)).winner.name)
+    return group.all_reduce(x) if algorithm is None else algorithm(x, group)
+
+
+def in_two_levels(between: AllReduce = ring_all_reduce) -> AllReduce:
+    """The hierarchical all-reduce over the nodes of the group's topology, with `between` as the all-reduce between nodes."""
+    return lambda x, group: hierarchical_all_reduce(x, group, group.topology.nodes, between=between)
+
+
+_ALGORITHMS: dict[str, AllReduce | None] = {
+    BACKEND: None, AUTO: auto_all_reduce, **{name: algorithm.run for name, algorithm in ALGORITHMS["all_reduce"].items()},
+    "hierarchical": in_two_levels(),
+}
 
 
 def register_all_reduce(name: str, algorithm: AllReduce) -> None:

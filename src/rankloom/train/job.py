@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Notice, Sink
+from rankloom.comm.choose import AUTO, describe_decisions
 from rankloom.data.arrays import Tokens
 from rankloom.data.corpus import Corpus, prepare_corpus
 from rankloom.data.loader import TokenSamples
@@ -107,3 +108,5 @@ def introduce(job: Job) -> None:
     )
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.world.size)} {rows}")
+    if job.config.comm.all_reduce == AUTO:
+        job.say(f"all-reduce on {job.world.topology}: {describe_decisions(job.world.topology)}")

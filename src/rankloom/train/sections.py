@@ -192,10 +192,22 @@ class Schedule(Section):
 
 
 class Comm(Section):
-    """How gradients are summed over ranks, and the seconds after which a silent rank ends the job."""
+    """How gradients are summed over ranks, which ranks share a node, and the seconds after which a silent rank ends the job."""
 
-    all_reduce: Literal["backend", "ring"] = "backend"
+    all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
+    compress: Literal["none", "bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"] = "none"
+    topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
+    backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
     timeout: Positive = 300.0
+
+    @model_validator(mode="after")
+    def _one_way_to_sum(self) -> Self:
+        if self.compress != "none" and self.all_reduce not in ("backend", "hierarchical"):
+            raise ValueError(f"compress = {self.compress!r} sums in its own way: not with all_reduce = {self.all_reduce!r}; "
+                             "leave that out, or give 'hierarchical', which compresses between nodes and is exact inside")
+        if self.compress == "powersgd" and self.all_reduce == "hierarchical":
+            raise ValueError("compress = 'powersgd' needs whole matrices, but all_reduce = 'hierarchical' sends slices between nodes")
+        return self
 
 
 class Config(Section):
@@ -216,8 +228,10 @@ class Config(Section):
             warmup, steps = self.schedule.warmup_steps, self.train.steps
             raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}: "
                              f"give --schedule.warmup_steps too, at most {steps}")
-        if self.train.deterministic and self.comm.all_reduce == "ring":
+        if self.train.deterministic and self.comm.all_reduce != "backend":
             raise ValueError("[comm] all_reduce has no meaning with [train] deterministic, which adds in its own order")
+        if self.train.deterministic and self.comm.compress != "none":
+            raise ValueError("[comm] compress has no meaning with [train] deterministic: what is lost depends on the number of ranks")
         if self.data.baseline and not self.train.evaluate:
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self.gpt(self.data.vocab_size or BYTES_VOCAB)

@@ -1,19 +1,25 @@
-"""The pictures of a run folder: `loss.png`, `scale.png`. Needs matplotlib, which is an optional extra.
+"""The pictures of a run folder: `loss.png`, `scale.png`, `bench-<collective>.png`. Needs matplotlib, which is an optional extra.
 
 Figures are made without pyplot: no window, no backend to choose, nothing global.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from rankloom.base.errors import DataError
+from rankloom.base.events import Timed
+from rankloom.base.units import bus_factor, show_bytes, show_seconds
 from rankloom.watch.history import History, read_history, smooth
 from rankloom.watch.scaling import Row
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # told apart by colour-blind readers too
+COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#8B5A2B", GREY)
+MARKERS = "osD^vPX*"
 
 
 def plot_loss(run: Path) -> Path:
@@ -62,6 +68,58 @@ def plot_scaling(rows: list[Row], path: Path, title: str) -> Path:
     _number_of_ranks(left, ranks)
     figure.suptitle(title)
     return _save(figure, path)
+
+
+Points = Sequence[tuple[int, float]]
+
+
+def plot_bench(times: Sequence[Timed], curves: Mapping[tuple[int, str], Points], path: Path, title: str) -> Path:
+    """Draw time and busbw over size, a column for each number of ranks, a colour for each algorithm; returns `path`.
+
+    curves: (ranks, algorithm) -> points (bytes, seconds) of the fitted model, drawn as thin lines
+    """
+    columns, names = sorted({timed.ranks for timed in times}), list(dict.fromkeys(timed.algorithm for timed in times))
+    figure = Figure(figsize=(1.5 + 5 * len(columns), 8), layout="constrained")
+    grid = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+    for ranks, above, below in zip(columns, grid[0], grid[1]):
+        for number, name in enumerate(names):
+            mine = [timed for timed in times if (timed.ranks, timed.algorithm) == (ranks, name)]
+            look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+            _draw_algorithm(above, below, sorted(mine, key=lambda timed: timed.bytes), curves.get((ranks, name), ()), look)
+        _sizes_and_seconds(above, below)
+        above.set_title(f"{ranks} ranks")
+        below.set_xlabel("size")
+    grid[0][0].set_ylabel("time of one call")
+    grid[1][0].set_ylabel("busbw (GB/s)")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4 * len(columns), frameon=False,
+                  title="median of the turns, quartiles shaded; thin lines: the fitted model")
+    figure.suptitle(title)
+    return _save(figure, path)
+
+
+def _draw_algorithm(above: Axes, below: Axes, times: Sequence[Timed], model: Points, look: Mapping[str, Any]) -> None:
+    if not times:
+        return
+    rate = bus_factor(times[0].collective, times[0].ranks) / 1e9
+    sizes, seconds = [timed.bytes for timed in times], [timed.seconds for timed in times]
+    low, high = [timed.low for timed in times], [timed.high for timed in times]
+    above.plot(sizes, seconds, label=times[0].algorithm, linewidth=1.8, **look)
+    above.fill_between(sizes, low, high, color=look["color"], alpha=0.12, linewidth=0)
+    below.plot(sizes, [n * rate / t for n, t in zip(sizes, seconds)], linewidth=1.8, **look)
+    above.plot([n for n, _ in model], [t for _, t in model], "--", linewidth=0.8, color=look["color"])
+    below.plot([n for n, _ in model], [n * rate / t for n, t in model], "--", linewidth=0.8, color=look["color"])
+
+
+def _sizes_and_seconds(above: Axes, below: Axes) -> None:
+    for axes in (above, below):
+        axes.set_xscale("log", base=4)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", rotation=45)
+        axes.grid(alpha=0.3)
+    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value).replace(".00", "").replace(".0", "")))
+    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _number_of_ranks(axes: Axes, ranks: list[int]) -> None:

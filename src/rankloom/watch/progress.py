@@ -1,7 +1,7 @@
 """The one line that tells how a run goes: redrawn in place on a terminal, printed now and then elsewhere.
 
-`Progress` is a sink. Give it to one rank only, and a job has one line whatever its number of ranks. What the line
-says is a pure function of the last event and of the pace so far. Colours follow the console, so NO_COLOR holds.
+`Progress` and `BenchProgress` are sinks. Give one to one rank only, and a job has one line whatever its number of ranks. What
+the line says is a pure function of the last event and of the pace so far. Colours follow the console, so NO_COLOR holds.
 """
 
 import math
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rankloom.base.events import Evaluated, Event, Notice, Saved, StepDone
+from rankloom.base.events import Evaluated, Event, Notice, Progressed, Saved, StepDone
 from rankloom.base.text import printable
 
 SLOWEST_WEIGHT = 0.05        # a pace remembers about 20 steps
@@ -82,13 +82,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-class Progress:
-    """A sink that draws. Use it as a context, so that the terminal is given back when a run ends in any way."""
+class OneLine:
+    """A line that is drawn over and over on a terminal, and printed now and then elsewhere.
 
-    def __init__(self, console: Console, steps: int, *, clock: Callable[[], float] = time.monotonic):
+    Use it as a context, so that the terminal is given back when a run ends in any way.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
         self.console = console
-        self.steps = steps
-        self.pace = Pace()
         self._clock = clock
         self._drawn = -math.inf
         self._live: Live | None = None
@@ -101,30 +102,18 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def __call__(self, event: Event) -> None:
-        """Draw what an event changes."""
-        match event:
-            case StepDone():
-                self.pace = self.pace.after(event)
-                self._draw(event)
-            case Evaluated():
-                text = f"step {event.step}/{self.steps}  validation loss {event.loss:.4f} over {event.count:.0f} tokens"
-                self._say(text, "bold")
-            case Saved():
-                self._say(f"saved {event.path}", "green")
-            case Notice():
-                self._say(event.text, "")
-
-    def _say(self, text: str, style: str) -> None:
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line of its own, above the one that is drawn."""
         self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
-    def _draw(self, done: StepDone) -> None:
-        now, last = self._clock(), done.step >= self.steps
+    def draw(self, text: Callable[[], str], *, last: bool = False) -> None:
+        """Show `text()`, unless another was shown a moment ago; the last one is always shown."""
+        now = self._clock()
         every = SECONDS_BETWEEN_DRAWS if self.console.is_terminal else SECONDS_BETWEEN_LINES
         if now - self._drawn < every and not last:
             return
         self._drawn = now
-        line = Text(format_line(done, self.pace, self.steps), style="cyan", no_wrap=True, overflow="ellipsis")
+        line = Text(text(), style="cyan", no_wrap=True, overflow="ellipsis")
         if not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
             return
@@ -132,3 +121,46 @@ class Progress:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
         self._live.update(line, refresh=True)
+
+
+class Progress(OneLine):
+    """The sink that draws a training run."""
+
+    def __init__(self, console: Console, steps: int, *, clock: Callable[[], float] = time.monotonic):
+        super().__init__(console, clock=clock)
+        self.steps = steps
+        self.pace = Pace()
+
+    def __call__(self, event: Event) -> None:
+        """Draw what an event changes."""
+        match event:
+            case StepDone():
+                self.pace = self.pace.after(event)
+                self.draw(lambda: format_line(event, self.pace, self.steps), last=event.step >= self.steps)
+            case Evaluated():
+                text = f"step {event.step}/{self.steps}  validation loss {event.loss:.4f} over {event.count:.0f} tokens"
+                self.say(text, "bold")
+            case Saved():
+                self.say(f"saved {event.path}", "green")
+            case Notice():
+                self.say(event.text)
+
+
+class BenchProgress(OneLine):
+    """The sink that draws a bench: what is being timed, how far all is, and how long it may still take."""
+
+    def __init__(self, console: Console, ranks: int, *, clock: Callable[[], float] = time.monotonic):
+        super().__init__(console, clock=clock)
+        self.ranks, self._begin = ranks, clock()
+
+    def __call__(self, event: Event) -> None:
+        """Draw what an event changes."""
+        match event:
+            case Progressed():
+                self.draw(lambda: self._line(event), last=event.done >= 1)
+            case Notice():
+                self.say(event.text)
+
+    def _line(self, event: Progressed) -> str:
+        left = (self._clock() - self._begin) * (1 / event.done - 1) if event.done else math.inf
+        return f"{event.what} on {self.ranks} ranks  {event.done:.0%}  {clock(left)} left"

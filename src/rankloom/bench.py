@@ -1,0 +1,198 @@
+"""What `rankloom bench` does apart from printing: start or join ranks, make tables of what they found, write it down.
+
+Read comm/bench.py (how things are timed), comm/fit.py (the model) and comm/findings.py (who wins, and why) before.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rankloom.base.errors import ConfigError, WrongResult
+from rankloom.base.events import Event, Notice, Timed
+from rankloom.base.topology import FASTEST, Link, Topology, parse_topology
+from rankloom.base.units import show_bytes, show_seconds
+from rankloom.comm.bench import DTYPES, Study, run_study
+from rankloom.comm.findings import Findings, bandwidth, bus_bandwidth, find
+from rankloom.comm.operands import widening
+from rankloom.train.run_folder import write_json
+from rankloom.train.study import parse_ranks
+from rankloom.watch.progress import BenchProgress
+from rankloom.world.agent import launch_ranks
+from rankloom.world.cluster import read_cluster, write_links
+from rankloom.world.join import init
+from rankloom.world.launch import cores
+
+MEANINGS = {
+    "inside": "inside: on the longest path, in a node", "between": "between: on the longest path, between nodes",
+    "host": "host: of all ranks of a node together", "adding": "adding what was received",
+    "backend": "backend: a step of its own", "backend_between": "backend_between: a step of its own, between nodes",
+}
+Measured = tuple[Topology, list[Timed]]
+"""What one number of ranks has measured, and where they were."""
+
+
+def ranks_to_start(text: str, topology: Path | None) -> list[int]:
+    """Numbers of ranks, each of which fits the cluster file. raises: ConfigError"""
+    numbers = parse_ranks(text)
+    if numbers[0] < 2:
+        raise ConfigError(f"--ranks {text}: one rank has nobody to talk to; give 2 or more")
+    for ranks in numbers if topology else ():
+        read_cluster(str(topology), ranks, Topology.even(1, ranks))
+    return numbers
+
+
+def expect_places(study: Study, folder: Path, save: Path | None) -> None:
+    """Make the folder for the results, and see that the links can be saved: before anything is timed. raises: ConfigError"""
+    if save and "all_reduce" not in study.collectives:
+        raise ConfigError(f"--save {save}: what links cost is fitted to all_reduce, "
+                          f"which is not in --collective {','.join(study.collectives)}")
+    if save and not save.absolute().parent.is_dir():
+        raise ConfigError(f"--save {save}: there is no folder {save.parent}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be made ({error.strerror})") from None
+
+
+def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measured | None]:
+    """Run `rankloom bench WORDS` on ranks of this machine: the exit code, and what they measured where that is 0."""
+    file = folder / f"ranks-{ranks}.json"
+    argv = [sys.executable, "-m", "rankloom", "bench", *words, f"--times={file}"]
+    code = launch_ranks(ranks, argv, log_dir=folder / "logs" / f"ranks-{ranks}")
+    if code:
+        return code, None
+    said = json.loads(file.read_text(encoding="utf-8"))
+    return 0, (parse_topology(said["topology"], ranks, Topology.even(1, ranks)), [Timed(**timed) for timed in said["times"]])
+
+
+def join(study: Study, topology: Path | None) -> Measured:
+    """Be one of the ranks that a launcher has started; rank 0 draws how far all is."""
+    world = init(topology=topology)
+    with BenchProgress(Console(), world.size) as progress:
+        sink = progress if world.rank == 0 else _ignore
+        sink(Notice(world.rank, f"{world.topology}, {world.device.type}"))
+        times = run_study(study, world, sink)
+    world.barrier(label="bench: done")   # a rank that left early would cut off a slower one
+    world.close()
+    return world.topology, times
+
+
+def _ignore(event: Event) -> None:
+    """The sink of the ranks that do not draw."""
+
+
+def write_measured(measured: Measured, file: Path) -> None:
+    """For `launch` to read."""
+    topology, times = measured
+    write_json(file, {"topology": topology.as_table(), "times": [asdict(timed) for timed in times]})
+
+
+def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path | None) -> Iterator[str | Table]:
+    """Tables with their titles, who is fastest and why, what links cost; and the files as they are written.
+
+    save:   where the links go too, as all_reduce on the most ranks found them
+    raises: WrongResult, in the end, when an algorithm computed something else than it should
+    """
+    wide = widening(DTYPES[study.dtype])
+    found = [one for topology, times in measured for one in find(times, topology, wide=wide)]
+    for one in found:
+        yield from ("", f"{one.collective} on {one.topology.size} ranks, {study.dtype}: the time of one call", times_table(one))
+        yield from ("", "the fastest, its GB/s, and what its time is made of by the fit", winners_table(one))
+        yield from ("", "what links cost by the fit", links_table(one), _off(one), "")
+    yield f"saved {write_findings(study, found, folder)}"
+    if save:
+        links = [one.fitted.links for one in found if one.collective == "all_reduce"][-1]
+        write_links(save, links)
+        yield f"saved {save}, as all_reduce on {measured[-1][0].size} ranks found the links; use it as [comm] topology"
+    for collective in study.collectives:
+        yield draw([one for one in found if one.collective == collective], folder / f"bench-{collective}.png", study.dtype)
+    wrong = [f"{timed.algorithm} {timed.collective} of {timed.bytes} bytes on {timed.ranks} ranks: {timed.wrong} elements are wrong"
+             for one in found for timed in one.times if timed.wrong]
+    if wrong:
+        raise WrongResult("\n".join(wrong))
+
+
+def write_findings(study: Study, found: Sequence[Findings], folder: Path) -> Path:
+    """Write `bench.json`; returns its path. raises: ConfigError where it cannot be written"""
+    environment = {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"), "command": sys.argv, "cores": cores(),
+        "torch": torch.__version__, "dtype": study.dtype, "turns": study.turns,
+    }
+    by_collective = {name: [one.as_table() for one in found if one.collective == name] for name in study.collectives}
+    write_json(folder / "bench.json", environment | by_collective)
+    return folder / "bench.json"
+
+
+def draw(found: Sequence[Findings], path: Path, dtype: str) -> str:
+    """Draw the plot of one collective; returns what became of it."""
+    try:
+        from rankloom.watch.plots import plot_bench
+    except ImportError:
+        return f"{path.name} was not drawn: it needs matplotlib (pip install matplotlib)"
+    times = [timed for one in found for timed in one.times if not timed.wrong]
+    if not times:
+        return f"{path.name} was not drawn: there is no right result"
+    curves = {(one.topology.size, name): one.curve(name) for one in found if one.sizes for name, _ in one.fitted.errors}
+    return f"saved {plot_bench(times, curves, path, f'{found[0].collective}, {dtype}')}"
+
+
+# ------------------------------------------------------------------ tables
+
+
+def times_table(found: Findings) -> Table:
+    """A row for each size, a column for each algorithm; the fastest is marked."""
+    times = {(timed.bytes, timed.algorithm): timed for timed in found.times}
+    names = list(dict.fromkeys(name for _, name in times))
+    fastest = {at.bytes: at.winner.algorithm for at in found.sizes}
+    table = _table(["size", *names], left=())
+    for size in sorted({size for size, _ in times}):
+        table.add_row(show_bytes(size), *(_time(times[size, name], name == fastest.get(size)) for name in names))
+    return table
+
+
+def winners_table(found: Findings) -> Table:
+    """A row for each size: who is fastest, at which bandwidths (GB/s), why, who comes next, and who is fastest by the fit."""
+    right, left = ["size", "algbw", "busbw"], ["fastest", "because", "next", "auto takes"]
+    table = _table([right[0], left[0], *right[1:], *left[1:]], left)
+    for at in found.sizes:
+        rates = [f"{rate:.3g}" for rate in (bandwidth(at.winner), bus_bandwidth(at.winner))]
+        following = [f"{other.algorithm} x{other.seconds / at.winner.seconds:.1f}" for other in at.times[1:2]]
+        table.add_row(show_bytes(at.bytes), at.winner.algorithm, *rates, at.reason, "".join(following), at.expected)
+    return table
+
+
+def links_table(found: Findings) -> Table:
+    """What the times say of the links."""
+    table = _table(["link", "message", "bytes"], left=("link",))
+    links = found.fitted.links
+    for kind in found.fitted.measured:
+        link = links.named(kind) if kind != "adding" else Link(0.0, links.adding_gbps)
+        rate = "free" if link.bandwidth_gbps == FASTEST else f"{link.bandwidth_gbps:.3g} Gbit/s"
+        table.add_row(MEANINGS[kind], show_seconds(link.alpha) if link.alpha else "free", rate)
+    return table
+
+
+def _off(found: Findings) -> str:
+    """How far the fit is off, for each algorithm."""
+    return "the fit is off by " + ", ".join(f"{name} {error:.0%}" for name, error in found.fitted.errors) + " (median over sizes)"
+
+
+def _table(headings: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    return table
+
+
+def _time(timed: Timed, is_fastest: bool) -> Text:
+    if timed.wrong:
+        return Text("WRONG", style="bold red")
+    return Text(show_seconds(timed.seconds) + ("*" if is_fastest else " "), style="bold green" if is_fastest else "")

@@ -1,0 +1,108 @@
+"""From measured times to what links cost: alpha (seconds per message), beta (per byte) and gamma (per byte added).
+
+    time = alpha * steps + beta * bytes + gamma * added
+
+with one alpha and beta for each kind of link that the measured collectives took, none below zero, such that the relative
+errors of all times are least in squares. All algorithms made of messages share the constants, which is what lets them
+predict an algorithm at a size or on a number of ranks that was not measured; the backend's own has its own.
+
+Which constant a time is charged to can be a matter of taste (in an fp32 all-reduce every second byte that travels is added, so
+beta and gamma only count together); what the fit predicts for a size is not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from statistics import median
+
+import numpy as np
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.events import Timed
+from rankloom.base.topology import Link, Links, Topology
+from rankloom.comm.price import Price, Route, price, route
+
+ADDED = ("adding", "gamma")
+NOTHING = 1e-12   # how much less a fit must miss, beside what there is to fit, to deserve one more constant
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Links that explain measured times, and how well."""
+
+    links: Links
+    measured: tuple[str, ...]               # names of the links that were; the others are as before
+    errors: tuple[tuple[str, float], ...]   # by algorithm, the median over sizes of |predicted / measured - 1|
+
+    @property
+    def error(self) -> float:
+        """Their median."""
+        return median(error for _, error in self.errors)
+
+
+def predicted(timed: Timed, topology: Topology, links: Links, *, wide: int = 1) -> Price:
+    """What a measured call should take."""
+    return price(route(timed.collective, timed.algorithm, timed.bytes, topology, wide=wide), links)
+
+
+def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> Fitted:
+    """The links that explain best the times on one topology; those that no measured collective took are as they were.
+
+    raises: ConfigError when there is nothing to fit
+    """
+    if not times or topology.size == 1:
+        raise ConfigError("there are no times to fit")
+    routes = [route(timed.collective, timed.algorithm, timed.bytes, topology, wide=wide) for timed in times]
+    # Of two that the times cannot tell apart the first is taken: where every byte that travels is also added, beta is, not gamma.
+    unknowns = sorted({key for way in routes for key in _amounts(way)}, key=lambda key: (key == ADDED, key))
+    amounts = np.array([[_amounts(way).get(key, 0.0) for key in unknowns] for way in routes])
+    seconds = np.array([timed.seconds for timed in times])
+    found = dict(zip(unknowns, nonnegative_least_squares(amounts / seconds[:, None], np.ones(len(times))).tolist()))
+    links = _with(topology.links, found)
+    errors: dict[str, list[float]] = {}
+    for timed, way in zip(times, routes):
+        errors.setdefault(timed.algorithm, []).append(abs(price(way, links).seconds / timed.seconds - 1))
+    measured = dict.fromkeys(kind for (kind, what), constant in found.items() if (kind, what) != ADDED or constant)
+    return Fitted(links, tuple(measured), tuple((name, median(values)) for name, values in errors.items()))
+
+
+def _amounts(way: Route) -> dict[tuple[str, str], float]:
+    """(kind of link, which constant) -> how much of it a route takes; what it does not take at all is left out."""
+    amounts: dict[tuple[str, str], float] = {}
+    for kind, path in way.parts:
+        amounts |= {(kind, "alpha"): float(path.steps), (kind, "beta"): float(path.bytes)}
+    amounts[ADDED] = float(sum(path.added for _, path in way.parts))
+    return {key: amount for key, amount in amounts.items() if amount}
+
+
+def _with(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
+    """`links` with the constants that were found."""
+    for kind in {kind for kind, _ in found}:
+        if kind == "adding":
+            links = replace(links, adding_gbps=Link.of(0.0, found[ADDED]).bandwidth_gbps)
+        else:
+            before = links.named(kind)
+            link = Link.of(found.get((kind, "alpha"), before.alpha), found.get((kind, "beta"), before.beta))
+            links = replace(links, **{kind: link})   # type: ignore[arg-type]
+    return links
+
+
+def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least |a x - b|. For few unknowns: the best over all choices of which may differ from zero.
+
+    a: [m, n]   b: [m] -> [n], n up to about ten
+
+    >>> nonnegative_least_squares(np.array([[1.0, 1.0], [1.0, 2.0]]), np.array([3.0, 2.0])).round(9).tolist()
+    [2.5, 0.0]
+    """
+    n = a.shape[1]
+    best, least = np.zeros(n), float(np.linalg.norm(b))
+    for chosen in chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1)):
+        columns = a[:, chosen]
+        scale = np.linalg.norm(columns, axis=0)   # seconds per byte are a million times smaller than seconds per message
+        x = np.linalg.lstsq(columns / scale, b, rcond=None)[0] / scale
+        miss = float(np.linalg.norm(columns @ x - b))
+        if (x >= 0).all() and miss < least - NOTHING * float(np.linalg.norm(b)):
+            best, least = np.zeros(n), miss
+            best[list(chosen)] = x
+    return best
