@@ -16,7 +16,7 @@ from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, has_meaning
 from conformance.ranks import Ranks, seconds
 
 SIZES = range(2, 9)
-PROGRAMS, LENGTH = 150, 24   # of each size; six cases each on average
+PROGRAMS, LENGTH = 100, 24   # of each size; six cases each on average
 
 
 @dataclass

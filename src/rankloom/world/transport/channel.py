@@ -66,6 +66,8 @@ class Channel:
         self._regions += 1
         self.link.add_region(self._regions, mapping.address, stride)
         mapping.on_end = _Forget(self.link, self._regions)
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=self.rank * stride).view(shape)
 
     def _map_region(self, stride: int) -> Mapping:
@@ -145,8 +147,8 @@ class Channel:
         dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
         rows = []
         for rank, (kind, number, op, root, nbytes) in enumerate(self.link.calls()):
-            size = f"{nbytes} bytes of {str(dtypes[number]).removeprefix('torch.')}" if nbytes else "lengths of its own"
-            rows.append(f"  rank {self.ranks[rank]}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size}")
+            size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
+            rows.append(f"  rank {self.ranks[rank]}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
         return "\n".join(rows)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankloom.base.errors import NotContiguous, ShapeMismatch
+from rankloom.base.errors import ConfigError, NotContiguous, ShapeMismatch
 
 NUMBERS = {dtype: code for code, dtype in enumerate((
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16,
@@ -30,20 +30,56 @@ Finish = Callable[[], object]
 """What is left to do once the bytes have arrived: copy them to where the caller wants them."""
 
 
+def number_of(x: Tensor) -> int:
+    """The number type that stands for the dtype of `x` where it is only moved: ranks compare it."""
+    return NUMBERS.get(x.dtype, BYTES)
+
+
 def dense(x: Tensor, label: str) -> Tensor:
     """`x` itself, or a contiguous copy of it; refused when it is not a plain CPU tensor."""
     if x.layout != torch.strided or not x.is_cpu:
         raise ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
-    return x if x.is_contiguous() else x.detach().contiguous()
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
     """Where to write a result for `x`, and how to bring it to `x` afterwards (None: it is there already)."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
-        raise NotContiguous(f"{label}: several elements of a tensor of shape {tuple(x.shape)} with strides {x.stride()} lie at one "
-                            "place; pass x.contiguous()")
     flat = dense(x, label)
-    return flat, None if flat is x else lambda: x.detach().copy_(flat)
+    if flat is x:
+        return x, None
+    _refuse_shared_places(x, label)
+    return flat, lambda: x.detach().copy_(flat)
+
+
+def _refuse_shared_places(x: Tensor, label: str) -> None:
+    """Several elements of an output must not lie at one place: which of them would be kept?"""
+    reach = 0   # how far behind the first the elements of all dims so far lie
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            raise NotContiguous(f"{label}: several elements of a tensor of shape {tuple(x.shape)} with strides {x.stride()} lie at "
+                                "one place; pass x.contiguous()")
+        reach += stride * (size - 1)
+
+
+def untouched(given: Tensor, target: Tensor, rank: int = -1) -> Tensor:
+    """`given`, or a copy of it where writing `target` would change it before it is read.
+
+    rank: this rank, when the smaller may lie as the rank-th share of the larger, which is what NCCL calls in place
+    """
+    small, large = (given, target) if given.nbytes <= target.nbytes else (target, given)
+    behind = small.data_ptr() - large.data_ptr()
+    if behind >= large.nbytes or -behind >= small.nbytes or (rank >= 0 and behind == rank * small.nbytes):
+        return given
+    return given.detach().clone()
+
+
+def all_untouched(given: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """`given`, with a copy for each that shares memory with any of `targets`."""
+    written = [(target.data_ptr(), target.data_ptr() + target.nbytes) for target in targets]
+    shares = lambda begin, nbytes: any(begin < end and at < begin + nbytes for at, end in written)
+    return [x.detach().clone() if shares(x.data_ptr(), x.nbytes) else x for x in given]
 
 
 def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish | None]:
@@ -89,8 +125,35 @@ def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Seque
 
 def cut_rows(x: Tensor, rows: Sequence[int], label: str) -> tuple[list[int], list[int]]:
     """Where the shares of `rows` rows each begin in `x`, and how long they are, in bytes."""
-    if x.dim() == 0 or sum(rows) != x.shape[0]:
+    if x.dim() == 0 or sum(rows) != x.shape[0] or min(rows, default=0) < 0:
         raise ShapeMismatch(f"{label}: splits {list(rows)} do not add up to the {x.shape[0] if x.dim() else 0} rows of the tensor")
     row = x.nbytes // max(x.shape[0], 1)
     lengths = [count * row for count in rows]
     return [0, *accumulate(lengths)][:-1], lengths
+
+
+# ------------------------------------------------------------------ what can be seen to be wrong on one rank
+
+
+def expect_rank(rank: int, size: int, label: str) -> None:
+    """raises: ConfigError when a root or a peer is not in the group"""
+    if not 0 <= rank < size:
+        raise ConfigError(f"{label}: there is no rank {rank} in a group of {size}")
+
+
+def expect_one_each(tensors: Sequence[Tensor], size: int, label: str, what: str) -> None:
+    """raises: ShapeMismatch when a list does not hold a tensor for each rank"""
+    if len(tensors) != size:
+        raise ShapeMismatch(f"{label}: {len(tensors)} {what} tensors, expected {size}, one for each rank")
+
+
+def expect_size(actual: int, expected: int, label: str, what: str) -> None:
+    """raises: ShapeMismatch when a number of elements is not as expected"""
+    if actual != expected:
+        raise ShapeMismatch(f"{label}: {what} has {actual} elements, expected {expected}")
+
+
+def expect_dtype(x: Tensor, others: Sequence[Tensor], label: str) -> None:
+    """raises: ShapeMismatch when tensors of one call differ in dtype"""
+    if any(other.dtype != x.dtype for other in others):
+        raise ShapeMismatch(f"{label}: dtypes {x.dtype} and {', '.join(str(other.dtype) for other in others)}; expected all the same")

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport import operands
 from rankloom.world.transport.channel import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,9 +29,10 @@ from rankloom.world.transport.channel import (
     SCATTER,
     Channel,
 )
-from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, cut_rows, dense, dense_output, lengths_table
-from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work
+from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work, last_of
 
+ANYONE = -1
 Lengths = int | bytes
 Call = tuple[int, int, int, int, int, int, Lengths]
 """Kind, number type, operation, root, address to read, address to write, lengths."""
@@ -128,7 +130,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine each of several tensors over the ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        return _last([self._reduce(ALL_REDUCE, x, opts) for x in tensors], tensors)
+        return last_of([self._reduce(ALL_REDUCE, x, opts) for x in tensors], tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine over the ranks; the root ends with the result."""
@@ -146,12 +148,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Rank r ends with the combination of all ranks' r-th tensors; lengths may differ between r."""
         opts = opts or c10d.ReduceScatterOptions()
         out, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
-        self._expect_one_each(parts, "reduce_scatter", "input")
+        operands.expect_one_each(parts, self.size(), "reduce_scatter", "input")
         where = self._where(REDUCE_SCATTER)
-        given = [countable(part.detach(), opts.reduceOp, where)[0] for part in parts]
         target, number, op, back = countable(out, opts.reduceOp, where)
+        operands.expect_dtype(out, parts, where)
+        given = operands.all_untouched([countable(part.detach(), opts.reduceOp, where)[0] for part in parts], [target])
         mine = [target.nbytes] * self.size()
-        table = lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
+        table = operands.lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
         return self._start((REDUCE_SCATTER, number, op, 0, 0, 0, table), opts, [out], [given, target], back)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -159,8 +162,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         where = self._where(REDUCE_SCATTER)
         given, number, op, _ = countable(input.detach(), opts.reduceOp, where)
         target, _, _, back = countable(output, opts.reduceOp, where)
-        self._expect_size(given.numel(), target.numel() * self.size(), where, "input")
-        self._expect_dtype(output, input, where)
+        operands.expect_size(given.numel(), target.numel() * self.size(), where, "input")
+        operands.expect_dtype(output, [input], where)
+        given = operands.untouched(given, target, self.rank())
         return self._start((REDUCE_SCATTER, number, op, 0, given.data_ptr(), target.data_ptr(), target.nbytes), opts, [output],
                            [given, target], back)
 
@@ -168,7 +172,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """`reduce_scatter_single` for each pair."""
-        return _last([self._reduce_scatter_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
+        return last_of([self._reduce_scatter_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -180,16 +184,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         x = _only(tensors, "broadcast")
         flat, back = dense_output(x, self._where(BROADCAST))
         address = flat.data_ptr()
-        return self._start((BROADCAST, BYTES, SUM, opts.rootRank, address, address, flat.nbytes), opts, [x], [flat],
+        return self._start((BROADCAST, number_of(x), SUM, opts.rootRank, address, address, flat.nbytes), opts, [x], [flat],
                            None if self.rank() == opts.rootRank else back)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         where = self._where(ALL_GATHER)
         given = dense(input, where)
         target, back = dense_output(output, where)
-        self._expect_size(target.numel(), given.numel() * self.size(), where, "output")
-        self._expect_dtype(output, input, where)
-        return self._start((ALL_GATHER, BYTES, SUM, 0, given.data_ptr(), target.data_ptr(), given.nbytes),
+        operands.expect_size(target.numel(), given.numel() * self.size(), where, "output")
+        operands.expect_dtype(output, [input], where)
+        given = operands.untouched(given, target, self.rank())
+        return self._start((ALL_GATHER, number_of(input), SUM, 0, given.data_ptr(), target.data_ptr(), given.nbytes),
                            opts or c10d.AllgatherOptions(), [output], [given, target], back)
 
     all_gather_single = _allgather_base
@@ -201,14 +206,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """`all_gather_single` for each pair."""
-        return _last([self._allgather_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
+        return last_of([self._allgather_base(out, x, opts) for out, x in zip(outputs, inputs, strict=True)], outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """`allgather` for each input; output_lists[rank][input]."""
         works = [self.allgather([[row[at] for row in output_lists]], [x], opts) for at, x in enumerate(inputs)]
-        return _last(works, [x for row in output_lists for x in row])
+        return last_of(works, [x for row in output_lists for x in row])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, into the root's list."""
@@ -219,12 +224,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         where = self._where(kind)
         given = dense(x, where)
         if kind == ALL_GATHER or self.rank() == root:
-            self._expect_one_each(outputs, where, "output")
+            operands.expect_one_each(outputs, self.size(), where, "output")
+        operands.expect_dtype(x, outputs, where)
         targets, backs = zip(*(dense_output(out, where) for out in outputs)) if outputs else ((), ())
-        none = [0] * self.size()
+        given, none = operands.all_untouched([given], targets)[0], [0] * self.size()
         at, lengths = ([t.data_ptr() for t in targets], [t.nbytes for t in targets]) if outputs else (none, none)
-        table = lengths_table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
-        return self._start((kind, BYTES, SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
+        table = operands.lengths_table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
+        return self._start((kind, number_of(x), SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         """The root's r-th tensor goes to rank r."""
@@ -232,12 +238,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         where = self._where(SCATTER)
         out, parts = _only(outputs, "scatter"), [dense(x, where) for x in (inputs[0] if inputs else [])]
         if self.rank() == opts.rootRank:
-            self._expect_one_each(parts, where, "input")
+            operands.expect_one_each(parts, self.size(), where, "input")
+        operands.expect_dtype(out, parts, where)
         target, back = dense_output(out, where)
-        none = [0] * self.size()
+        parts, none = operands.all_untouched(parts, [target]), [0] * self.size()
         at, lengths = ([x.data_ptr() for x in parts], [x.nbytes for x in parts]) if parts else (none, none)
-        table = lengths_table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
-        return self._start((SCATTER, BYTES, SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
+        table = operands.lengths_table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
+        return self._start((SCATTER, number_of(out), SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
 
     def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
         """Deal rows out; left empty, splits are equal."""
@@ -245,15 +252,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         given = dense(input, where)
         target, back = dense_output(output, where)
         opts = opts or c10d.AllToAllOptions()
-        self._expect_dtype(output, input, where)
+        operands.expect_dtype(output, [input], where)
+        given = operands.untouched(given, target)
         if not output_splits and not input_splits:
-            self._expect_size(target.numel(), given.numel(), where, "output")
-            self._expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
+            operands.expect_size(target.numel(), given.numel(), where, "output")
+            operands.expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
             lengths: Lengths = given.nbytes // self.size()
         else:
-            lengths = lengths_table(*cut_rows(given, input_splits or self._even_rows(given), where),
-                             *cut_rows(target, output_splits or self._even_rows(target), where))
-        return self._start((ALL_TO_ALL, BYTES, SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
+            lengths = operands.lengths_table(*operands.cut_rows(given, input_splits or self._even_rows(given), where),
+                             *operands.cut_rows(target, output_splits or self._even_rows(target), where))
+        return self._start((ALL_TO_ALL, number_of(input), SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
                            [given, target], back)
 
     all_to_all_single = alltoall_base
@@ -261,13 +269,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """The r-th input goes to rank r; the r-th output comes from it."""
         where = self._where(ALL_TO_ALL)
-        self._expect_one_each(outputs, where, "output")
-        self._expect_one_each(inputs, where, "input")
-        given = [dense(x, where) for x in inputs]
+        operands.expect_one_each(outputs, self.size(), where, "output")
+        operands.expect_one_each(inputs, self.size(), where, "input")
+        operands.expect_dtype(outputs[0], [*outputs, *inputs], where)
         targets, backs = zip(*(dense_output(out, where) for out in outputs))
-        table = lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
+        given = operands.all_untouched([dense(x, where) for x in inputs], targets)
+        table = operands.lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
                        [t.nbytes for t in targets])
-        return self._start((ALL_TO_ALL, BYTES, SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs, [given, targets], *backs)
+        return self._start((ALL_TO_ALL, number_of(outputs[0]), SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs,
+                           [given, targets], *backs)
 
     def barrier(self, opts: Any = None) -> Work:
         """Return when every rank has come here; the error names those that did not."""
@@ -302,12 +312,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Receive from whoever sends first; the work's `source_rank()` tells who."""
-        return self.recv(tensors, -1, tag)
+        return self.recv(tensors, ANYONE, tag)
 
     def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
         label = "send" if sending else "recv"
-        if not -1 + sending <= peer < self.size():
-            raise ConfigError(f"{self._where(label)}: there is no rank {peer} in a group of {self.size()}")
+        if sending or peer != ANYONE:
+            operands.expect_rank(peer, self.size(), self._where(label))
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
         return self._remember(work)
@@ -332,6 +342,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _start(self, call: Call, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
         """One call, at once or in the background."""
+        if call[3]:
+            operands.expect_rank(call[3], self.size(), self._where(call[0]))
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:   # unset
             timeout = self.channel.timeout
@@ -354,18 +366,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _where(self, kind: int | str) -> str:
         return self.channel.where(kind if isinstance(kind, str) else KINDS[kind])
 
-    def _expect_one_each(self, tensors: Sequence[Tensor], where: str, what: str) -> None:
-        if len(tensors) != self.size():
-            raise ShapeMismatch(f"{where}: {len(tensors)} {what} tensors, expected {self.size()}, one for each rank")
-
-    def _expect_size(self, actual: int, expected: int, where: str, what: str) -> None:
-        if actual != expected:
-            raise ShapeMismatch(f"{where}: {what} has {actual} elements, expected {expected} for {self.size()} ranks")
-
-    def _expect_dtype(self, output: Tensor, given: Tensor, where: str) -> None:
-        if output.dtype != given.dtype:
-            raise ShapeMismatch(f"{where}: output is {output.dtype}, input is {given.dtype}; expected the same")
-
     def _even_rows(self, x: Tensor) -> list[int]:
         return [x.shape[0] // self.size()] * self.size() if x.dim() else []
 
@@ -385,10 +385,3 @@ def _only(items: Sequence[Any], label: str) -> Any:
     if len(items) != 1:
         raise ShapeMismatch(f"{label}: {len(items)} tensors given, expected 1: one device for each rank")
     return items[0]
-
-
-def _last(works: list[Work], result: Sequence[Tensor]) -> Work:
-    """Works of one group end in order, so the last stands for all."""
-    if works and isinstance(works[-1], Pending):
-        works[-1].stand_for(works[:-1], result)
-    return works[-1] if works else Work(result)

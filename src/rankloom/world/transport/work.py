@@ -132,6 +132,13 @@ class Pending(Work):
         raise NotImplementedError
 
 
+def last_of(works: Sequence[Work], result: Sequence[Tensor]) -> Work:
+    """The last of several works of one group stands for all: they end in order. `result` is that of all."""
+    if works and isinstance(works[-1], Pending):
+        works[-1].stand_for(works[:-1], result)
+    return works[-1] if works else Work(result)
+
+
 class PendingCollective(Pending):
     """A collective in the queue of its group, known by its ticket."""
 

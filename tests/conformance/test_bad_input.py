@@ -1,0 +1,480 @@
+"""What cannot be right is refused by name, on every rank and soon; a rank that leaves, stays away or gives up sets the others free."""
+
+import gc
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+import rankloom as rl
+from conformance.ranks import Ranks, make_group, seconds
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+
+SOON = 1.0   # seconds
+
+
+@pytest.fixture
+def ranks():
+    made = []
+    yield lambda size, timeout=10.0: made.append(Ranks(size, timeout)) or made[-1]
+    for each in made:
+        each.close()
+
+
+def options(make=dist.AllreduceOptions, op=dist.ReduceOp.SUM, root=0, timeout=None):
+    made = make()
+    made.asyncOp = False
+    if hasattr(made, "reduceOp"):
+        made.reduceOp = op
+    if hasattr(made, "rootRank"):
+        made.rootRank = root
+    if timeout:
+        made.timeout = seconds(timeout)
+    return made
+
+
+def all_reduce(group, n=4, dtype=torch.float32, op=dist.ReduceOp.SUM, timeout=None):
+    return group.allreduce([torch.ones(n, dtype=dtype)], options(op=op, timeout=timeout))
+
+
+def broadcast(group, root=0, dtype=torch.float32):
+    return group.broadcast([torch.ones(4, dtype=dtype)], options(dist.BroadcastOptions, root=root))
+
+
+def barrier(group, timeout=None):
+    return group.barrier(options(dist.BarrierOptions, timeout=timeout))
+
+
+def gather_all(group, mine, lengths, dtype=torch.float32):
+    return group.allgather([[torch.zeros(n, dtype=dtype) for n in lengths]], [torch.ones(mine, dtype=dtype)], options(c10d.AllgatherOptions))
+
+
+def deal(group, send, recv):
+    return group.alltoall_base(torch.zeros(sum(recv)), torch.ones(sum(send)), recv, send, options(c10d.AllToAllOptions))
+
+
+def raised(world, *bodies):
+    """What each rank raises in its body, and after how many seconds; the last body is for all further ranks."""
+    took = [0.0] * world.size
+
+    def one(rank):
+        begin = time.monotonic()
+        try:
+            bodies[min(rank, len(bodies) - 1)](world.groups[rank])
+        finally:
+            took[rank] = time.monotonic() - begin
+
+    return world.errors(one), took
+
+
+# ---------------------------------------------------------------- ranks that do not agree
+
+MISMATCHES = {
+    "lengths": (partial(all_reduce, n=4), partial(all_reduce, n=5), ["16 bytes", "20 bytes"]),
+    "number types": (all_reduce, partial(all_reduce, dtype=torch.int32), ["float32", "int32"]),
+    "operations": (all_reduce, partial(all_reduce, op=dist.ReduceOp.MAX), ["sum", "max"]),
+    "collectives": (all_reduce, broadcast, ["all_reduce", "broadcast"]),
+    "a call that one rank leaves out": (all_reduce, barrier, ["all_reduce", "barrier"]),
+    "roots": (broadcast, partial(broadcast, root=1), ["root 0", "root 1"]),
+    "number types that nobody adds": (broadcast, partial(broadcast, dtype=torch.int32), ["float32", "int32"]),
+    "number types of a list": (partial(gather_all, mine=2, lengths=[2] * 3),
+                               partial(gather_all, mine=2, lengths=[2] * 3, dtype=torch.int32), ["float32", "int32"]),
+    "what one deals and another expects": (partial(deal, send=[1, 3, 1], recv=[1, 1, 1]), partial(deal, send=[1, 1, 1], recv=[1, 1, 1]), []),
+    "the lengths that a list has room for": (partial(gather_all, mine=2, lengths=[2, 2, 2]), partial(gather_all, mine=2, lengths=[3, 2, 2]), []),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_differ_all_learn_of_it_at_once_and_nothing_moves(ranks, what):
+    world = ranks(3)
+    first, others, told = MISMATCHES[what]
+    errors, took = raised(world, first, others)
+    assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
+    assert max(took) < SOON
+    for rank, error in enumerate(errors):
+        assert str(error).startswith(f"rank {rank}: ") and all(word in str(error) for word in told), error
+
+
+def test_calls_in_another_order_are_a_mismatch_although_their_sizes_agree(ranks):
+    world = ranks(2)
+    errors, _ = raised(world, lambda group: (all_reduce(group), broadcast(group)), lambda group: (broadcast(group), all_reduce(group)))
+    assert [type(error) for error in errors] == [CollectiveMismatch] * 2
+    assert "rank 0: all_reduce" in str(errors[0]) and "rank 1: broadcast" in str(errors[1])
+
+
+def test_a_mismatch_in_the_background_is_raised_by_every_wait(ranks):
+    world = ranks(2)
+
+    def body(group):
+        works = [group.allreduce([torch.ones(4 + group.rank())]), group.allreduce([torch.ones(1)])]
+        for work in works:
+            with pytest.raises(CollectiveMismatch):
+                work.wait()
+            assert work.is_completed() and not work.is_success() and isinstance(work.exception(), CollectiveMismatch)
+        with pytest.raises(CollectiveMismatch):
+            works[0].get_future().wait()
+
+    assert raised(world, body)[0] == [None] * 2
+
+
+def test_a_message_that_does_not_fit_is_refused_by_its_receiver(ranks):
+    world = ranks(2)
+    errors, took = raised(world, lambda group: group.send([torch.ones(4)], 1, 0).wait(), lambda group: group.recv([torch.ones(3)], 0, 0).wait())
+    assert isinstance(errors[1], CollectiveMismatch) and "rank 0" in str(errors[1]).removeprefix("rank 1: ") and max(took) < SOON
+
+
+def test_a_new_group_of_the_same_ranks_works_after_a_mismatch(ranks):
+    world = ranks(2)
+    raised(world, all_reduce, broadcast)
+    again = world.group(range(2))
+    assert world.errors(lambda rank: all_reduce(again[rank])) == [None, None]
+
+
+# ---------------------------------------------------------------- what cannot be right on any rank
+
+REFUSED = {
+    "a factor before the sum": lambda group: group.allreduce([torch.ones(2)], options(op=c10d._make_nccl_premul_sum(2.0))),
+    "bits of floats": lambda group: all_reduce(group, op=dist.ReduceOp.BAND),
+    "the mean of whole numbers": lambda group: all_reduce(group, dtype=torch.int64, op=dist.ReduceOp.AVG),
+    "the mean of bools": lambda group: all_reduce(group, dtype=torch.bool, op=dist.ReduceOp.AVG),
+    "the smallest complex number": lambda group: all_reduce(group, dtype=torch.complex64, op=dist.ReduceOp.MIN),
+    "the sum of what nobody adds": lambda group: group.allreduce([torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)], options()),
+    "a sparse tensor": lambda group: group.allreduce([torch.eye(3).to_sparse()], options()),
+    "a tensor without memory": lambda group: group.allreduce([torch.ones(2, device="meta")], options()),
+    "no tensor": lambda group: group.allreduce([], options()),
+    "two tensors": lambda group: group.broadcast([torch.ones(1), torch.ones(1)], options(dist.BroadcastOptions)),
+    "a root that is not there": lambda group: broadcast(group, root=3),
+    "a root below 0": lambda group: broadcast(group, root=-1),
+    "a receiver that is not there": lambda group: group.send([torch.ones(1)], 3, 0),
+    "a sender that is not there": lambda group: group.recv([torch.ones(1)], -2, 0),
+    "an output that is too short": lambda group: group._allgather_base(torch.ones(5), torch.ones(2), options(c10d.AllgatherOptions)),
+    "an output of another type": lambda group: group._allgather_base(torch.ones(6).int(), torch.ones(2), options(c10d.AllgatherOptions)),
+    "too few outputs": lambda group: gather_all(group, 2, [2, 2]),
+    "too few inputs": lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1)] * 2], options(dist.ReduceScatterOptions)),
+    "inputs of several types": lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1), torch.ones(1).int(), torch.ones(1)]],
+                                                                  options(dist.ReduceScatterOptions)),
+    "splits that do not add up": lambda group: group.alltoall_base(torch.ones(3), torch.ones(3), [1, 1, 1], [1, 1, 2], options(c10d.AllToAllOptions)),
+    "splits below 0": lambda group: group.alltoall_base(torch.ones(3), torch.ones(3), [1, 1, 1], [-1, 2, 2], options(c10d.AllToAllOptions)),
+    "rows that cannot be dealt evenly": lambda group: group.alltoall_base(torch.ones(4), torch.ones(4), [], [], options(c10d.AllToAllOptions)),
+    "an output whose elements share one place": lambda group: group.allreduce([torch.ones(1).expand(4)], options()),
+    "an output whose rows overlap": lambda group: group.allreduce([torch.ones(4).as_strided((3, 2), (1, 1))], options()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
+    world = ranks(3)
+    errors, took = raised(world, REFUSED[what])
+    assert all(isinstance(error, RankloomError) for error in errors), errors
+    assert all(isinstance(error, ShapeMismatch | ConfigError | NotContiguous) and str(error) for error in errors), errors
+    assert max(took) < SOON
+    assert raised(world, all_reduce)[0] == [None] * 3, "the group is whole"
+
+
+# ---------------------------------------------------------------- memory that is read and written at once
+
+
+def overlapping(name, group, at):
+    """One collective whose input and output share memory, the input `at` elements into it; what came out, and what should."""
+    rank, p, n = group.rank(), group.size(), 40_000
+    brought = [torch.arange(n * p, dtype=torch.float64) + 1000.0 * other for other in range(p)]
+    memory = torch.zeros(2 * n * p + at, dtype=torch.float64)
+    if name == "_allgather_base":
+        memory[at: at + n] = brought[rank][:n]
+        work = group._allgather_base(memory[: n * p], memory[at: at + n], options(c10d.AllgatherOptions))
+        return work, memory[: n * p], torch.cat([x[:n] for x in brought])
+    memory[: n * p] = brought[rank]
+    if name == "_reduce_scatter_base":
+        work = group._reduce_scatter_base(memory[at: at + n], memory[: n * p], options(dist.ReduceScatterOptions))
+        return work, memory[at: at + n], sum(brought)[rank * n: rank * n + n]
+    work = group.alltoall_base(memory[at: at + n * p], memory[: n * p], [], [], options(c10d.AllToAllOptions))
+    return work, memory[at: at + n * p], torch.cat([x[rank * n: rank * n + n] for x in brought])
+
+
+@pytest.mark.parametrize("at", [0, 40_000, 1, 12_345])
+@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base", "alltoall_base"])
+def test_overlapping_input_and_output_give_the_right_result_or_a_refusal(ranks, name, at):
+    world = ranks(3)
+
+    def body(group):
+        try:
+            work, got, expected = overlapping(name, group, at)
+            work.wait()
+        except (ShapeMismatch, NotContiguous, ConfigError):
+            return
+        assert torch.equal(got, expected), "corrupted without a word"
+
+    assert raised(world, body)[0] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base"])
+def test_the_usual_forms_in_place_work(ranks, name):
+    """NCCL's: this rank's part lies at its own place in the whole."""
+    world = ranks(3)
+
+    def body(group):
+        work, got, expected = overlapping(name, group, 40_000 * group.rank())
+        work.wait()
+        assert torch.equal(got, expected)
+
+    assert raised(world, body)[0] == [None] * 3
+
+
+def test_views_that_are_conjugated_or_negated_only_when_read_arrive_so(ranks):
+    world = ranks(2)
+
+    def body(group):
+        x = torch.tensor([1 + 2j, 3 - 1j])
+        for lazy in (x.conj(), x.conj().imag):
+            out = torch.zeros(4, dtype=lazy.dtype)
+            group._allgather_base(out, lazy, options(c10d.AllgatherOptions))
+            assert torch.equal(out, torch.cat([lazy, lazy]).resolve_conj().resolve_neg())
+            summed = lazy.clone().conj() if lazy.is_complex() else lazy.clone()
+            expected = 2 * summed
+            group.allreduce([summed], options())
+            assert torch.equal(summed, expected)
+
+    assert raised(world, body)[0] == [None] * 2
+
+
+def test_a_result_may_be_a_parameter_that_wants_gradients(ranks):
+    world = ranks(2)
+
+    def body(group):
+        p = torch.nn.Parameter(torch.ones(3, 2))
+        group.allreduce([p], options())
+        group.broadcast([p.t()], options(dist.BroadcastOptions))
+        assert (p == 2).all() and p.is_leaf and p.grad is None
+        (3 * p).sum().backward()
+
+    assert raised(world, body)[0] == [None] * 2
+
+
+# ---------------------------------------------------------------- ranks that stay away, leave, or give up
+
+
+@pytest.mark.parametrize("call", [barrier, all_reduce], ids=lambda f: f.__name__)
+def test_a_time_out_names_all_that_did_not_come_and_comes_neither_early_nor_late(ranks, call):
+    world, timeout = ranks(4), 0.3
+    errors, took = raised(world, lambda group: call(group, timeout=timeout), lambda group: None, lambda group: call(group, timeout=timeout),
+                          lambda group: None)
+    for rank in (0, 2):
+        told = str(errors[rank]).removeprefix(f"rank {rank}: ")
+        assert isinstance(errors[rank], CollectiveTimeout) and "rank 1" in told and "rank 3" in told and f"rank {2 - rank}" not in told
+    assert timeout <= max(took) < timeout + SOON and min(took[0], took[2]) > timeout - 0.1
+
+
+def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
+    world = ranks(2, timeout=0.4)
+    errors, took = raised(world, all_reduce, lambda group: None)
+    assert isinstance(errors[0], CollectiveTimeout) and 0.4 <= took[0] < 0.4 + SOON
+    world = ranks(2)
+    world.groups[0].set_timeout(seconds(0.2))
+    errors, took = raised(world, lambda group: group.recv([torch.ones(1)], 1, 0).wait(), lambda group: None)
+    assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0]) and 0.2 <= took[0] < 0.2 + SOON
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_the_time_out_allows(ranks):
+    world = ranks(2)
+    errors, _ = raised(world, all_reduce, lambda group: (time.sleep(1.5), all_reduce(group)))
+    assert errors == [None, None]
+
+
+def test_a_wait_that_is_over_leaves_the_call_going(ranks):
+    world, waited = ranks(2), threading.Event()
+
+    def patient(group):
+        x = torch.ones(3)
+        work = group.allreduce([x])
+        with pytest.raises(CollectiveTimeout):
+            work.wait(seconds(0.1))
+        message = group.recv([torch.ones(1)], 1, 0)
+        with pytest.raises(CollectiveTimeout):
+            message.wait(seconds(0.1))
+        waited.set()
+        assert work.wait() and message.wait() and x.tolist() == [2.0] * 3
+
+    def slow(group):
+        waited.wait(10)
+        group.allreduce([torch.ones(3)]).wait()
+        group.send([torch.ones(1)], 0, 0).wait()
+
+    assert raised(world, patient, slow)[0] == [None, None]
+
+
+WAITS = {
+    "all_reduce": all_reduce,
+    "all_reduce in the background": lambda group: group.allreduce([torch.ones(3)]).wait(),
+    "recv": lambda group: group.recv([torch.ones(1)], 1, 0).wait(),
+    "a large send": lambda group: group.send([torch.ones(1 << 20)], 1, 0).wait(),
+    "barrier": barrier,
+}
+LEAVES = {
+    "shuts down": (lambda world: world.groups[1].shutdown(), "left"),
+    "aborts": (lambda world: world.groups[1].abort(), "abort"),
+}
+
+
+@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_whoever_waits_for_a_rank_that_leaves_is_set_free_soon_and_told_who_it_was(ranks, waits, leaves):
+    world = ranks(3, timeout=30.0)
+    how, word = LEAVES[leaves]
+    left = []
+
+    def leave(group):
+        time.sleep(0.1)
+        left.append(time.monotonic())
+        how(world)
+
+    ended = [0.0] * 3
+
+    def wait(group):
+        try:
+            WAITS[waits](group)
+        finally:
+            ended[group.rank()] = time.monotonic()
+
+    errors, _ = raised(world, wait, leave, wait)
+    for rank in (0, 2):
+        told = str(errors[rank]).removeprefix(f"rank {rank}: ")
+        assert isinstance(errors[rank], RankLost) and "rank 1" in told and word in told
+        assert 0 <= ended[rank] - left[0] < SOON
+
+
+def test_an_abort_from_another_thread_ends_this_ranks_own_waits_too(ranks):
+    world = ranks(2, timeout=30.0)
+
+    def body(group):
+        if group.rank() == 0:
+            threading.Timer(0.1, group.abort).start()
+            all_reduce(group)
+
+    errors, took = raised(world, body)
+    assert isinstance(errors[0], RankLost) and took[0] < 0.1 + SOON
+
+
+def test_a_rank_that_drops_its_group_without_a_word_has_left(ranks):
+    world = ranks(2, timeout=30.0)
+    again = world.group(range(2))
+    world._made = [group for group in world._made if group is not again[1]]
+
+    def body(rank):
+        if rank == 0:
+            return all_reduce(again[0])
+        time.sleep(0.1)
+        again[1] = None
+        return gc.collect()
+
+    errors = world.errors(body)
+    assert isinstance(errors[0], RankLost) and "rank 1" in str(errors[0]) and errors[1] is None
+
+
+def test_calls_on_a_group_that_is_over_say_so(ranks):
+    world = ranks(2)
+    raised(world, lambda group: group.shutdown())
+    for call in (all_reduce, barrier, lambda group: group.allreduce([torch.ones(1)]).wait(), lambda group: group.recv([torch.ones(1)], 1, 0).wait(),
+                 lambda group: group.send([torch.ones(1)], 1, 0).wait(), lambda group: group.buffer((3,))):
+        errors, took = raised(world, call)
+        assert all(isinstance(error, RankLost) for error in errors) and max(took) < SOON, errors
+
+
+def test_a_rank_that_never_comes_to_the_meeting_is_named(ranks):
+    begin = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank\(s\) 1, 2 did not join the group within 0.2 s"):
+        make_group(dist.HashStore(), 0, 3, timeout=0.2)
+    assert 0.2 <= time.monotonic() - begin < 0.2 + SOON
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_a_buffer_larger_than_memory_is_refused_on_every_rank_and_does_no_harm(ranks):
+    world = ranks(2)
+    errors, _ = raised(world, lambda group: group.buffer((1 << 45,), torch.uint8))
+    assert all(isinstance(error, MemoryError) and f"{1 << 45:,}" in str(error) for error in errors)
+    assert raised(world, all_reduce)[0] == [None] * 2
+
+
+def test_buffers_of_different_sizes_are_refused_on_every_rank(ranks):
+    errors, _ = raised(ranks(2), lambda group: group.buffer((100_000 * (1 + group.rank()),)))
+    assert all(isinstance(error, ShapeMismatch) for error in errors)
+
+
+def test_buffers_are_zeros_may_be_empty_and_are_given_back(ranks):
+    world = ranks(2)
+
+    def body(rank):
+        group = world.groups[rank]
+        for shape, dtype in (((3, 5), torch.bfloat16), ((0,), torch.float32), ((), torch.int64), ((70_000,), torch.complex64)):
+            x = group.buffer(shape, dtype)
+            assert x.shape == shape and x.dtype == dtype and not x.any()
+            group.allreduce([x.fill_(1)], options())
+            assert (x == 2).all()
+
+    maps = lambda: sum("memfd:rankloom" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    world.run(body)
+    gc.collect()
+    before = maps()
+    for _ in range(5):
+        world.run(body)
+    gc.collect()
+    assert maps() == before
+
+
+def test_a_group_leaves_no_file_no_thread_no_descriptor_and_no_memory_behind():
+    def left():
+        gc.collect()
+        maps = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps
+
+    def use():
+        world = Ranks(3)
+        world.run(lambda rank: world.groups[rank].allreduce([torch.ones(100_000)]).wait())
+        world.run(lambda rank: [w.wait() for w in (world.groups[rank].send([torch.ones(9)], (rank + 1) % 3, 0),
+                                                   world.groups[rank].recv([torch.ones(9)], (rank - 1) % 3, 0))])
+        world.close()
+
+    use()
+    before = left()
+    for _ in range(5):
+        use()
+    assert left() == before
+
+
+# ---------------------------------------------------------------- fork
+
+
+def use_after_fork(port, world):
+    """Fork with a group at hand; what the child was told by each call, and whether the parent's group is whole afterwards."""
+    group = make_group(dist.TCPStore("127.0.0.1", port), world.rank, world.size)
+    group.allreduce([torch.ones(1)]).wait()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        told = []
+        for call in (all_reduce, barrier, lambda g: g.allreduce([torch.ones(1)]).wait(), lambda g: g.send([torch.ones(1)], 0, 0).wait(),
+                     lambda g: g.recv([torch.ones(1)], 0, 0).wait(), lambda g: g.buffer((2,))):
+            try:
+                call(group)
+                told.append("nothing")
+            except (ConfigError, RuntimeError) as error:
+                told.append("fork" if "fork" in str(error) else str(error))
+        group.shutdown()
+        os.write(writing, " ".join(told).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    x = torch.ones(2)
+    group.allreduce([x]).wait()
+    return os.read(reading, 1000).decode(), x.tolist()
+
+
+def test_a_forked_child_is_refused_by_name_and_does_its_parent_no_harm():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for told, after in rl.spawn(2, partial(use_after_fork, store.port), timeout=20):
+        assert told == " ".join(["fork"] * 6) and after == [2.0, 2.0]
