@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,9 +82,15 @@ def machine() -> str:
             f"{datetime.date.today()}, load at start {os.getloadavg()[0]:.2f}")
 
 
-def keep(name: str, where: str, rows: list[dict], note: str = "") -> None:
-    """Write the table to benchmarks/results/NAME.md and .json."""
+def busy_cores() -> str:
+    """A warning when other processes keep the cores busy now; nothing when they do not."""
+    busy = psutil.cpu_percent(interval=1.0)
+    return f"WARNING: other processes keep {busy:.0f} % of the cores busy; these figures are disturbed" if busy > 5 else ""
+
+
+def keep(name: str, where: str, rows: list[dict], note: str = "", shown: str = "") -> None:
+    """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md."""
     RESULTS.mkdir(exist_ok=True)
     command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(f"`{command}`\n\n{where}\n\n{show(rows)}\n{note}")
+    (RESULTS / f"{name}.md").write_text(f"`{command}`\n\n{where}\n\n{shown or show(rows)}\n{note}")

@@ -1,0 +1,307 @@
+"""Collectives on the CPUs of one host: rankloom, gloo and Open MPI in turn, from 4 KiB to 64 MiB, in fp32.
+
+    python benchmarks/all_reduce.py                       # 2 ranks
+    python benchmarks/all_reduce.py --ranks 2,4,8 --turns 9
+
+Each library has rank processes of its own; while one is measured, the others sleep in a read. A turn measures every case on every
+library, in rotating order, as loops of many calls without a barrier between; the slowest rank counts. Shown are the median
+over turns of each turn's median, and the smallest of all; ratios are taken inside a turn. Every case is checked once, element by element.
+With as many cores as ranks, each rank is pinned to one.
+
+The peers get two settings each, and the better one counts, case by case. gloo moves bytes in threads of its own: pinned with its rank, and
+free. Open MPI, from an environment of its own that is made on first use in build/openmpi: its defaults, and for all-reduce also the ring in
+segments of 256 KiB, which is 3x as fast as its own choice at 64 MiB; both with cross-memory attach, and with ranks that yield where there
+are more ranks than cores.
+
+For rankloom "arena" are tensors from `group.buffer` through `Group`, "rankloom" any tensors through torch.distributed.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+from common import RESULTS, busy_cores, keep, machine, show
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+HERE = Path(__file__).parent
+OPEN_MPI = HERE.parent / "build" / "openmpi"
+SIZES = tuple(kib << 10 for kib in (4, 64, 1024, 4096, 16384, 65536))
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+RING = {"coll_tuned_priority": 95, "coll_tuned_use_dynamic_rules": 1, "coll_tuned_allreduce_algorithm": 5,
+        "coll_tuned_allreduce_algorithm_segmentsize": 256 << 10}
+WAYS = {   # what is shown -> whose processes, which of their ways
+    "gloo": ("gloo", ""), "gloo, free": ("gloo, free", ""), "Open MPI": ("Open MPI", ""), "Open MPI, ring": ("Open MPI, ring", ""),
+    "rankloom": ("rankloom", ""), "rankloom, Group": ("rankloom", "Group"),
+    "arena, torch": ("rankloom", "arena, torch"), "arena": ("rankloom", "arena"),
+}
+STYLE = {"gloo": ("#777777", "o-"), "gloo, free": ("#777777", "o:"), "Open MPI": ("#D55E00", "s-"), "Open MPI, ring": ("#D55E00", "s:"),
+         "rankloom": ("#0072B2", "^-"), "arena": ("#009E73", "v-")}
+Case = tuple[str, int]
+Times = dict[str, list[list[float]]]   # way -> for each turn, seconds per call of each loop
+
+
+class Library:
+    """The rank processes of one library: started once, asleep between questions."""
+
+    def __init__(self, name: str, ranks: int, folder: Path):
+        self.name, self.ranks, self._log = name, ranks, folder / f"{name}.log"
+        address = str(folder / f"{name}.socket")
+        library = name.split(",")[0]
+        few = ranks <= (os.cpu_count() or 1)   # with more ranks than cores, the scheduler knows best
+        pin = "pinned" if few and name != "gloo, free" else "free"
+        command = [str(HERE / "collective_rank.py"), library, address, str(ranks), str(max(SIZES)), pin]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(ranks)
+            start = self._start_open_mpi if library == "Open MPI" else self._start_torch
+            self._processes = start(command)
+            wires = sorted((self._accept(listener) for _ in range(ranks)), key=lambda ranked: ranked[0])
+        self._wires = [wire for _, wire in wires]
+
+    def ask(self, **question: object) -> list[list[float]]:
+        """Put a question to all ranks; their answers in rank order."""
+        for wire in self._wires:
+            print(json.dumps(question), file=wire, flush=True)
+        answers = [json.loads(wire.readline() or json.dumps({"error": self._log.read_text()})) for wire in self._wires]
+        for answer in answers:
+            if "error" in answer:
+                raise SystemExit(f"{self.name}: {question} failed:\n{answer['error']}")
+        return [answer["seconds"] for answer in answers]
+
+    def end(self) -> None:
+        """Close the wires, which ends the ranks."""
+        for wire in self._wires:
+            wire.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _start_torch(self, command: list[str]) -> list[subprocess.Popen]:
+        # As under torchrun, the store belongs to who starts the ranks.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                  "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        return [self._run([sys.executable, *command], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(self.ranks)]
+
+    def _start_open_mpi(self, command: list[str]) -> list[subprocess.Popen]:
+        few = self.ranks <= (os.cpu_count() or 1)
+        settings = (RING if self.name == "Open MPI, ring" else {}) | {"mpi_yield_when_idle": int(not few)}
+        mpiexec = [str(OPEN_MPI / "bin" / "mpiexec"), "-n", str(self.ranks), "--bind-to", "core" if few else "none"]
+        mpiexec += [] if few else ["--oversubscribe"]
+        mpiexec += [word for name, value in settings.items() for word in ("--mca", name, str(value))]
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return [self._run([*mpiexec, str(OPEN_MPI / "bin" / "python"), *command], as_root)]
+
+    def _run(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
+        env = os.environ | env | {"OMP_NUM_THREADS": "1"}
+        with self._log.open("a") as log:
+            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _accept(self, listener: socket.socket) -> tuple[int, "socket.SocketIO"]:
+        listener.settimeout(1.0)
+        for _ in range(60):
+            try:
+                wire = listener.accept()[0]
+            except TimeoutError:
+                if any(process.poll() for process in self._processes):
+                    break
+                continue
+            wire.settimeout(300.0)
+            lines = wire.makefile("rw")
+            return int(lines.readline()), lines
+        raise SystemExit(f"{self.name}: its ranks did not start:\n{self._log.read_text()}")
+
+
+def make_open_mpi() -> None:
+    """An environment with Open MPI, beside ours: nothing of this project may come to need it."""
+    if (OPEN_MPI / "bin" / "mpiexec").exists():
+        return
+    install = [str(OPEN_MPI / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", "-r", str(HERE / "mpi-requirements.txt")]
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(OPEN_MPI)], check=True)
+        subprocess.run(install, check=True)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"Open MPI could not be installed ({error}); --libraries gloo,rankloom measures without it") from error
+
+
+def cases(sizes: Iterable[int]) -> list[Case]:
+    """Operation and bytes: of the whole tensor, which for all_gather is the result and for reduce_scatter what goes in."""
+    return [(op, size) for op in OPS for size in sizes] + [("ping_pong", SIZES[0])]
+
+
+def measure(libraries: dict[str, Library], turns: int, seconds: float, loops: int, sizes: list[int]) -> dict[Case, Times]:
+    """Every case on every library, in turns."""
+    found: dict[Case, Times] = {}
+    for case in cases(sizes):
+        found[case] = {way: [] for way, (library, _) in WAYS.items()
+                       if library in libraries and (way != "Open MPI, ring" or case[0] == "all_reduce")}
+    calls = {(case, way): check_and_size(libraries, case, way, seconds) for case in found for way in found[case]}
+    for turn in range(turns):
+        for case, times in found.items():
+            names = list(times)
+            for way in names[turn % len(names):] + names[:turn % len(names)]:
+                times[way].append(loop(libraries, case, way, calls[case, way], loops))
+        print(f"turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
+    return found
+
+
+def check_and_size(libraries: dict[str, Library], case: Case, way: str, seconds: float) -> int:
+    """Check the results of a case, and find how many calls take about `seconds`."""
+    library, kind = WAYS[way]
+    libraries[library].ask(do="check", way=kind, op=case[0], bytes=case[1])
+    once = min(loop(libraries, case, way, 3, 2))
+    return max(1, min(5000, round(seconds / once)))
+
+
+def loop(libraries: dict[str, Library], case: Case, way: str, calls: int, batches: int) -> list[float]:
+    """Seconds per call of each loop, of the rank that took longest; of a ping-pong, one way."""
+    library, kind = WAYS[way]
+    answers = libraries[library].ask(do="measure", way=kind, op=case[0], bytes=case[1], calls=calls, batches=batches)
+    return [max(of_all) / (2 if case[0] == "ping_pong" else 1) for of_all in zip(*answers)]
+
+
+# ---------------------------------------------------------------------- what came out
+
+def median_of_turns(turns: list[list[float]]) -> float:
+    """The median over turns of each turn's median."""
+    return statistics.median(map(statistics.median, turns))
+
+
+def times_faster(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """Their time over ours: the median of the ratios inside each turn."""
+    return statistics.median(statistics.median(b) / statistics.median(a) for a, b in zip(ours, theirs))
+
+
+def best(times: Times, peer: str) -> str | None:
+    """The setting of a peer that is fastest in this case."""
+    return min((way for way in times if way.split(",")[0] == peer), key=lambda way: median_of_turns(times[way]), default=None)
+
+
+def bars(ranks: int, case: Case) -> dict[tuple[str, str], float]:
+    """How many times faster which of our ways has to be than whom."""
+    op, size = case
+    if op == "ping_pong":
+        return {("arena", "gloo"): 40, ("rankloom", "gloo"): 40}
+    if ranks > 2:
+        return {("arena", "gloo"): 8, ("rankloom", "gloo"): 8}
+    arena = {("arena", "gloo"): 50} if size == 4 << 10 else {("arena", "gloo"): 20} if size >= 1 << 20 else {}
+    return arena | {("rankloom", "gloo"): 5, ("rankloom", "Open MPI"): 1.5}
+
+
+def compare(ranks: int, case: Case, times: Times, way: str, peer: str) -> str:
+    """`23.4x`, and whether that meets the bar."""
+    theirs = best(times, peer)
+    if theirs is None or way not in times:
+        return "-"
+    reached, bar = times_faster(times[way], times[theirs]), bars(ranks, case).get((way, peer))
+    verdict = "" if bar is None else f", met {bar:g}" if reached >= bar else f", MISSED {bar:g}"
+    return f"{reached:.1f}x{verdict}"
+
+
+def summary(ranks: int, found: dict[Case, Times]) -> list[dict]:
+    """One row per case: milliseconds of every way, and the ratios with their bars."""
+    ways = [way for way in WAYS if any(way in times for times in found.values())]
+    return [{"operation": case[0], "ranks": ranks, "size": readable(case[1])}
+            | {f"{way} ms": f"{median_of_turns(times[way]) * 1e3:.3g}" if way in times else "-" for way in ways}
+            | {f"{way} over {peer}": compare(ranks, case, times, way, peer)
+               for way in ("arena", "rankloom") for peer in ("gloo", "Open MPI")}
+            for case, times in found.items()]
+
+
+def all_rows(ranks: int, found: dict[Case, Times]) -> list[dict]:
+    """One row per case and way, for the JSON file; busbw as nccl-tests defines it."""
+    moved = {"all_reduce": 2 * (ranks - 1) / ranks, "ping_pong": 1.0}
+    return [{"operation": op, "ranks": ranks, "bytes": size, "way": way, "median ms": round(median_of_turns(turns) * 1e3, 5),
+             "min ms": round(min(map(min, turns)) * 1e3, 5),
+             "busbw GB/s": round(moved.get(op, (ranks - 1) / ranks) * size / median_of_turns(turns) / 1e9, 2),
+             **{f"times {peer}": round(times_faster(turns, times[rival]), 2)
+                for peer in ("gloo", "Open MPI") if (rival := best(times, peer)) is not None}}
+            for (op, size), times in found.items() for way, turns in times.items()]
+
+
+def readable(size: float) -> str:
+    """4 KiB, 16 MiB."""
+    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
+
+
+def draw(ranks: int, found: dict[Case, Times], path: Path) -> None:
+    """Time over size, doubly logarithmic, one panel an operation."""
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    for axes, op in zip(figure.subplots(2, 2, sharex=True).flat, OPS):
+        for way, (colour, line) in STYLE.items():
+            points = [(size, median_of_turns(times[way]) * 1e3) for (name, size), times in found.items() if name == op and way in times]
+            if points:
+                axes.plot(*zip(*points), line, color=colour, label=way)
+        label(axes, op, [size for name, size in found if name == op])
+    figure.axes[0].legend()
+    cores = os.cpu_count()
+    figure.suptitle(f"{ranks} ranks on {cores} cores, fp32: time of one call")
+    figure.savefig(path, dpi=120)
+
+
+def label(axes: Axes, op: str, sizes: list[int]) -> None:
+    """Title, doubly logarithmic axes with the measured sizes as ticks."""
+    axes.set(title=op, ylabel="ms", xscale="log", yscale="log")
+    axes.set_xticks(sizes)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(alpha=0.3)
+
+
+def run(ranks: int, args: argparse.Namespace) -> dict[Case, Times]:
+    """Start all libraries on `ranks` ranks, measure, end them."""
+    libraries: dict[str, Library] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in dict.fromkeys(library for library, _ in WAYS.values()):
+                if name.split(",")[0] in args.libraries and not (name == "gloo, free" and ranks > (os.cpu_count() or 1)):
+                    libraries[name] = Library(name, ranks, Path(folder))
+            return measure(libraries, args.turns, args.seconds, args.loops, [size for size in SIZES if size <= args.largest << 20])
+        finally:
+            for library in libraries.values():
+                library.end()
+
+
+def main() -> None:
+    """Measure, print the tables, keep them in benchmarks/results/ with a picture for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--loops", type=int, default=5, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.01, help="of one loop")
+    parser.add_argument("--largest", type=int, default=64, help="size, in MiB")
+    parser.add_argument("--libraries", default="gloo,Open MPI,rankloom", type=lambda text: text.split(","))
+    parser.add_argument("--name", default="all_reduce", help="of the files in benchmarks/results/")
+    args = parser.parse_args()
+    if "Open MPI" in args.libraries:
+        make_open_mpi()
+    warning, where = busy_cores(), machine()
+    print(warning, file=sys.stderr)
+    begin, rows, tables, pictures = time.perf_counter(), [], [], []
+    for ranks in map(int, args.ranks.split(",")):
+        found = run(ranks, args)
+        rows += all_rows(ranks, found)
+        tables.append(show(summary(ranks, found)))
+        print(tables[-1], flush=True)
+        draw(ranks, found, RESULTS / f"{args.name}-{ranks}.png")
+        pictures.append(f"\n![{ranks} ranks]({args.name}-{ranks}.png)\n")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    keep(args.name, f"{where}\n{warning}".strip(), rows, shown="\n\n".join(tables), note="".join(pictures))
+
+
+if __name__ == "__main__":
+    main()
