@@ -172,13 +172,13 @@ class Group:
 
         Returns what all ranks dealt to this one, in rank order: [sum(recv_rows), ...]. Left out, shares are equal.
         """
+        splits: list[list[int]] = [list(recv_rows or []), list(send_rows or [])]   # empty: equal
         if send_rows is None and recv_rows is None:
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
         if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or sum(send_rows) != x.shape[0]:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
-        splits = ([], []) if len({*send_rows, *recv_rows}) == 1 else (list(recv_rows), list(send_rows))
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
         sent = (x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1))

@@ -4,7 +4,7 @@
  *
  *     Control      epoch of the last finished rendezvous, arrivals, who broke the group and why
  *     Rank[p]      what each rank is doing: how often it arrived, the call it makes (two descriptors, in turns)
- *     lens[p]      per descriptor, how many bytes this rank has for each other
+ *     lens[p]      per descriptor, how many bytes this rank has for each other, and how many it expects of each
  *     slots[p]     two staging slots per rank, in turns, and two result slots
  *     rings[p][p]  one byte ring for every sender and receiver
  *
@@ -61,7 +61,7 @@ typedef struct {
     uint32_t kind, dtype, op, root;
     uint32_t region, pad;           /* of the input; 0: private memory */
     uint64_t offset;                /* of the input in its region */
-    uint64_t nbytes;                /* must be the same on all ranks; 0 where lengths differ by design */
+    uint64_t nbytes;                /* of one lane; the same on all ranks where values are combined or copied to all */
     uint64_t longest;               /* of this rank's lanes */
 } Descriptor;
 
@@ -154,7 +154,7 @@ typedef struct {
 typedef struct {                    /* one blocking call */
     PyThreadState **state;          /* to look for signals; NULL in our own threads */
     double deadline;
-    int spin_us;
+    int spin_us, patient;           /* patient: when its time is over the call goes on without it */
 } Wait;
 
 static _Atomic int forks;           /* a forked child must not use its parent's links */
@@ -173,7 +173,7 @@ static double now(void)
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 static uint64_t ring_stride(uint64_t ring_bytes) { return sizeof(Ring) + ring_bytes; }
 static uint64_t lens_at(int p) { return sizeof(Control) + p * sizeof(Rank); }
-static uint64_t slots_at(int p) { return round_up(lens_at(p) + 2 * sizeof(uint64_t) * p * p, 4096); }
+static uint64_t slots_at(int p) { return round_up(lens_at(p) + 4 * sizeof(uint64_t) * p * p, 4096); }
 static uint64_t rings_at(int p) { return slots_at(p) + (uint64_t)p * 3 * SLOT; }
 
 static uint64_t ring_size(int p) { return p <= 8 ? 256 << 10 : p <= 32 ? 64 << 10 : 16 << 10; }
@@ -181,7 +181,8 @@ static uint64_t segment_size(int p) { return rings_at(p) + (uint64_t)p * p * rin
 
 static Control *control(Link *l) { return (Control *)l->base; }
 static Rank *rank_of(Link *l, int r) { return (Rank *)(l->base + sizeof(Control)) + r; }
-static uint64_t *lens_of(Link *l, int r, int turn) { return (uint64_t *)(l->base + lens_at(l->ranks)) + ((uint64_t)turn * l->ranks + r) * l->ranks; }
+static uint64_t *lens_of(Link *l, int r, int turn) { return (uint64_t *)(l->base + lens_at(l->ranks)) + ((uint64_t)turn * l->ranks + r) * 2 * l->ranks; }
+static uint64_t *expected_by(Link *l, int r, int turn) { return lens_of(l, r, turn) + l->ranks; }
 static char *slot_of(Link *l, int r, int turn) { return l->base + slots_at(l->ranks) + ((uint64_t)r * 3 + turn) * SLOT; }
 static char *result_of(Link *l, int r, int turn) { return slot_of(l, r, 2) + turn * (SLOT / 2); }
 static Ring *ring_of(Link *l, int from, int to)
@@ -290,7 +291,7 @@ static int still_worth_waiting(Link *l, Wait *w, int missing, int gone)
     if (gone)
         return break_group(l, missing, gone);
     if (now() > w->deadline)
-        return break_group(l, missing >= 0 ? missing : l->rank, TIMED_OUT);
+        return w->patient ? TIMED_OUT : break_group(l, missing >= 0 ? missing : l->rank, TIMED_OUT);
     return FINE;
 }
 
@@ -487,7 +488,12 @@ typedef struct {
 } Plan;
 enum { NONE, ROOT, ALL };
 
-static int publishes(const Op *op, int r) { return (op->kind != BROADCAST && op->kind != SCATTER) || op->root == r; }
+static int publishes(int kind, int root, int r) { return (kind != BROADCAST && kind != SCATTER) || root == r; }
+
+static int takes(int kind, int root, int r) { return kind == BROADCAST || kind == SCATTER ? ROOT : (kind == REDUCE || kind == GATHER) && root != r ? NONE : ALL; }
+
+/* Kinds in which what one rank has for another is their own affair. */
+static int has_own_lengths(int kind) { return kind == ALL_GATHER || kind == GATHER || kind == SCATTER || kind == ALL_TO_ALL || kind == REDUCE_SCATTER; }
 
 static uint64_t part(uint64_t length, uint64_t from, uint64_t most)
 {
@@ -510,10 +516,10 @@ static void plan_shares(Link *l, const Op *op, Plan *plan)
 
 static void make_plan(Link *l, const Op *op, Plan *plan)
 {
-    int p = l->ranks, k = op->kind, root = op->root == l->rank;
+    int p = l->ranks, k = op->kind;
     plan->lanes = k == REDUCE_SCATTER || k == SCATTER || k == ALL_TO_ALL ? p : 1;
-    plan->publishes = publishes(op, l->rank);
-    plan->takes = k == BROADCAST || k == SCATTER ? ROOT : (k == REDUCE || k == GATHER) && !root ? NONE : ALL;
+    plan->publishes = publishes(k, op->root, l->rank);
+    plan->takes = takes(k, op->root, l->rank);
     plan->reduces = k == ALL_REDUCE || k == REDUCE || k == REDUCE_SCATTER;
     plan->in_shares = k == ALL_REDUCE && p > 2 && op->nbytes > TINY;
     int many_out = k == ALL_GATHER || k == GATHER || k == ALL_TO_ALL;
@@ -555,31 +561,42 @@ static Descriptor *post(Link *l, const Op *op, Plan *plan)
     int turn = (l->meetings + 1) & 1;
     Descriptor *d = &rank_of(l, l->rank)->said[turn];
     d->kind = op->kind, d->dtype = op->dtype, d->op = op->op, d->root = op->root;
-    d->nbytes = op->table ? 0 : op->nbytes;
+    d->nbytes = op->nbytes;
     d->longest = longest_lane(plan);
     find_region(l, op, d);
     memcpy(lens_of(l, l->rank, turn), plan->in_len, plan->lanes * sizeof(uint64_t));
+    if (has_own_lengths(op->kind))
+        memcpy(expected_by(l, l->rank, turn), plan->out_len, l->ranks * sizeof(uint64_t));
     return d;
 }
 
 static int same_call(const Descriptor *a, const Descriptor *b)
 {
-    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root && a->nbytes == b->nbytes;
+    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root
+        && (a->nbytes == b->nbytes || has_own_lengths((int)a->kind));
 }
 
-/* After the first meeting: do all ranks make the same call, and has each what this one will take from it? */
+/* A rank that has another number of bytes for some other than that one expects, or -1: the same answer on all ranks. */
+static int find_wrong_length(Link *l, int turn, int lanes)
+{
+    const Descriptor *call = &rank_of(l, 0)->said[turn];
+    for (int to = 0; to < l->ranks; to++)
+        for (int from = 0, all = takes((int)call->kind, (int)call->root, to); from < l->ranks; from++)
+            if ((all == ALL || (all == ROOT && (int)call->root == from))
+                && lens_of(l, from, turn)[lanes > 1 ? to : 0] != expected_by(l, to, turn)[from])
+                return from;
+    return -1;
+}
+
+/* After the first meeting: do all ranks make the same call, and has each what the others will take from it? */
 static int compare_calls(Link *l, Plan *plan)
 {
-    int turn = l->meetings & 1;
-    Descriptor *mine = &rank_of(l, l->rank)->said[turn];
-    for (int r = 0; r < l->ranks; r++)
-        if (!same_call(mine, &rank_of(l, r)->said[turn]))
+    int turn = l->meetings & 1, wrong;
+    for (int r = 1; r < l->ranks; r++)
+        if (!same_call(&rank_of(l, 0)->said[turn], &rank_of(l, r)->said[turn]))
             return break_group(l, r, MISMATCHED);
-    for (int r = 0; plan->takes != NONE && r < l->ranks; r++) {
-        int source = plan->takes == ALL || (int)mine->root == r;
-        if (source && lens_of(l, r, turn)[plan->lanes > 1 ? l->rank : 0] != plan->out_len[r])
-            return break_group(l, r, WRONG_LENGTH);
-    }
+    if (has_own_lengths((int)rank_of(l, 0)->said[turn].kind) && (wrong = find_wrong_length(l, turn, plan->lanes)) >= 0)
+        return break_group(l, wrong, WRONG_LENGTH);
     return FINE;
 }
 
@@ -702,8 +719,8 @@ static int run(Link *l, const Op *op, Wait *w)
     for (int r = 0; r < l->ranks; r++) {
         said[r] = &rank_of(l, r)->said[l->meetings & 1];
         longest = said[r]->longest > longest ? said[r]->longest : longest;
-        sources += publishes(op, r);
-        regions += publishes(op, r) && said[r]->region;
+        sources += publishes(op->kind, op->root, r);
+        regions += publishes(op->kind, op->root, r) && said[r]->region;
     }
     if (regions < sources)
         return plan.in_shares ? all_reduce_in_shares(l, op, &plan, regions > 0, w)
@@ -748,7 +765,7 @@ static void *work(void *self)
         Op *op = l->first;
         l->running = 1;
         pthread_mutex_unlock(&l->lock);
-        Wait w = {NULL, now() + op->timeout, l->spin_us / 10};
+        Wait w = {NULL, now() + op->timeout, l->spin_us / 10, 0};
         int why = run(l, op, &w);
         pthread_mutex_lock(&l->lock);
         if (why && !l->failed)
@@ -769,13 +786,16 @@ static void *work(void *self)
 static uint64_t enqueue(Link *l, Op *op)
 {
     pthread_mutex_lock(&l->lock);
-    if (!l->has_worker)
+    uint64_t ticket = op->ticket = ++l->issued;
+    if (!l->has_worker && !l->closing)
         l->has_worker = !pthread_create(&l->worker, NULL, work, l);
     if (!l->has_worker) {
+        ticket = l->closing ? ticket : 0;   /* waiting for it tells that this rank has left */
         pthread_mutex_unlock(&l->lock);
-        return 0;
+        free(op->table);
+        free(op);
+        return ticket;
     }
-    uint64_t ticket = op->ticket = ++l->issued;
     if (l->last)
         l->last->next = op;
     else
@@ -1077,7 +1097,7 @@ static int deliver(Link *l, Message *m, Wait *w)
 static void *carry(void *self)
 {
     Link *l = self;
-    Wait w = {NULL, INFINITY, 0};
+    Wait w = {NULL, INFINITY, 0, 1};
     for (;;) {
         int idle = 0;
         pthread_mutex_lock(&l->post);
@@ -1148,7 +1168,7 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
     if (!read_lengths(l, &op, args[6]) || PyErr_Occurred())
         return NULL;
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + op.timeout, l->spin_us};
+    Wait w = {&state, now() + op.timeout, l->spin_us, 0};
     int why;
     if (begin_at_once(l)) {
         why = run(l, &op, &w);
@@ -1188,7 +1208,7 @@ static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
     USABLE(l);
     uint64_t ticket = PyLong_AsUnsignedLongLong(args[0]);
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + SECONDS(1), 0};
+    Wait w = {&state, now() + SECONDS(1), 0, 1};
     int why = await(l, ticket, &w);
     PyEval_RestoreThread(state);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
@@ -1205,7 +1225,7 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
     Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     double timeout = SECONDS(5);
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + timeout, l->spin_us};
+    Wait w = {&state, now() + timeout, l->spin_us, 0};
     pthread_mutex_lock(&l->post);
     add_message(l, &m);
     pthread_mutex_unlock(&l->post);
@@ -1227,11 +1247,11 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
     pthread_mutex_lock(&l->post);
     add_message(l, m);
     move_messages(l);   /* a small one leaves here and now */
-    if (!m->done && !l->has_postman)
+    if (!m->done && !l->has_postman && !l->closing)
         l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
     if (!m->done)
         pthread_cond_signal(&l->posted);
-    int carried = m->done || l->has_postman;
+    int carried = m->done || l->has_postman || l->closing;
     pthread_mutex_unlock(&l->post);
     if (!carried)
         return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(errno));
@@ -1246,7 +1266,7 @@ static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyLong_FromLong(-FORKED);
     Message *m = PyLong_AsVoidPtr(args[0]);
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + SECONDS(1), l->spin_us};
+    Wait w = {&state, now() + SECONDS(1), l->spin_us, 1};
     int why = deliver(l, m, &w);
     PyEval_RestoreThread(state);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m->peer);
