@@ -21,6 +21,7 @@ _HOME = {
     "ring_all_reduce": "comm.ring",
     "canonical_all_reduce": "comm.canonical",
     "register_all_reduce": "comm.choose",
+    "compressed_all_reduce": "comm.compress",
     "data_parallel": "parallel.data",
     "prepare": "train.engine",
     "Engine": "train.engine",

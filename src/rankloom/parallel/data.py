@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.comm.choose import BACKEND
+from rankloom.comm.compress import EXACT
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.world.group import Group
@@ -63,18 +64,19 @@ class DataParallel(nn.Module):
         self._finish_queued = False
 
 
-def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND,
+def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, compress: str = EXACT,
                   bucket_bytes: int | None = None) -> DataParallel:
     """Wrap `model` for a loop of your own: after `loss.backward()` every gradient is the mean over the group.
 
     A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
     Ranks must hold the same model; where values differ, rank 0's are taken, with a warning.
 
-    sent:   2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
-    raises: ModelMismatch when names, shapes or dtypes differ between ranks
+    compress: a name of comm/compress.py: sums that are a little off, and less to send
+    sent:     2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
+    raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for names that mean nothing, or not together
     """
     make_replicas_equal(model, group)
-    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, bucket_bytes=bucket_bytes, average=True,
+    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, bucket_bytes=bucket_bytes, average=True,
                               by_rows=embeddings(model))
     return DataParallel(model, reducer, BufferKeeper(model, group))
 

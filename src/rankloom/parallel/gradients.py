@@ -9,6 +9,10 @@ Communication plan, one step:
     end of backward      launch what is left, agree which parameters were used anywhere, wait
     embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
 
+Compressed (comm/compress.py), every bucket has an all-reduce of its own, which remembers what it lost: that is state of this rank
+and of this run, in no checkpoint, so after a resume the first step begins without it. An embedding goes by rows, exact, where that
+is cheaper still.
+
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
 used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
 
@@ -28,7 +32,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named
+from rankloom.comm.choose import BACKEND, AllReduce
+from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
 from rankloom.world.group import Group
@@ -95,16 +100,18 @@ class _Queued:
 class Bucket:
     """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
 
-    Its parameters are moved into a flat buffer of the same layout.
+    Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out:
+    where its ranks share a host, they are summed where they lie.
     """
 
-    def __init__(self, owners: Mapping[str, Tensor]):
+    def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
         gradients = {name: owner.grad for name, owner in owners.items()}
         for owner in owners.values():
             owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
         move_into(FlatBuffer(owners), owners)
-        buffer = FlatBuffer(owners)
-        self.flat, self.views = buffer.flat, buffer.views
+        buffer = FlatBuffer(owners, allocate=group.buffer)
+        self.flat, self.views, self.gaps = buffer.flat, buffer.views, buffer.gaps()
+        self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in buffer.slots])
         self.waiting_for = set(owners)
         self.pending: Pending | None = None
         for name, owner in owners.items():
@@ -137,24 +144,25 @@ class GradientReducer:
     bucket_bytes: the most that a bucket of several gradients holds; left out, it is chosen by where the ranks are
     average: divide the sum by the ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
+    raises:  ConfigError when there is no such all-reduce or compression, or they do not go together
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
-                 all_reduce: str = BACKEND, bucket_bytes: int | None = None, average: bool = False,
+                 all_reduce: str = BACKEND, compress: str = EXACT, bucket_bytes: int | None = None, average: bool = False,
                  by_rows: frozenset[str] = frozenset()):
-        self.owners, self.group = dict(owners or params), group
+        self.owners, self.group, self.summing = dict(owners or params), group, Summing(all_reduce, compress)
         self.scale = 1.0 / group.size if average else 1.0
         self.syncing = True
         self.buckets: list[Bucket] = []
         # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
-        self._by_rows = [name for name, owner in self.owners.items() if name in by_rows and rows_pay and owner.dtype in BITS]
+        self._by_rows = {name: self.summing.lossy([(0, owner.shape)]) for name, owner in self.owners.items()
+                         if name in by_rows and rows_pay and owner.dtype in BITS}
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
         self._launched = 0
-        self._algorithm = all_reduce_named(all_reduce)
-        self._worker = _Worker("all-reduce") if self._algorithm and group.device.type == "cpu" else None
+        self._worker = _Worker("all-reduce") if self.summing.in_python and group.device.type == "cpu" else None
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._land, name))
 
@@ -200,6 +208,8 @@ class GradientReducer:
             self._wait_for_buckets()   # two threads must not start collectives in an order of chance
         summed = self._agree(totals)
         self._wait_for_buckets()
+        if self.summing.is_compressed:
+            self._clear_strays()
         self._reset()
         return summed
 
@@ -224,16 +234,15 @@ class GradientReducer:
         # In bucket order on every rank, whatever order gradients came in here: collectives must match.
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting_for:
             bucket = self.buckets[self._launched]
-            bucket.pending = self._start(bucket.flat, f"gradients of bucket {self._launched}")
+            bucket.pending = self._start(bucket, f"gradients of bucket {self._launched}")
             self._launched += 1
 
-    def _start(self, flat: Tensor, label: str) -> Pending:
-        algorithm: AllReduce | None = self._algorithm
-        if algorithm is None:
-            return self.group.all_reduce(flat, label=label, async_op=True)
+    def _start(self, bucket: Bucket, label: str) -> Pending:
+        if bucket.algorithm is None:
+            return self.group.all_reduce(bucket.flat, label=label, async_op=True)
         if self._worker is not None:
-            return _InThread(self._worker.submit(algorithm, flat, self.group))
-        algorithm(flat, self.group)
+            return _InThread(self._worker.submit(bucket.algorithm, bucket.flat, self.group))
+        bucket.algorithm(bucket.flat, self.group)
         return _Queued()
 
     # ------------------------------------------------------------------ at the end of backward
@@ -284,10 +293,18 @@ class GradientReducer:
         return torch.zeros_like(self.owners[name]) if gradient is None else gradient
 
     def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
-        gradient = self._own_gradient(name).contiguous()
-        if rows_are_cheaper(rows, gradient, self.group.size):
+        gradient, lossy = self._own_gradient(name).contiguous(), self._by_rows[name]
+        dense = lossy.bill(gradient.numel(), self.group.size) if lossy else None
+        if rows_are_cheaper(rows, gradient, self.group.size, dense=dense):
             return sum_rows(gradient, touched, rows, self.group, scale=self.scale, label=f"rows of {name}")
-        return self.group.all_reduce(gradient.mul_(self.scale), label=f"gradient of {name}")
+        gradient.mul_(self.scale)
+        return lossy(gradient, self.group) if lossy else self.group.all_reduce(gradient, label=f"gradient of {name}")
+
+    def _clear_strays(self) -> None:
+        """Compressed sums leave something where there is no gradient: between tensors, and in parameters that no rank used."""
+        for bucket in self.buckets:
+            unused = [view for name, view in bucket.views.items() if self.owners[name].grad is None]
+            torch._foreach_zero_(bucket.gaps + unused) if bucket.gaps or unused else None
 
     def _wait_for_buckets(self) -> None:
         for bucket in self.buckets:
@@ -314,6 +331,6 @@ class GradientReducer:
                     self._add_bucket(names)
 
     def _add_bucket(self, names: list[str]) -> None:
-        bucket = Bucket({name: self.owners[name] for name in names})
+        bucket = Bucket({name: self.owners[name] for name in names}, self.group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)

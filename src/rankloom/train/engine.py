@@ -25,6 +25,7 @@ from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.events import Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
 from rankloom.comm.choose import BACKEND
+from rankloom.comm.compress import EXACT
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
@@ -73,7 +74,7 @@ class Engine:
     """A model in training. Made by `prepare`."""
 
     def __init__(self, model: nn.Module, group: Group, settings: Settings, optimizer: Callable[[list[nn.Parameter]], Any], *,
-                 seed: int, all_reduce: str, sink: Sink | None):
+                 seed: int, all_reduce: str, compress: str, sink: Sink | None):
         self.model, self.group, self.settings, self.sink = model, group, settings, sink
         self.steps_done = 0
         self.scale = UNMEASURED
@@ -82,7 +83,7 @@ class Engine:
         self._masters = MasterWeights(model, settings.precision)
         owners, by_rows = self._masters.owners, embeddings(model)
         self._reducer = CanonicalReducer(self._masters.params, group, settings.leaves, owners=owners) if settings.leaves else (
-            GradientReducer(self._masters.params, group, owners=owners, all_reduce=all_reduce, by_rows=by_rows))
+            GradientReducer(self._masters.params, group, owners=owners, all_reduce=all_reduce, compress=compress, by_rows=by_rows))
         self._running = BufferKeeper(model, group)
         self.optimizer = _make_optimizer(optimizer, list(owners.values()))
         self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
@@ -214,7 +215,8 @@ class Engine:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
-            self.scale = self.scale.after(overflow=not finite)
+            before, self.scale = self.scale, self.scale.after(overflow=not finite)
+            self._reducer.summing.rescale(self.scale.value / before.value)
         elif not finite:
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             raise explain_non_finite(self.group, lambda: self._run_alone(batch), self._masters.owners, seen)
@@ -238,7 +240,7 @@ class Engine:
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Callable[[list[nn.Parameter]], Any], world: World, stage: int = 0,
             accumulate: int = 1, clip: float | None = None, precision: str | None = None, deterministic: bool | int = False,
             seed: int = 0, schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND,
-            sink: Sink | None = None) -> Engine:
+            compress: str = EXACT, sink: Sink | None = None) -> Engine:
     """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
 
     loss:          loss(model, micro-batch) -> (sum, count)
@@ -251,11 +253,12 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Callable[[list[nn.Parame
     seed:          of dropout
     schedule:      step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
     all_reduce:    "backend", "ring", or a registered name
+    compress:      "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd" ... (comm/compress.py)
     sink:          gets a StepDone after each step of this rank
     raises:        ConfigError; ModelMismatch, on all ranks, when their models differ
     """
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
-    _check(model, world, stage, settings)
+    _check(model, world, stage, settings, compress)
     group = world.group("replicate", "shard")
     model.to(world.device)
     make_replicas_equal(model, group)
@@ -264,7 +267,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Callable[[list[nn.Parame
         if world.device.type == "cuda":
             fix_cublas_workspace()
             torch.use_deterministic_algorithms(True)
-    return Engine(model, group, settings, optimizer, seed=seed, all_reduce=all_reduce, sink=sink)
+    return Engine(model, group, settings, optimizer, seed=seed, all_reduce=all_reduce, compress=compress, sink=sink)
 
 
 def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
@@ -276,11 +279,13 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
     return leaves
 
 
-def _check(model: nn.Module, world: World, stage: int, settings: Settings) -> None:
+def _check(model: nn.Module, world: World, stage: int, settings: Settings, compress: str) -> None:
     sizes = world.mesh.sizes()
     unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in ("replicate", "shard")]
     if unknown:
         raise ConfigError(f"mesh axes {', '.join(unknown)} are not available yet; use replicate")
+    if settings.leaves and compress != EXACT:
+        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
     if stage != 0:
         raise ConfigError(f"stage={stage!r} is not available yet; stage 0 keeps everything on every rank")
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:

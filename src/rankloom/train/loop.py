@@ -139,5 +139,6 @@ def build_engine(job: Job) -> Engine:
         seed=config.run.seed,
         schedule=schedule(config),
         all_reduce=config.comm.all_reduce,
+        compress=config.comm.compress,
         sink=job.sink,
     )

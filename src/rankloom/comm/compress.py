@@ -1,0 +1,103 @@
+"""Compressed all-reduces by name: the sum of a buffer over a group with fewer bytes on the wire.
+
+    bf16, fp16    2x     carried in 16 bits, summed in fp32                  comm/blockwise.py
+    int8          3.97x  blocks of 256 values with a step of their own       comm/blockwise.py
+    int4          7.76x  blocks of 128                                       comm/blockwise.py
+    1bit          30x    signs, and the mean magnitude of 256 values         comm/blockwise.py
+    topk                 the largest hundredth of the values                 comm/sparse.py
+    powersgd             matrices as products of rank 4                      comm/power.py
+
+All but the first remember what they have lost and add it to the next buffer (error feedback), so each buffer has its own object.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.comm.blockwise import Blockwise
+from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
+from rankloom.comm.lossy import Compressed
+from rankloom.comm.power import Parts, PowerSGD
+from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Halves
+from rankloom.comm.sparse import TopK
+
+EXACT, HIERARCHICAL = "none", "hierarchical"
+_COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
+    "bf16": lambda parts: Blockwise(Halves(torch.bfloat16)),
+    "fp16": lambda parts: Blockwise(Halves(torch.float16)),
+    "int8": lambda parts: Blockwise(INT8),
+    "int4": lambda parts: Blockwise(INT4),
+    "1bit": lambda parts: Blockwise(ONE_BIT),
+    "topk": lambda parts: TopK(),
+    "powersgd": PowerSGD,
+}
+
+
+def compressed_all_reduce(name: str, parts: Parts = ()) -> Compressed:
+    """A compressed all-reduce for one buffer: call it with (buffer, group) in every step.
+
+    parts:  where each tensor in the buffer begins, and its shape; powersgd needs them, the others do not
+    raises: ConfigError for an unknown name
+    """
+    expect_compression(name, BACKEND)
+    return _COMPRESSED[name](parts)
+
+
+def expect_compression(name: str, all_reduce: str) -> None:
+    """Whether gradients can be compressed by `name` beside the chosen all-reduce.
+
+    raises: ConfigError for an unknown name, or a combination that has no meaning
+    """
+    if name == EXACT:
+        return
+    if name not in _COMPRESSED:
+        raise ConfigError(f"there is no compression {name!r}. {did_you_mean(name, [EXACT, *_COMPRESSED])}")
+    if all_reduce not in (BACKEND, HIERARCHICAL):
+        raise ConfigError(f"compress={name!r} sums in its own way, so all_reduce={all_reduce!r} has no meaning beside it; "
+                          f"leave it out, or give {HIERARCHICAL!r}, which compresses between nodes and is exact inside")
+    if name == "powersgd" and all_reduce == HIERARCHICAL:
+        raise ConfigError("compress='powersgd' needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
+                          "leave all_reduce out, or choose another compression")
+
+
+class Summing:
+    """How the gradients of one run are summed: all by one all-reduce; or compressed, each buffer by one of its own.
+
+    raises: ConfigError when there is no such all-reduce or compression, or they do not go together
+    """
+
+    def __init__(self, all_reduce: str, compress: str):
+        expect_compression(compress, all_reduce)
+        self.compress, self._in_two_levels = compress, all_reduce == HIERARCHICAL
+        self._exact = all_reduce_named(all_reduce)
+        self._lossy: list[Compressed] = []
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether sums differ from the exact ones by what is remembered."""
+        return self.compress != EXACT
+
+    @property
+    def in_python(self) -> bool:
+        """Whether it is more than one call of the backend, which runs by itself."""
+        return self.is_compressed or self._exact is not None
+
+    def lossy(self, parts: Parts) -> Compressed | None:
+        """A new compressed all-reduce, for one buffer over the whole group; None where sums are exact."""
+        if not self.is_compressed:
+            return None
+        self._lossy.append(compressed_all_reduce(self.compress, parts))
+        return self._lossy[-1]
+
+    def algorithm(self, parts: Parts) -> AllReduce | None:
+        """What sums one buffer, in which tensors lie as `parts` say; None means the backend's own all-reduce."""
+        lossy = self.lossy(parts)
+        if lossy is None:
+            return self._exact
+        return in_two_levels(between=lossy) if self._in_two_levels else lossy
+
+    def rescale(self, factor: float) -> None:
+        """Tell all buffers that their unit has changed, as that of a scaled loss does."""
+        for lossy in self._lossy:
+            lossy.rescale(factor)

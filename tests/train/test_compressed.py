@@ -1,0 +1,148 @@
+"""Training on compressed gradients: a GPT ends where the exact run ends, loss scales and bad steps do no harm, settings are checked."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.comm.compress import _COMPRESSED
+from rankloom.models.config import GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train.config import load_config
+from rankloom.train.sections import Comm
+
+VOCAB, SEQ = 32, 16
+
+
+def text(rows: int, seed: int) -> torch.Tensor:
+    """A Markov chain of first order: a model can learn it, but not at once. [rows, SEQ + 1]"""
+    follows = (3 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    draw = torch.Generator().manual_seed(seed)
+    out = torch.randint(0, VOCAB, (rows, 1), generator=draw)
+    for _ in range(SEQ):
+        out = torch.cat((out, torch.multinomial(follows[out[:, -1]], 1, generator=draw)), 1)
+    return out
+
+
+TRAIN, VALIDATION = text(4000, 1), text(256, 2)
+
+
+def validation_loss(world: rl.World, compress: str, steps: int = 300) -> float:
+    share = lambda rows: (lambda mine: (mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))(rows.tensor_split(world.size)[world.rank])
+    shape = GPTConfig(vocab_size=VOCAB, seq_len=SEQ, width=32, layers=1, heads=2, kv_heads=2, ffn=64)
+    engine = rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, clip=1.0, compress=compress,
+                        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+                        schedule=lambda step: 1e-2 * min(1, (step + 1) / 10) * (1 - 0.9 * step / steps))
+    for step in range(steps):
+        engine.step(share(TRAIN[torch.randint(0, len(TRAIN), (16,), generator=torch.Generator().manual_seed(step))]))
+    return engine.evaluate([share(VALIDATION)]).loss
+
+
+@pytest.fixture(scope="module")
+def exact() -> float:
+    return rl.simulate(2, lambda world: validation_loss(world, "none"))[0]
+
+
+@pytest.mark.parametrize("compress", ["int8", "powersgd"])
+def test_a_gpt_ends_within_one_per_cent_of_the_exact_runs_validation_loss(exact, compress):
+    """benchmarks/compressed_training.py is the same on real text."""
+    assert exact < 0.5 * math.log(VOCAB), "the exact run has learned nothing, so equality would prove nothing"
+    assert abs(rl.simulate(2, lambda world: validation_loss(world, compress))[0] / exact - 1) < 0.01
+
+
+class Line(nn.Module):
+    """y = w x, of 600 weights: three blocks of int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(600))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(x) - 1).square().sum(), len(x)
+
+
+def rows(n: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, 600, generator=torch.Generator().manual_seed(seed))
+
+
+def prepare(world: rl.World, **more) -> rl.Engine:
+    return rl.prepare(Line(), **{"loss": squares, "optimizer": lambda params: torch.optim.SGD(params, lr=1e-3), "world": world, **more})
+
+
+@pytest.mark.parametrize("compress", ["int8", "1bit", "topk"])
+def test_a_skipped_step_poisons_nothing_and_a_new_loss_scale_rescales_what_is_remembered(compress):
+    def body(world):
+        engine = prepare(world, compress=compress, precision="fp16")
+        while engine.step(rows(4, world.rank)).skipped:   # until the first scale fits
+            pass
+        (lossy,) = engine._reducer.summing._lossy
+        error = lambda: (lossy._error if compress == "topk" else lossy._own).clone()
+        scale, before = engine.scale.value, error()
+        bad = rows(4, world.rank)
+        bad[0, 300] = math.inf
+        skipped = engine.step(bad).skipped
+        after = error()
+        return skipped, engine.scale.value / scale, before, after, engine.step(rows(4, world.rank + 5)).skipped
+
+    for skipped, factor, before, after, skipped_again in rl.simulate(2, body):
+        assert skipped and factor == 0.5 and not skipped_again
+        assert torch.equal(after, 0.5 * before) and before.any()   # all of it: every weight's gradient was NaN
+
+
+@pytest.mark.parametrize("compress", ["int8", "powersgd"])
+def test_after_a_step_that_raises_non_finite_training_goes_on(compress):
+    def body(world):
+        engine = prepare(world, compress=compress)
+        losses = [engine.step(rows(8, world.rank)).loss]
+        bad = rows(8, world.rank)
+        if world.rank == 1:
+            bad[0, 0] = math.nan
+        with pytest.raises(rl.NonFinite):
+            engine.step(bad)
+        return losses + [engine.step(rows(8, world.rank)).loss for _ in range(20)]
+
+    for losses in rl.simulate(2, body):
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_one_rank_trains_exactly():
+    def body(world, compress):
+        engine = prepare(world, compress=compress)
+        return [engine.step(rows(4, step)).loss for step in range(3)]
+
+    assert rl.simulate(1, lambda w: body(w, "1bit")) == rl.simulate(1, lambda w: body(w, "none"))
+
+
+def test_what_has_no_meaning_is_refused():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="compress='int8' has no meaning with deterministic"):
+            prepare(world, compress="int8", deterministic=True)
+        with pytest.raises(rl.ConfigError, match="no compression 'int7'. Did you mean"):
+            prepare(world, compress="int7")
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    (["--comm.compress=int88"], "compress"),
+    (["--comm.compress=int8", "--comm.all_reduce=ring"], "sums in its own way"),
+    (["--comm.compress=powersgd", "--comm.all_reduce=hierarchical"], "whole matrices"),
+    (["--comm.compress=int8", "--train.deterministic=true"], "no meaning with"),
+])
+def test_a_config_that_has_no_meaning_is_refused_before_any_rank_starts(tmp_path, settings, said):
+    file = tmp_path / "train.toml"
+    file.write_text("[train]\nlocal_batch_size = 1\n")
+    with pytest.raises(rl.ConfigError, match=said):
+        load_config(file, settings)
+    assert load_config(file, ["--comm.compress=int8", "--comm.all_reduce=hierarchical"]).comm.compress == "int8"
+
+
+def test_the_config_knows_exactly_the_compressions_there_are():
+    names = Comm.model_fields["compress"].annotation.__args__
+    assert names == ("none", *_COMPRESSED)
