@@ -52,11 +52,22 @@ def barrier(group, timeout=None):
 
 
 def gather_all(group, mine, lengths, dtype=torch.float32):
-    return group.allgather([[torch.zeros(n, dtype=dtype) for n in lengths]], [torch.ones(mine, dtype=dtype)], options(c10d.AllgatherOptions))
+    outputs = [torch.zeros(n, dtype=dtype) for n in lengths]
+    return group.allgather([outputs], [torch.ones(mine, dtype=dtype)], options(c10d.AllgatherOptions))
 
 
-def deal(group, send, recv):
-    return group.alltoall_base(torch.zeros(sum(recv)), torch.ones(sum(send)), recv, send, options(c10d.AllToAllOptions))
+def deal(group, send, recv, rows=None):
+    """`rows` when the tensors do not have as many as the splits say."""
+    out, x = torch.zeros(rows or sum(recv)), torch.ones(rows or sum(send))
+    return group.alltoall_base(out, x, recv, send, options(c10d.AllToAllOptions))
+
+
+def send(group, to, n=1):
+    return group.send([torch.ones(n)], to, 0).wait()
+
+
+def recv(group, frm, n=1):
+    return group.recv([torch.ones(n)], frm, 0).wait()
 
 
 def raised(world, *bodies):
@@ -85,8 +96,10 @@ MISMATCHES = {
     "number types that nobody adds": (broadcast, partial(broadcast, dtype=torch.int32), ["float32", "int32"]),
     "number types of a list": (partial(gather_all, mine=2, lengths=[2] * 3),
                                partial(gather_all, mine=2, lengths=[2] * 3, dtype=torch.int32), ["float32", "int32"]),
-    "what one deals and another expects": (partial(deal, send=[1, 3, 1], recv=[1, 1, 1]), partial(deal, send=[1, 1, 1], recv=[1, 1, 1]), []),
-    "the lengths that a list has room for": (partial(gather_all, mine=2, lengths=[2, 2, 2]), partial(gather_all, mine=2, lengths=[3, 2, 2]), []),
+    "what one deals and another expects": (partial(deal, send=[1, 3, 1], recv=[1, 1, 1]),
+                                           partial(deal, send=[1, 1, 1], recv=[1, 1, 1]), []),
+    "the lengths that a list has room for": (partial(gather_all, mine=2, lengths=[2, 2, 2]),
+                                             partial(gather_all, mine=2, lengths=[3, 2, 2]), []),
 }
 
 
@@ -125,7 +138,7 @@ def test_a_mismatch_in_the_background_is_raised_by_every_wait(ranks):
 
 def test_a_message_that_does_not_fit_is_refused_by_its_receiver(ranks):
     world = ranks(2)
-    errors, took = raised(world, lambda group: group.send([torch.ones(4)], 1, 0).wait(), lambda group: group.recv([torch.ones(3)], 0, 0).wait())
+    errors, took = raised(world, partial(send, to=1, n=4), partial(recv, frm=0, n=3))
     assert isinstance(errors[1], CollectiveMismatch) and "rank 0" in str(errors[1]).removeprefix("rank 1: ") and max(took) < SOON
 
 
@@ -144,24 +157,24 @@ REFUSED = {
     "the mean of whole numbers": lambda group: all_reduce(group, dtype=torch.int64, op=dist.ReduceOp.AVG),
     "the mean of bools": lambda group: all_reduce(group, dtype=torch.bool, op=dist.ReduceOp.AVG),
     "the smallest complex number": lambda group: all_reduce(group, dtype=torch.complex64, op=dist.ReduceOp.MIN),
-    "the sum of what nobody adds": lambda group: group.allreduce([torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)], options()),
+    "the sum of what nobody adds": lambda group: group.allreduce([torch.ones(4).view(torch.float4_e2m1fn_x2)], options()),
     "a sparse tensor": lambda group: group.allreduce([torch.eye(3).to_sparse()], options()),
     "a tensor without memory": lambda group: group.allreduce([torch.ones(2, device="meta")], options()),
     "no tensor": lambda group: group.allreduce([], options()),
     "two tensors": lambda group: group.broadcast([torch.ones(1), torch.ones(1)], options(dist.BroadcastOptions)),
     "a root that is not there": lambda group: broadcast(group, root=3),
     "a root below 0": lambda group: broadcast(group, root=-1),
-    "a receiver that is not there": lambda group: group.send([torch.ones(1)], 3, 0),
-    "a sender that is not there": lambda group: group.recv([torch.ones(1)], -2, 0),
+    "a receiver that is not there": partial(send, to=3),
+    "a sender that is not there": partial(recv, frm=-2),
     "an output that is too short": lambda group: group._allgather_base(torch.ones(5), torch.ones(2), options(c10d.AllgatherOptions)),
     "an output of another type": lambda group: group._allgather_base(torch.ones(6).int(), torch.ones(2), options(c10d.AllgatherOptions)),
     "too few outputs": lambda group: gather_all(group, 2, [2, 2]),
     "too few inputs": lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1)] * 2], options(dist.ReduceScatterOptions)),
     "inputs of several types": lambda group: group.reduce_scatter([torch.ones(1)], [[torch.ones(1), torch.ones(1).int(), torch.ones(1)]],
                                                                   options(dist.ReduceScatterOptions)),
-    "splits that do not add up": lambda group: group.alltoall_base(torch.ones(3), torch.ones(3), [1, 1, 1], [1, 1, 2], options(c10d.AllToAllOptions)),
-    "splits below 0": lambda group: group.alltoall_base(torch.ones(3), torch.ones(3), [1, 1, 1], [-1, 2, 2], options(c10d.AllToAllOptions)),
-    "rows that cannot be dealt evenly": lambda group: group.alltoall_base(torch.ones(4), torch.ones(4), [], [], options(c10d.AllToAllOptions)),
+    "splits that do not add up": partial(deal, send=[1, 1, 2], recv=[1, 1, 1], rows=3),
+    "splits below 0": partial(deal, send=[-1, 2, 2], recv=[1, 1, 1]),
+    "rows that cannot be dealt evenly": partial(deal, send=[], recv=[], rows=4),
     "an output whose elements share one place": lambda group: group.allreduce([torch.ones(1).expand(4)], options()),
     "an output whose rows overlap": lambda group: group.allreduce([torch.ones(4).as_strided((3, 2), (1, 1))], options()),
 }
@@ -276,7 +289,7 @@ def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
     assert isinstance(errors[0], CollectiveTimeout) and 0.4 <= took[0] < 0.4 + SOON
     world = ranks(2)
     world.groups[0].set_timeout(seconds(0.2))
-    errors, took = raised(world, lambda group: group.recv([torch.ones(1)], 1, 0).wait(), lambda group: None)
+    errors, took = raised(world, partial(recv, frm=1), lambda group: None)
     assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0]) and 0.2 <= took[0] < 0.2 + SOON
 
 
@@ -311,8 +324,8 @@ def test_a_wait_that_is_over_leaves_the_call_going(ranks):
 WAITS = {
     "all_reduce": all_reduce,
     "all_reduce in the background": lambda group: group.allreduce([torch.ones(3)]).wait(),
-    "recv": lambda group: group.recv([torch.ones(1)], 1, 0).wait(),
-    "a large send": lambda group: group.send([torch.ones(1 << 20)], 1, 0).wait(),
+    "recv": partial(recv, frm=1),
+    "a large send": partial(send, to=1, n=1 << 20),
     "barrier": barrier,
 }
 LEAVES = {
@@ -379,8 +392,8 @@ def test_a_rank_that_drops_its_group_without_a_word_has_left(ranks):
 def test_calls_on_a_group_that_is_over_say_so(ranks):
     world = ranks(2)
     raised(world, lambda group: group.shutdown())
-    for call in (all_reduce, barrier, lambda group: group.allreduce([torch.ones(1)]).wait(), lambda group: group.recv([torch.ones(1)], 1, 0).wait(),
-                 lambda group: group.send([torch.ones(1)], 1, 0).wait(), lambda group: group.buffer((3,))):
+    in_background = lambda group: group.allreduce([torch.ones(1)]).wait()
+    for call in (all_reduce, barrier, in_background, partial(recv, frm=1), partial(send, to=1), lambda group: group.buffer((3,))):
         errors, took = raised(world, call)
         assert all(isinstance(error, RankLost) for error in errors) and max(took) < SOON, errors
 
@@ -458,13 +471,14 @@ def use_after_fork(port, world):
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         told = []
-        for call in (all_reduce, barrier, lambda g: g.allreduce([torch.ones(1)]).wait(), lambda g: g.send([torch.ones(1)], 0, 0).wait(),
-                     lambda g: g.recv([torch.ones(1)], 0, 0).wait(), lambda g: g.buffer((2,))):
+        in_background = lambda group: group.allreduce([torch.ones(1)]).wait()
+        for call in (all_reduce, barrier, in_background, partial(send, to=0), partial(recv, frm=0), lambda group: group.buffer((2,))):
             try:
                 call(group)
                 told.append("nothing")
             except (ConfigError, RuntimeError) as error:
                 told.append("fork" if "fork" in str(error) else str(error))
+        group.abort()
         group.shutdown()
         os.write(writing, " ".join(told).encode())
         os._exit(0)

@@ -41,7 +41,7 @@ class Channel:
                  ranks: Sequence[int] | None = None, name: str = "world"):
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
-        self._regions = 0
+        self._regions, self.closed = 0, False
         self._memory = map_together(store, neighbours, neighbours[rank], kernel.segment_size(size), timeout)
         crowded = size > len(os.sched_getaffinity(0))
         self.link = kernel.Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
@@ -102,6 +102,7 @@ class Channel:
 
     def close(self) -> None:
         """This rank makes no call any more; a rank that waits for it gets RankLost."""
+        self.closed = True
         self.link.leave()
 
     def __del__(self) -> None:
@@ -114,13 +115,13 @@ class Channel:
         """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
 
-    def explain(self, why: int, label: str, timeout: float | None = None) -> RankloomError:
-        """The error for a call that failed."""
+    def explain(self, why: int, label: str, timeout: float | None = None, peer: int | None = None) -> RankloomError:
+        """The error for a call that failed; `peer` is the other end of a message."""
         _, blamed, arrived, states = self.link.status()
-        who = f"rank {self.ranks[blamed]}" if blamed >= 0 else "a rank"
+        who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"
         if why == TIMED_OUT:
             return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: "
-                                     f"{self._who_is_missing(arrived, states, blamed)}")
+                                     f"{self._who_is_missing(arrived, states, blamed if peer is None else peer, peer is None)}")
         if why == MISMATCHED:
             return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{self._table_of_calls()}")
         reasons = {
@@ -137,10 +138,12 @@ class Channel:
         assert why == FORKED, f"the kernel gave an unknown reason {why}"
         return ConfigError(f"{self.where(label)}: this process was forked from one that owns the group; build groups after the fork")
 
-    def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int) -> str:
-        behind = [rank for rank in range(self.size) if arrived[rank] < max(arrived)] or [blamed]
+    def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int, meeting: bool) -> str:
+        """The ranks that have not come to the meeting (or the other end of a message), and those that cannot go on anyway."""
+        behind = {rank for rank in range(self.size) if meeting and arrived[rank] < max(arrived)} or ({blamed} - {-1})
         state = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended"}
-        named = [f"rank {self.ranks[rank]} ({state.get(states[rank], 'slow, or it skipped this call')})" for rank in behind if rank >= 0]
+        named = [f"rank {self.ranks[rank]} ({state.get(states[rank], 'slow, or it skipped this call')})"
+                 for rank in range(self.size) if rank in behind or states[rank] in state]
         return f"{', '.join(named)} did not come" if named else "a rank did not come"
 
     def _table_of_calls(self) -> str:

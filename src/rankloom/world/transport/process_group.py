@@ -24,6 +24,7 @@ from rankloom.world.transport.channel import (
     BROADCAST,
     GATHER,
     KINDS,
+    LEFT,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
@@ -316,9 +317,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
         label = "send" if sending else "recv"
+        if self.channel.closed:
+            raise self.channel.explain(LEFT, label)
         if sending or peer != ANYONE:
             operands.expect_rank(peer, self.size(), self._where(label))
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
+        work.peer = peer
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
         return self._remember(work)
 

@@ -71,6 +71,8 @@ class Pending(Work):
     finish: what brings the results to where the caller wants them
     """
 
+    peer: int | None = None   # the other end, if it is a message
+
     def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
                  finish: Sequence[Finish]):
         super().__init__(result)
@@ -115,7 +117,7 @@ class Pending(Work):
         with self._lock:
             if self._ended:
                 return
-            error = self._channel.explain(why, self._label, seconds if seconds != FOREVER else None) if why else None
+            error = self._channel.explain(why, self._label, seconds if seconds != FOREVER else None, self.peer) if why else None
             if error and not self._has_ended():
                 raise error   # only this wait is over
             self._error, self._ended = error, True

@@ -1,0 +1,265 @@
+"""Ranks as processes that are killed, stopped or told to give up in the middle of collectives; and what the others must then say.
+
+A pool of processes is kept. For each injection some of them build a group and call random collectives for ever; the parent
+strikes one at a random moment, listens to the survivors, lets them build a new group, and looks for what was left behind.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.ranks import make_group
+
+KINDS = ("kill", "exit", "abort", "stop")
+LARGEST = 5        # ranks
+POOL = 7           # processes: those that replace the dead start while others are at work
+PATIENT = 60.0     # seconds that a group waits, but for
+STOPPED = 0.4      # when a rank is stopped: only the time-out can tell that from a slow one
+SOON = 1.0         # seconds until a survivor must have been told
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Strike rank `victim` of `size`, `delay` seconds after all have begun."""
+
+    kind: str
+    size: int
+    victim: int
+    delay: float
+    seed: int
+
+    @staticmethod
+    def draw(seed: int, kind: str | None = None) -> "Injection":
+        """A random one."""
+        rng = random.Random(seed)
+        size = rng.randint(2, LARGEST)
+        return Injection(kind or rng.choice(KINDS), size, rng.randrange(size), rng.uniform(0, 0.03), seed)
+
+    @property
+    def timeout(self) -> float:
+        """The group's, in seconds."""
+        return STOPPED if self.kind == "stop" else PATIENT
+
+
+@dataclass
+class Outcome:
+    """What came of it; without problems, all was well. `latency`: seconds until the last survivor was told."""
+
+    injection: Injection
+    latency: float = 0.0
+    errors: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+def one_call(group: Any, rng: random.Random) -> None:
+    """A random collective, the same on all ranks; in the background or not. A wrong value is a failure too."""
+    rank, size, n = group.rank(), group.size(), rng.choice((1, 1000, 20_000, 300_000))
+    name, asynchronous = rng.choice(("all_reduce", "all_gather", "all_to_all", "barrier", "ring")), rng.random() < 0.5
+    options = {"all_reduce": dist.AllreduceOptions, "barrier": dist.BarrierOptions}.get(name, dist.AllToAllOptions)()
+    options.asyncOp = asynchronous
+    x, out = torch.full((n,), float(rank)), torch.empty(n * size)
+    if name == "all_reduce":
+        works, got, expected = [group.allreduce([x], options)], x, sum(range(size))
+    elif name == "all_gather":
+        works, got, expected = [group._allgather_base(out, x)], out, size - 1
+    elif name == "all_to_all":
+        works, got, expected = [group.alltoall_base(out, x.repeat(size), [], [], options)], out, size - 1
+    elif name == "barrier":
+        works, got, expected = [group.barrier(options)], x, rank
+    else:
+        works = [group.recv([out[:n]], (rank - 1) % size, 0), group.send([x], (rank + 1) % size, 0)]
+        got, expected = out[:n], (rank - 1) % size
+    for work in works:
+        work.wait()
+    assert got[-1].item() == expected, f"{name} gave {got[-1].item()}, expected {expected}"
+
+
+def run_until_it_fails(pipe: Any, store: Any, held: dict, name: str, rank: int, injection: Injection) -> None:
+    """Build a group and use it; report what ended it, and when that call began."""
+    rng, began, told = random.Random(injection.seed), 0.0, ("", "", 0.0)
+    try:
+        held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, injection.timeout)
+        held["group"].barrier().wait()
+        pipe.send("ready")
+        while True:
+            began = time.monotonic()
+            one_call(held["group"], rng)
+    except Exception as error:   # not hidden: it is what the parent waits for
+        told = (type(error).__name__, str(error), time.monotonic())
+    held.pop("group").shutdown()
+    pipe.send((*told, began))
+
+
+def use_once(store: Any, name: str, rank: int, size: int) -> tuple[Any, ...]:
+    """Build a group, use it and leave it; what this process holds afterwards."""
+    group, rng = make_group(dist.PrefixStore(name, store), rank, size), random.Random(0)
+    for _ in range(10):
+        one_call(group, rng)
+    group.barrier().wait()
+    group.shutdown()
+    del group
+    gc.collect()
+    mapped = sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mapped
+
+
+def serve(pipe: Any, port: int) -> None:
+    """What a process of the pool does: the parent's commands, until it hangs up."""
+    torch.set_num_threads(1)
+    store, held = dist.TCPStore("127.0.0.1", port, is_master=False), {}
+    thread = threading.Thread()
+    pipe.send(use_once(store, f"alone {os.getpid()}", 0, 1))
+    with contextlib.suppress(EOFError):
+        while True:
+            command, *arguments = pipe.recv()
+            if command == "run":
+                thread = threading.Thread(target=run_until_it_fails, args=(pipe, store, held, *arguments), daemon=True)
+                thread.start()
+            elif command == "abort":
+                held["group"].abort()
+            elif command == "exit":
+                os._exit(0)
+            else:
+                thread.join()
+                pipe.send(use_once(store, *arguments))
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+class Process:
+    """A process of the pool. `holds`: descriptors, threads and mappings when it was idle for the first time."""
+
+    def __init__(self, port: int):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.optim", "rankloom.world.spawn", "conformance.faults"])
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.holds: Any = None
+
+    def hear(self, seconds: float) -> Any:
+        """The next thing that it says, or None."""
+        return self.pipe.recv() if self.pipe.poll(seconds) else None
+
+    def strike(self, kind: str) -> float:
+        """Do it, and the time by the monotonic clock."""
+        if kind in ("kill", "stop"):
+            os.kill(self.process.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        else:
+            self.pipe.send((kind,))
+        return time.monotonic()
+
+    def end(self) -> None:
+        """Whatever it is doing."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """Processes that wait for work, and the store where their groups meet."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.idle = [Process(self.store.port) for _ in range(POOL)]
+        self.shared_files, self.generation = sorted(os.listdir("/dev/shm")), 0
+
+    def take(self, count: int) -> list[Process]:
+        """Some that are ready."""
+        taken, self.idle = self.idle[:count], self.idle[count:]
+        for each in taken:
+            each.holds = each.holds or each.hear(60)
+        return taken
+
+    def give_back(self, processes: list[Process]) -> None:
+        """Those that still live; the others are replaced."""
+        self.idle += processes
+        self.idle += [Process(self.store.port) for _ in range(POOL - len(self.idle))]
+
+    def end(self) -> None:
+        """All of them."""
+        for each in self.idle:
+            each.end()
+
+
+def inject(pool: Pool, injection: Injection) -> Outcome:
+    """Run one injection from end to end."""
+    outcome, ranks = Outcome(injection), pool.take(injection.size)
+    pool.generation += 1
+    for rank, each in enumerate(ranks):
+        each.pipe.send(("run", f"group {pool.generation}", rank, injection))
+    for each in ranks:
+        if each.hear(20) != "ready":
+            outcome.problems.append("a rank was not ready")
+    time.sleep(injection.delay)
+    victim = ranks[injection.victim]
+    struck = victim.strike(injection.kind)
+    survivors = [rank for rank in range(injection.size) if rank != injection.victim]
+    for rank in survivors:
+        listen(outcome, rank, ranks[rank], struck)
+    if injection.kind == "stop":
+        os.kill(victim.process.pid, signal.SIGCONT)
+        if victim.hear(SOON) is None:
+            outcome.problems.append("the victim went on alone when it was continued")
+    elif injection.kind == "abort":
+        listen(outcome, injection.victim, victim, struck)
+    living = [each for each in ranks if injection.kind in ("stop", "abort") or each is not victim]
+    look_around(pool, outcome, living)
+    if victim not in living or outcome.problems:
+        victim.end()
+    broken = [each for each in living if outcome.problems]
+    for each in broken:
+        each.end()
+    pool.give_back([each for each in living if each not in broken])
+    return outcome
+
+
+def listen(outcome: Outcome, rank: int, process: Process, struck: float) -> None:
+    """Is it the right error, does it name the victim, and does it come in time?"""
+    injection, problems = outcome.injection, outcome.problems
+    told = process.hear(injection.timeout * (injection.kind == "stop") + 5)
+    if told is None:
+        problems.append(f"rank {rank} was told nothing")
+        return
+    kind, text, when, began = told
+    outcome.errors.append(f"{kind}: {text}")
+    allowed = ("CollectiveTimeout", "RankLost") if injection.kind == "stop" else ("RankLost",)
+    if kind not in allowed:
+        problems.append(f"rank {rank} got {kind}: {text}")
+    if not re.search(rf"\brank {injection.victim}\b", text.removeprefix(f"rank {rank}: ")):
+        problems.append(f"rank {rank} was not told of rank {injection.victim}, but: {text}")
+    late = when - struck - (injection.timeout if injection.kind == "stop" else 0.0)
+    outcome.latency = max(outcome.latency, late)
+    if late > SOON:
+        problems.append(f"rank {rank} was told {late:.2f} s late")
+    if injection.kind == "stop" and when - began < injection.timeout - 0.05 and kind == "CollectiveTimeout":
+        problems.append(f"rank {rank} lost its patience after {when - began:.2f} of {injection.timeout} s")
+
+
+def look_around(pool: Pool, outcome: Outcome, living: list[Process]) -> None:
+    """The survivors build a new group and use it, and hold nothing of the old one."""
+    for rank, each in enumerate(living):
+        each.pipe.send(("again", f"group {pool.generation} again", rank, len(living)))
+    for rank, each in enumerate(living):
+        holds = each.hear(20)
+        if holds != each.holds:
+            outcome.problems.append(f"process {rank} of the new group holds (descriptors, threads, mappings) {holds}, before {each.holds}")
+    if (files := sorted(os.listdir("/dev/shm"))) != pool.shared_files:
+        outcome.problems.append(f"/dev/shm holds {files}, before {pool.shared_files}")
