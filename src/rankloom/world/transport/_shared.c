@@ -74,7 +74,8 @@ typedef struct {
 
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t arrived, left;
-    int64_t pid, started;
+    _Atomic int64_t pid;
+    int64_t started;
     _Alignas(LINE) _Atomic uint32_t bell, listeners;   /* for messages between two ranks */
     _Alignas(LINE) Descriptor said[2];
 } Rank;
@@ -753,6 +754,26 @@ static void end_turn(Link *l)
     pthread_mutex_unlock(&l->lock);
 }
 
+/* Run the first of the queue. The lock is held before and after. */
+static void run_first(Link *l, PyThreadState **state, int spin_us)
+{
+    Op *op = l->first;
+    l->running = 1;
+    pthread_mutex_unlock(&l->lock);
+    Wait w = {state, now() + op->timeout, spin_us, 0};
+    int why = run(l, op, &w);
+    pthread_mutex_lock(&l->lock);
+    if (why && !l->failed)
+        l->failed = op->ticket;
+    l->running = 0;
+    if (!(l->first = op->next))
+        l->last = NULL;
+    atomic_store(&l->finished, op->ticket);
+    free(op->table);
+    free(op);
+    pthread_cond_broadcast(&l->changed);
+}
+
 static void *work(void *self)
 {
     Link *l = self;
@@ -762,21 +783,7 @@ static void *work(void *self)
             pthread_cond_wait(&l->changed, &l->lock);
         if (l->closing)
             break;
-        Op *op = l->first;
-        l->running = 1;
-        pthread_mutex_unlock(&l->lock);
-        Wait w = {NULL, now() + op->timeout, l->spin_us / 10, 0};
-        int why = run(l, op, &w);
-        pthread_mutex_lock(&l->lock);
-        if (why && !l->failed)
-            l->failed = op->ticket;
-        l->running = 0;
-        if (!(l->first = op->next))
-            l->last = NULL;
-        atomic_store(&l->finished, op->ticket);
-        free(op->table);
-        free(op);
-        pthread_cond_broadcast(&l->changed);
+        run_first(l, NULL, l->spin_us / 10);
     }
     pthread_mutex_unlock(&l->lock);
     return NULL;
@@ -816,12 +823,17 @@ static void nap_on(pthread_cond_t *cond, pthread_mutex_t *lock, double seconds)
     pthread_cond_timedwait(cond, lock, &t);
 }
 
-/* Until the collective of this ticket has ended. TIMED_OUT leaves the group whole: it may still end. */
+/* Until the collective of this ticket has ended. Whoever waits without a time-out of its own runs the queue itself: that
+ * is sooner than waking the worker. TIMED_OUT leaves the group whole: the call may still end. */
 static int await(Link *l, uint64_t ticket, Wait *w)
 {
     int why = FINE;
     pthread_mutex_lock(&l->lock);
     while (!why && atomic_load(&l->finished) < ticket && !l->closing) {
+        if (l->first && !l->running && w->deadline - now() > l->first->timeout) {
+            run_first(l, w->state, w->spin_us);
+            continue;
+        }
         nap_on(&l->changed, &l->lock, 1e-3 * SLICE_MS);
         pthread_mutex_unlock(&l->lock);
         if (interrupted(w))
@@ -1208,7 +1220,7 @@ static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
     USABLE(l);
     uint64_t ticket = PyLong_AsUnsignedLongLong(args[0]);
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + SECONDS(1), 0, 1};
+    Wait w = {&state, now() + SECONDS(1), l->spin_us, 1};
     int why = await(l, ticket, &w);
     PyEval_RestoreThread(state);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
@@ -1397,8 +1409,8 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     pthread_cond_init(&l->changed, NULL);
     pthread_cond_init(&l->posted, NULL);
     Rank *me = rank_of(l, rank);
-    me->pid = getpid();
-    process_state(me->pid, &me->started);
+    process_state(getpid(), &me->started);
+    atomic_store(&me->pid, getpid());   /* last: whoever sees it compares the other */
     control(l)->ranks = ranks;
     control(l)->ring_bytes = ring_size(ranks);
     return (PyObject *)l;

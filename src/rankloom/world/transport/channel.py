@@ -100,6 +100,10 @@ class Channel:
         """End every wait of every rank with RankLost, at once. The group is of no use afterwards; build another."""
         self.link.break_off(self.rank, ABORTED)
 
+    def give_up_on(self, peer: int | None) -> None:
+        """End every wait of every rank: `peer` did not come in time."""
+        self.link.break_off(self.rank if peer is None or peer < 0 else peer, TIMED_OUT)
+
     def close(self) -> None:
         """This rank makes no call any more; a rank that waits for it gets RankLost."""
         self.closed = True

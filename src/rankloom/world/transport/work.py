@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.operands import Finish
 
@@ -162,8 +163,14 @@ class PendingMessage(Pending):
     handle = 0
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """See `Pending.wait`. A message has no time-out but this one: the group's, unless another is given."""
-        return super().wait(timeout or datetime.timedelta(seconds=self._channel.timeout))
+        """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
+        if timeout is not None:
+            return super().wait(timeout)
+        try:
+            return super().wait(datetime.timedelta(seconds=self._channel.timeout))
+        except CollectiveTimeout:
+            self._channel.give_up_on(self.peer)
+            raise
 
     def get_future(self) -> torch.futures.Future:
         """A future with a thread of its own: messages end in any order, and those behind must not wait for this one."""
