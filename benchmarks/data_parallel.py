@@ -91,7 +91,7 @@ def worker(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
     pin_to_core(rank)
     dist.init_process_group("gloo")
-    world = rl.init()
+    world = rl.init(backend="gloo")   # what torch DDP runs on here
     names = [args.only] if args.only else list(VARIANTS)
     steps = {name: make_step(name, args, world) for name in names}
     times = take_turns(steps, args.repeat, world.barrier)
