@@ -9,7 +9,7 @@ from rich.console import Console
 from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Timed
 from rankloom.base.topology import Topology
-from rankloom.bench import ranks_to_start, report, write_measured
+from rankloom.bench import Measured, describe_machine, ranks_to_start, report, write_measured
 from rankloom.comm.bench import plan_study
 from rankloom.comm.fit import fit_links
 from rankloom.world.cluster import read_cluster
@@ -27,7 +27,7 @@ def measured(ranks=2, wrong=0):
                 seconds = (2e-4 * ranks + size * 1e-9 * (1 if name == "ring" else 2)) * FAST[name]
                 bad = wrong if (name, size) == ("ring", 1 << 20) else 0
                 times.append(Timed(0, collective, name, ranks, size, seconds, 0.9 * seconds, 1.1 * seconds, bad))
-    return Topology.even(1, ranks), times
+    return Measured(Topology.even(1, ranks), "gloo", times)
 
 
 def shown(parts, width=80):
@@ -41,7 +41,7 @@ def shown(parts, width=80):
 def test_the_tables_say_who_is_fastest_and_why_and_fit_in_80_columns(tmp_path):
     text = shown(report(STUDY, [measured(2), measured(4)], tmp_path, None))
     lines = [line.split() for line in text.splitlines()]
-    assert "all_reduce on 2 ranks, fp32: the time of one call" in text and "broadcast on 4 ranks" in text
+    assert "all_reduce on 2 ranks, fp32, backend gloo: the time of one call" in text and "broadcast on 4 ranks" in text
     assert ["4", "KiB", "327", "us*", "404", "us", "816", "us"] in lines, "times, the fastest marked"
     assert any(line[:5] == ["1", "MiB", "ring", "0.724", "0.724"] and line[5] == "bandwidth" for line in lines)
     assert any(line[:5] == ["1", "MiB", "ring", "0.567", "0.851"] for line in lines), "busbw = algbw 2(p-1)/p on 4 ranks"
@@ -63,7 +63,7 @@ def test_all_is_written_down_and_every_file_is_named(tmp_path):
 def test_the_links_that_are_saved_are_those_of_all_reduce_on_the_most_ranks(tmp_path):
     list(report(STUDY, [measured(2), measured(4)], tmp_path, tmp_path / "links.json"))
     four = Topology.even(1, 4)
-    expected = fit_links([timed for timed in measured(4)[1] if timed.collective == "all_reduce"], four)
+    expected = fit_links([timed for timed in measured(4).times if timed.collective == "all_reduce"], four)
     assert read_cluster(tmp_path / "links.json", 4, four).links == expected.links
 
 
@@ -77,11 +77,10 @@ def test_a_wrong_result_is_shown_everything_is_written_and_then_it_is_an_error(t
 
 def test_results_that_are_all_wrong_are_not_drawn(tmp_path):
     study = plan_study(["all_reduce"], ["ring"], [1 << 20], "fp32", 1)
-    topology, times = measured(wrong=1)
-    times = [timed for timed in times if (timed.algorithm, timed.bytes) == ("ring", 1 << 20)]
+    times = [timed for timed in measured(wrong=1).times if (timed.algorithm, timed.bytes) == ("ring", 1 << 20)]
     parts = []
     with pytest.raises(WrongResult):
-        for part in report(study, [(topology, times)], tmp_path, None):
+        for part in report(study, [Measured(Topology.even(1, 2), "gloo", times)], tmp_path, None):
             parts.append(part)
     assert "bench-all_reduce.png was not drawn: there is no right result" in shown(parts)
 
@@ -95,23 +94,30 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_times_of_a_rank_are_written_for_the_one_that_started_it(tmp_path):
-    topology, times = measured()
-    write_measured((topology, times), tmp_path / "ranks-2.json")
+    write_measured(measured(), tmp_path / "ranks-2.json")
     said = json.loads((tmp_path / "ranks-2.json").read_text())
-    assert said["topology"] == topology.as_table() and [Timed(**row) for row in said["times"]] == times
+    assert (said["topology"], said["backend"]) == (Topology.even(1, 2).as_table(), "gloo")
+    assert [Timed(**row) for row in said["times"]] == measured().times
 
 
 def test_ranks_are_started_in_order_and_one_alone_is_refused():
-    assert ranks_to_start("4,2", None) == [2, 4]
+    assert ranks_to_start("4,2", None, "auto") == [2, 4]
     with pytest.raises(ConfigError, match="--ranks 1,2: one rank has nobody to talk to"):
-        ranks_to_start("1,2", None)
+        ranks_to_start("1,2", None, "auto")
     with pytest.raises(ConfigError, match="--ranks two: expected numbers"):
-        ranks_to_start("two", None)
+        ranks_to_start("two", None, "auto")
+    with pytest.raises(ConfigError, match="no backend 'golo'. Did you mean 'gloo'"):
+        ranks_to_start("2", None, "golo")
+
+
+def test_a_machine_that_is_busy_is_told():
+    assert describe_machine(0.4).split()[1:] in (["cores"], ["core"])
+    assert describe_machine(2.6).endswith(", and a load of 2.6 before this began: expect noise")
 
 
 def test_a_cluster_file_must_fit_every_number_of_ranks_before_any_is_started(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text("nodes = 2\nranks_per_node = 2")
-    assert ranks_to_start("4", file) == [4]
+    assert ranks_to_start("4", file, "gloo") == [4]
     with pytest.raises(ConfigError, match="cluster.toml: nodes: has 4 ranks, but the job has 2"):
-        ranks_to_start("2,4", file)
+        ranks_to_start("2,4", file, "gloo")

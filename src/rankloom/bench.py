@@ -6,7 +6,7 @@ Read comm/bench.py (how things are timed), comm/fit.py (the model) and comm/find
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rankloom.train.study import parse_ranks
 from rankloom.watch.progress import BenchProgress
 from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links
+from rankloom.world.connect import resolve_backend
 from rankloom.world.join import init
 from rankloom.world.launch import cores
 
@@ -35,13 +36,21 @@ MEANINGS = {
     "host": "host: of all ranks of a node together", "adding": "adding what was received",
     "backend": "backend: a step of its own", "backend_between": "backend_between: a step of its own, between nodes",
 }
-Measured = tuple[Topology, list[Timed]]
-"""What one number of ranks has measured, and where they were."""
 
 
-def ranks_to_start(text: str, topology: Path | None) -> list[int]:
-    """Numbers of ranks, each of which fits the cluster file. raises: ConfigError"""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one number of ranks has measured, where they were, and what carried their bytes."""
+
+    topology: Topology
+    backend: str
+    times: list[Timed]
+
+
+def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
+    """Numbers of ranks, each of which fits the cluster file and may use the backend. raises: ConfigError"""
     numbers = parse_ranks(text)
+    resolve_backend(backend, torch.device("cpu"), True)
     if numbers[0] < 2:
         raise ConfigError(f"--ranks {text}: one rank has nobody to talk to; give 2 or more")
     for ranks in numbers if topology else ():
@@ -62,6 +71,12 @@ def expect_places(study: Study, folder: Path, save: Path | None) -> None:
         raise ConfigError(f"--out {folder}: cannot be made ({error.strerror})") from None
 
 
+def describe_machine(load: float) -> str:
+    """How many cores there are, and whether others use them. load: the mean number of busy programs in the last minute"""
+    busy = f", and a load of {load:.1f} before this began: expect noise" if load >= 0.5 else ""
+    return f"{cores()} core{'s' * (cores() > 1)}{busy}"
+
+
 def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measured | None]:
     """Run `rankloom bench WORDS` on ranks of this machine: the exit code, and what they measured where that is 0."""
     file = folder / f"ranks-{ranks}.json"
@@ -70,19 +85,21 @@ def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measure
     if code:
         return code, None
     said = json.loads(file.read_text(encoding="utf-8"))
-    return 0, (parse_topology(said["topology"], ranks, Topology.even(1, ranks)), [Timed(**timed) for timed in said["times"]])
+    topology = parse_topology(said["topology"], ranks, Topology.even(1, ranks))
+    return 0, Measured(topology, said["backend"], [Timed(**timed) for timed in said["times"]])
 
 
-def join(study: Study, topology: Path | None) -> Measured:
+def join(study: Study, topology: Path | None, backend: str) -> Measured:
     """Be one of the ranks that a launcher has started; rank 0 draws how far all is."""
-    world = init(topology=topology)
+    world = init(topology=topology, backend=backend)
     with BenchProgress(Console(), world.size) as progress:
         sink = progress if world.rank == 0 else _ignore
-        sink(Notice(world.rank, f"{world.topology}, {world.device.type}"))
+        carrier = "nccl or gloo" if world.device.type == "cuda" else world.backend
+        sink(Notice(world.rank, f"{world.topology}, {world.device.type} tensors, backend {carrier}"))
         times = run_study(study, world, sink)
     world.barrier(label="bench: done")   # a rank that left early would cut off a slower one
     world.close()
-    return world.topology, times
+    return Measured(world.topology, carrier, times)
 
 
 def _ignore(event: Event) -> None:
@@ -91,8 +108,8 @@ def _ignore(event: Event) -> None:
 
 def write_measured(measured: Measured, file: Path) -> None:
     """For `launch` to read."""
-    topology, times = measured
-    write_json(file, {"topology": topology.as_table(), "times": [asdict(timed) for timed in times]})
+    times = [asdict(timed) for timed in measured.times]
+    write_json(file, {"topology": measured.topology.as_table(), "backend": measured.backend, "times": times})
 
 
 def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path | None) -> Iterator[str | Table]:
@@ -101,37 +118,43 @@ def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path 
     save:   where the links go too, as all_reduce on the most ranks found them
     raises: WrongResult, in the end, when an algorithm computed something else than it should
     """
-    wide = widening(DTYPES[study.dtype])
-    found = [one for topology, times in measured for one in find(times, topology, wide=wide)]
+    found = [one for group in measured for one in find(group.times, group.topology, wide=widening(DTYPES[study.dtype]))]
+    backend = measured[0].backend
+    how = f"{study.dtype}, backend {backend}"
     for one in found:
-        yield from ("", f"{one.collective} on {one.topology.size} ranks, {study.dtype}: the time of one call", times_table(one))
+        yield from ("", f"{one.collective} on {one.topology.size} ranks, {how}: the time of one call", times_table(one))
         yield from ("", "the fastest, its GB/s, and what its time is made of by the fit", winners_table(one))
         yield from ("", "what links cost by the fit", links_table(one), _off(one), "")
-    yield f"saved {write_findings(study, found, folder)}"
+    yield f"saved {write_findings(study, backend, found, folder)}"
     if save:
-        links = [one.fitted.links for one in found if one.collective == "all_reduce"][-1]
-        write_links(save, links)
-        yield f"saved {save}, as all_reduce on {measured[-1][0].size} ranks found the links; use it as [comm] topology"
+        write_links(save, [one.fitted.links for one in found if one.collective == "all_reduce"][-1])
+        yield f"saved {save}, as all_reduce on {measured[-1].topology.size} ranks found the links; use it as [comm] topology"
     for collective in study.collectives:
-        yield draw([one for one in found if one.collective == collective], folder / f"bench-{collective}.png", study.dtype)
+        path = folder / f"bench-{collective}.png"
+        yield draw([one for one in found if one.collective == collective], path, f"{collective}, {how}")
+    expect_right(found)
+
+
+def expect_right(found: Sequence[Findings]) -> None:
+    """Raise WrongResult when an algorithm computed something else than it should."""
     wrong = [f"{timed.algorithm} {timed.collective} of {timed.bytes} bytes on {timed.ranks} ranks: {timed.wrong} elements are wrong"
              for one in found for timed in one.times if timed.wrong]
     if wrong:
         raise WrongResult("\n".join(wrong))
 
 
-def write_findings(study: Study, found: Sequence[Findings], folder: Path) -> Path:
+def write_findings(study: Study, backend: str, found: Sequence[Findings], folder: Path) -> Path:
     """Write `bench.json`; returns its path. raises: ConfigError where it cannot be written"""
     environment = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"), "command": sys.argv, "cores": cores(),
-        "torch": torch.__version__, "dtype": study.dtype, "turns": study.turns,
+        "torch": torch.__version__, "backend": backend, "dtype": study.dtype, "turns": study.turns,
     }
     by_collective = {name: [one.as_table() for one in found if one.collective == name] for name in study.collectives}
     write_json(folder / "bench.json", environment | by_collective)
     return folder / "bench.json"
 
 
-def draw(found: Sequence[Findings], path: Path, dtype: str) -> str:
+def draw(found: Sequence[Findings], path: Path, title: str) -> str:
     """Draw the plot of one collective; returns what became of it."""
     try:
         from rankloom.watch.plots import plot_bench
@@ -141,7 +164,7 @@ def draw(found: Sequence[Findings], path: Path, dtype: str) -> str:
     if not times:
         return f"{path.name} was not drawn: there is no right result"
     curves = {(one.topology.size, name): one.curve(name) for one in found if one.sizes for name, _ in one.fitted.errors}
-    return f"saved {plot_bench(times, curves, path, f'{found[0].collective}, {dtype}')}"
+    return f"saved {plot_bench(times, curves, path, title)}"
 
 
 # ------------------------------------------------------------------ tables

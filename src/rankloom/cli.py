@@ -254,15 +254,17 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
 
 @app.command
 def bench(
-    *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str = "", sizes: str = "4KiB-64MiB", dtype: str = "fp32",
-    turns: int = 9, topology: Path | None = None, save: Path | None = None, out: Path | None = None,
+    *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB", dtype: str = "fp32",
+    turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None, out: Path | None = None,
     times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
     """Time our collectives and the backend's own at many sizes, and say at each size who is fastest, and why.
 
-    Started bare, it starts ranks on this machine. Under torchrun or srun it is one of the ranks that those started.
-    Every result is checked. Prints tables with algbw and busbw as nccl-tests defines them, fits what a message and
-    a byte cost (alpha, beta, gamma), and writes bench.json and a plot with the fit drawn in.
+    Every result is checked. The bandwidths are algbw and busbw as nccl-tests defines them.
+    A model of what a message and a byte cost (alpha, beta, gamma) is fitted to the times;
+    bench.json holds all of it, and a plot shows the times beside the model.
+    Started bare, it starts ranks on this machine.
+    Under torchrun or srun it is one of the ranks that those started.
 
     Parameters
     ----------
@@ -278,6 +280,8 @@ def bench(
         fp32, fp64, bf16 or fp16.
     turns
         How often each algorithm has its turn; fewer where it is slow.
+    backend
+        What carries the bytes of CPU tensors: rankloom (shared memory), gloo, or auto.
     topology
         A cluster file that says which ranks share a node; as the launcher says when left out.
     save
@@ -290,19 +294,20 @@ def bench(
     from rankloom.comm.bench import plan_study
     from rankloom.world.launch import find_place
 
-    study = plan_study(_words(collective), _words(algorithm), parse_sizes(sizes), dtype, turns)
+    study = plan_study(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
     if place.rank == 0 and times is None:
         command.expect_places(study, folder, save)
     if place.launcher == "alone":
-        numbers = command.ranks_to_start(ranks or "2,4", topology)
-        options = {"collective": collective, "algorithm": algorithm, "sizes": sizes, "dtype": dtype, "turns": turns}
+        numbers = command.ranks_to_start(ranks or "2,4", topology, backend)
+        print(command.describe_machine(os.getloadavg()[0]))
+        options = {"collective": collective, "algorithm": algorithm or "", "sizes": sizes, "dtype": dtype, "turns": turns, "backend": backend}
         words = [f"--{key}={value}" for key, value in options.items()] + ([f"--topology={topology}"] if topology else [])
         measured = [_bench_ranks(n, words, folder) for n in numbers]
     else:
         if ranks not in (None, str(place.size)):
             raise ConfigError(f"--ranks {ranks}: {place.launcher} has started {place.size}; leave --ranks out")
-        measured = [_bench_as_rank(study, topology)]
+        measured = [_bench_as_rank(study, topology, backend)]
     if place.rank == 0 and times is not None:
         command.write_measured(measured[0], times)
     elif place.rank == 0:
@@ -331,11 +336,11 @@ def _bench_ranks(ranks: int, words: list[str], folder: Path) -> "Measured":
     return measured
 
 
-def _bench_as_rank(study: "Study", topology: Path | None) -> "Measured":
+def _bench_as_rank(study: "Study", topology: Path | None, backend: str) -> "Measured":
     from rankloom.bench import join
 
     try:
-        return join(study, topology)
+        return join(study, topology, backend)
     except KeyboardInterrupt:
         _leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.base.topology import Link, Links, Topology
+from rankloom.base.topology import GPU_LINKS, Link, Links, Topology
 from rankloom.comm import choose
 from rankloom.comm.choose import all_reduce_named, auto_all_reduce, decide, describe_decisions, in_two_levels
 from rankloom.train.sections import Comm
@@ -94,6 +94,13 @@ def test_all_decisions_are_told_in_a_line():
     line = describe_decisions(Topology.even(1, 8, OURS))
     assert line.startswith("tree up to ") and line.endswith(", halving above")
     assert describe_decisions(Topology.even(1, 8, Links(backend=Link(0.0, 1e6)))) == "backend at any size"
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 64])
+def test_until_something_is_measured_the_backend_is_taken_on_one_node_and_on_gpus(p):
+    assert describe_decisions(Topology.even(1, p)) == "backend at any size"
+    assert describe_decisions(Topology.even(1, p, GPU_LINKS)) == "backend at any size"
+    assert decide(1 << 26, Topology.even(4, p, GPU_LINKS)).winner.name == "backend"
 
 
 # ------------------------------------------------------------------ on ranks

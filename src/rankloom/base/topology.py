@@ -75,12 +75,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What messages and additions cost. The defaults are those of gloo on one host, and of 10 Gbit/s between hosts."""
+    """What messages and additions cost.
+
+    The defaults are guesses for messages of Python over gloo, on hosts with 10 Gbit/s between them. Until something was measured,
+    the backend's own collectives are taken for the fastest on one node.
+    """
 
     inside: Link = Link(50.0, 20.0)
     host: Link = Link(10.0, 100.0)        # what each message and byte costs all ranks of its node, which share cores and memory
     between: Link = Link(150.0, 10.0)
-    backend: Link = Link(60.0, 20.0)      # steps of the backend's own collectives, on one node
+    backend: Link = Link(20.0, 40.0)      # steps of the backend's own collectives, on one node
     backend_between: Link | None = None   # the same on several nodes; None: it cannot be faster than `between`
     adding_gbps: float = 80.0
 
@@ -100,6 +104,12 @@ class Links:
     def as_table(self) -> dict[str, Any]:
         """The [links] of a cluster file."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+GPU_LINKS = Links(   # guesses too: messages of Python over NCCL, beside the latencies that NCCL's own tuning takes for a step
+    inside=Link(30.0, 400.0), host=Link(5.0, 4000.0), between=Link(40.0, 200.0), backend=Link(7.0, 1600.0),
+    backend_between=Link(14.0, 200.0), adding_gbps=8000.0,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from rankloom.base.cost import Path
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.topology import Links, Topology
+from rankloom.base.units import bus_factor
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
 from rankloom.comm.hierarchical import hierarchical_all_reduce_paths, hierarchical_all_to_all_paths
 
 BACKEND = "backend"
-LIKE_BACKEND = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "broadcast": "binomial", "all_to_all": "pairwise"}
 LEVELS = {"all_reduce": hierarchical_all_reduce_paths, "all_to_all": hierarchical_all_to_all_paths}
 CROWDED = ("halving", "doubling", "pairwise")   # in which all ranks of a node send to other nodes at once
 
@@ -66,9 +66,8 @@ def algorithms_on(collective: str, topology: Topology) -> dict[str, Algorithm]:
 def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: int = 1) -> Route:
     """How `nbytes` go when algorithm `name` does a collective on all ranks of a topology. wide: see comm/algorithms.py"""
     several, p = len(topology.nodes) > 1, topology.size
-    if name == BACKEND:   # what it does inside is not ours to know; it is measured in the steps of a well-known algorithm
-        path = ALGORITHMS[collective][LIKE_BACKEND[collective]].path(nbytes, p)
-        return Route((("backend_between" if several else "backend", Path(path.steps, path.bytes)),))
+    if name == BACKEND:
+        return Route((("backend_between" if several else "backend", least_path(collective, nbytes, p)),))
     chosen = algorithms_on(collective, topology)[name] if name in ALGORITHMS[collective] else on_nodes(topology.nodes)[collective][name]
     largest = max(topology.nodes, key=len)
     bills = [chosen.bill(nbytes, p, 1, rank, wide=wide) for rank in largest]
@@ -79,6 +78,16 @@ def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: 
     path = chosen.path(nbytes, p, wide=wide)
     way = ("between", _shared(path, len(largest) if name in CROWDED else 1)) if several else ("inside", path)
     return Route((way, work))
+
+
+def least_path(collective: str, nbytes: int, ranks: int) -> Path:
+    """The fewest steps and bytes that any algorithm needs: what a backend's own is charged, since what it does is not ours to know.
+
+    >>> least_path("all_reduce", 1000, 4)
+    Path(steps=4, bytes=1500, added=0)
+    """
+    rounds = (ranks - 1).bit_length()
+    return Path(rounds * (2 if collective == "all_reduce" else 1), round(nbytes * bus_factor(collective, ranks)) if ranks > 1 else 0)
 
 
 def _shared(path: Path, ranks: int) -> Path:

@@ -86,7 +86,7 @@ def plot_bench(times: Sequence[Timed], curves: Mapping[tuple[int, str], Points],
             mine = [timed for timed in times if (timed.ranks, timed.algorithm) == (ranks, name)]
             look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
             _draw_algorithm(above, below, sorted(mine, key=lambda timed: timed.bytes), curves.get((ranks, name), ()), look)
-        _sizes_and_seconds(above, below)
+        _sizes_and_seconds(above, below, sorted({timed.bytes for timed in times}))
         above.set_title(f"{ranks} ranks")
         below.set_xlabel("size")
     grid[0][0].set_ylabel("time of one call")
@@ -110,12 +110,13 @@ def _draw_algorithm(above: Axes, below: Axes, times: Sequence[Timed], model: Poi
     below.plot([n for n, _ in model], [n * rate / t for n, t in model], "--", linewidth=0.8, color=look["color"])
 
 
-def _sizes_and_seconds(above: Axes, below: Axes) -> None:
+def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
     for axes in (above, below):
         axes.set_xscale("log", base=4)
         axes.set_yscale("log")
+        axes.set_xticks(sizes)
+        axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(axis="x", rotation=45)
         axes.grid(alpha=0.3)
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value).replace(".00", "").replace(".0", "")))

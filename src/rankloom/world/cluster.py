@@ -11,15 +11,19 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
 
+DEFAULT = Links()
 
-def find_topology(place: Place, store: dist.Store, file: str | Path | None = None) -> Topology:
+
+def find_topology(place: Place, store: dist.Store, file: str | Path | None = None, *, links: Links = DEFAULT) -> Topology:
     """The topology of the job, the same on all ranks: a launcher tells a rank of its own node only, so all say theirs.
 
+    file:   a cluster file, which goes before what the launcher says
+    links:  what they cost, where the file does not say
     raises: ConfigError, on all ranks, when the file is wrong for any of them or not the same for all
     """
     one_node = place.local_size == place.size
     names = [""] * place.size if one_node else _tell_all(place, store, "node", str(place.node))
-    topology = Topology.of_names(names)
+    topology = Topology.of_names(names, links)
     if file is None:
         return topology
     try:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
+from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World
 from rankloom.world.group import seconds
@@ -36,7 +37,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         torch.cuda.set_device(where)
     return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
-                 topology=find_topology(place, store, topology), backend=backend)
+                 topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:
