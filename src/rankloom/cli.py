@@ -254,8 +254,8 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
 
 @app.command
 def bench(
-    *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB", dtype: str = "fp32",
-    turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None, out: Path | None = None,
+    *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB",
+    dtype: str = "fp32", turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None, out: Path | None = None,
     times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
     """Time our collectives and the backend's own at many sizes, and say at each size who is fastest, and why.
@@ -301,8 +301,9 @@ def bench(
     if place.launcher == "alone":
         numbers = command.ranks_to_start(ranks or "2,4", topology, backend)
         print(command.describe_machine(os.getloadavg()[0]))
-        options = {"collective": collective, "algorithm": algorithm or "", "sizes": sizes, "dtype": dtype, "turns": turns, "backend": backend}
-        words = [f"--{key}={value}" for key, value in options.items()] + ([f"--topology={topology}"] if topology else [])
+        options = {"collective": collective, "algorithm": algorithm, "sizes": sizes, "dtype": dtype, "turns": turns,
+                   "backend": backend, "topology": topology}
+        words = [f"--{key}={value}" for key, value in options.items() if value is not None]
         measured = [_bench_ranks(n, words, folder) for n in numbers]
     else:
         if ranks not in (None, str(place.size)):
