@@ -255,8 +255,8 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
 @app.command
 def bench(
     *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB",
-    dtype: str = "fp32", turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None, out: Path | None = None,
-    times: Annotated[Path | None, Parameter(show=False)] = None,
+    dtype: str = "fp32", turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None,
+    out: Path | None = None, times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
     """Time our collectives and the backend's own at many sizes, and say at each size who is fastest, and why.
 
