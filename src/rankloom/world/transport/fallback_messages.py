@@ -1,0 +1,210 @@
+"""Messages between two ranks when the kernel is in Python. Before this file, read fallback.py.
+
+A message goes over a ring of bytes, one for each sender and receiver: an envelope (tag, length), then its bytes, as there
+is room. Messages of one sender come in order; of one tag, they are also received in order. What nobody has asked for
+stays on the ring, unless something behind it is waited for: then it is put aside, as an early one.
+
+Whoever waits for a message moves all messages of its rank as far as they go; a thread does so for posted ones.
+"""
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankloom.world.transport.fallback_peers import WRONG_LENGTH, Peers, memory_at, naps
+
+ANYONE = -1
+ENVELOPE = 16   # bytes: tag and length
+
+
+@dataclass(eq=False)
+class Message:
+    """One message as its sender or its receiver sees it. `peer` is ANYONE until something has come."""
+
+    sending: bool
+    bytes: np.ndarray
+    peer: int
+    tag: int
+    started: bool = False
+    moved: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is on the ring, or off it."""
+        return self.started and self.moved == self.bytes.size
+
+
+class Post:
+    """All messages of one rank."""
+
+    def __init__(self, peers: Peers):
+        self.peers = peers
+        self.posted: dict[int, Message] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()                # for the three below
+        self._messages: list[Message] = []           # on their way, in the order of the calls
+        self._early: list[Message] = []              # put aside before anyone asked for them
+        self._incoming: dict[int, Message] = {}      # what is being read off the ring of a rank
+        self._news = threading.Event()
+        self._carrier: threading.Thread | None = None
+
+    def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
+        """Send or receive now. Returns from whom (or to whom), or -why."""
+        m = self._add(sending, address, nbytes, peer, tag)
+        try:
+            return self._deliver(m, timeout, breaks=True)
+        finally:
+            self._withdraw(m)
+
+    def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
+        """Send or receive in the background. Returns a handle; the memory must stay until it has settled."""
+        handle = next(self._numbers)
+        m = self.posted[handle] = self._add(sending, address, nbytes, peer, tag)
+        self._move()   # a small one leaves here and now
+        with self._lock:
+            if self._carrier is None and not self.peers.closing and not m.done:
+                self._carrier = threading.Thread(target=self._carry, name="rankloom-messages", daemon=True)
+                self._carrier.start()
+        self._news.set()
+        return handle
+
+    def settle(self, handle: int, seconds: float) -> int:
+        """Until a posted message is done. Returns from whom, or -why. When time is up it goes on without this wait."""
+        return self._deliver(self.posted[handle], seconds, breaks=False)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._news.set()
+        if self._carrier and self._carrier is not threading.current_thread():
+            self._carrier.join()
+
+    def _add(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> Message:
+        m = Message(bool(sending), memory_at(address, nbytes), peer, tag)
+        with self._lock:
+            self._messages.append(m)
+        return m
+
+    def _withdraw(self, m: Message) -> None:
+        """Nobody touches its memory from here on."""
+        with self._lock:
+            self._messages = [other for other in self._messages if other is not m]
+            self._incoming = {peer: other for peer, other in self._incoming.items() if other is not m}
+
+    def _deliver(self, m: Message, seconds: float, *, breaks: bool) -> int:
+        def done() -> bool:
+            self._move()
+            return m.done
+
+        def needed() -> list[int]:
+            if m.peer != ANYONE:
+                return [m.peer]
+            others = [r for r in range(self.peers.ranks) if r != self.peers.rank]
+            return others if all(self.peers.find_gone([r]) for r in others) else []
+
+        why = self.peers.wait_until(done, needed, time.monotonic() + seconds, breaks=breaks)
+        return -why if why else m.peer
+
+    def _carry(self) -> None:
+        waits = naps(self.peers.spins)
+        while not self.peers.why():
+            if not self._messages:
+                self._news.wait()
+                self._news.clear()
+            elif self._move():
+                waits = naps(self.peers.spins)
+            else:
+                time.sleep(next(waits))
+
+    def _move(self) -> bool:
+        """Move every message as far as it goes. Returns whether anything moved."""
+        with self._lock:
+            if self.peers.why():
+                return False
+            moved, blocked = False, set()
+            for m in self._messages:
+                if not m.sending:
+                    self._take_early(m)
+                elif m.peer not in blocked:   # messages to one rank do not overtake each other
+                    moved |= self._push(m)
+                    blocked |= set() if m.done else {m.peer}
+            for peer in range(self.peers.ranks):
+                moved |= self._pull(peer)
+            self._messages = [m for m in self._messages if not m.done]
+            return moved
+
+    def _push(self, m: Message) -> bool:
+        """Put as much of it on the ring as there is room for."""
+        memory, way = self.peers.memory, (self.peers.rank, m.peer)
+        ring, begin = memory.rings[way], int(memory.written[way])
+        free = begin + ring.size - (begin - int(memory.read[way]))   # where room ends
+        at = begin
+        if not m.started and free - at >= ENVELOPE:
+            at = _put(ring, at, np.array([m.tag, m.bytes.size]).view(np.uint8))
+            m.started = True
+        if m.started:
+            piece = m.bytes[m.moved:m.moved + free - at]
+            at = _put(ring, at, piece)
+            m.moved += piece.size
+            memory.written[way] = at   # after the bytes
+        return at != begin
+
+    def _pull(self, peer: int) -> bool:
+        """Read what has come from one rank, of one message: whoever waits must see it before the next is opened."""
+        memory, way = self.peers.memory, (peer, self.peers.rank)
+        ring, begin, end = memory.rings[way], int(memory.read[way]), int(memory.written[way])
+        at = begin
+        if peer not in self._incoming and end - at >= ENVELOPE:
+            tag, nbytes = _get(ring, at, ENVELOPE).view(np.int64).tolist()
+            if m := self._addressee(peer, tag, nbytes):
+                self._incoming[peer], at = m, at + ENVELOPE
+        if m := self._incoming.get(peer):
+            piece = _get(ring, at, min(end - at, m.bytes.size - m.moved))
+            m.bytes[m.moved:m.moved + piece.size] = piece
+            m.moved += piece.size
+            memory.read[way] = at = at + piece.size   # after the bytes: they may be overwritten now
+            if m.done:
+                del self._incoming[peer]
+        return at != begin
+
+    def _addressee(self, peer: int, tag: int, nbytes: int) -> Message | None:
+        """Who takes the next message off a ring: a receive for its tag; else it is put aside if others wait behind it."""
+        waiting = [m for m in self._messages if not m.sending and not m.started and m.peer in (peer, ANYONE)]
+        for m in waiting:
+            if m.tag == tag:
+                return m if self._begin(m, peer, nbytes) else None
+        if not waiting:
+            return None
+        self._early.append(Message(False, np.empty(nbytes, np.uint8), peer, tag, started=True))
+        return self._early[-1]
+
+    def _begin(self, m: Message, peer: int, nbytes: int) -> bool:
+        if m.bytes.size != nbytes:
+            self.peers.break_group(peer, WRONG_LENGTH)
+            return False
+        m.peer, m.started = peer, True
+        return True
+
+    def _take_early(self, m: Message) -> None:
+        for early in self._early:
+            if not m.started and early.done and early.tag == m.tag and m.peer in (early.peer, ANYONE):
+                if self._begin(m, early.peer, early.bytes.size):
+                    m.bytes[:], m.moved = early.bytes, m.bytes.size
+                    self._early.remove(early)
+                return
+
+
+def _put(ring: np.ndarray, at: int, data: np.ndarray) -> int:
+    """Write bytes at a place that counts on and on; returns the place behind them."""
+    begin = at % ring.size
+    first = min(data.size, ring.size - begin)
+    ring[begin:begin + first] = data[:first]
+    ring[:data.size - first] = data[first:]
+    return at + data.size
+
+
+def _get(ring: np.ndarray, at: int, nbytes: int) -> np.ndarray:
+    begin = at % ring.size
+    return np.concatenate([ring[begin:begin + nbytes], ring[:max(0, begin + nbytes - ring.size)]])

@@ -1,0 +1,205 @@
+"""The memory that ranks share when the kernel is in Python, and how a rank waits for the others. fallback.py says what for.
+
+Every word has one writer, because Python has no atomic addition: in C all ranks add to one count of arrivals, here each
+counts its own, and whoever waits looks at all of them. And on x86 the stores of one processor are seen by the others in
+the order in which they were made, so whoever sees a count also sees the bytes that were written before it. Other
+processors do not promise that, and Python cannot ask them to: they need the C kernel.
+
+Waiting looks, and naps, and looks again: no time at all at first, later at most LONGEST_NAP. Now and then it looks whether
+those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something else),
+every wait in every rank ends with the same reason. Python handles signals during naps; an exception breaks the group too.
+"""
+
+import ctypes
+import itertools
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rankloom.base.errors import ConfigError
+
+FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
+
+SLOT = 1 << 20        # bytes of one staging slot
+RINGS = 1 << 20       # bytes of all rings of one sender
+PAGE = 4096
+LONGEST_NAP = 1e-3    # seconds
+CHECKUP = 0.05        # seconds between two looks at whether the others live
+
+Part = tuple[Any, tuple[int, ...]]
+"""Number type and shape."""
+
+
+def parts(p: int) -> dict[str, Part]:
+    """What lies in the segment of p ranks, each part on pages of its own. `turn` is the number of a meeting modulo 2."""
+    return {
+        "process": (np.int64, (p, 2)),            # process number of each rank, and when that process started
+        "arrived": (np.int64, (p,)),              # how many meetings it has come to
+        "left": (np.int64, (p,)),                 # whether it makes no call any more
+        "broken": (np.int64, (p, 2)),             # when it broke the group, and 16 * rank to blame + why
+        "said": (np.int64, (2, p, 6)),            # [turn, rank] its call: kind, dtype, op, root, bytes; and its longest lane
+        "sends": (np.int64, (2, p, p)),           # [turn, from, to] bytes that it has for each
+        "wants": (np.int64, (2, p, p)),           # [turn, to, from] bytes that it expects of each; -1: takes nothing from there
+        "slots": (np.uint8, (2, p, SLOT)),        # [turn, rank] staged input
+        "written": (np.int64, (p, p)),            # [from, to] bytes ever put on the ring
+        "read": (np.int64, (p, p)),               # [from, to] bytes ever taken off it
+        "rings": (np.uint8, (p, p, RINGS // p)),  # [from, to]
+    }
+
+
+def segment_size(ranks: int) -> int:
+    """Bytes of shared memory that a group of so many ranks needs.
+
+    raises: ConfigError on a processor whose stores may be seen in another order than they were made
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise ConfigError(f"the transport in Python needs an x86-64 processor, this one is {platform.machine()}; install a C compiler, "
+                          "then rankloom again, and the compiled transport takes its place")
+    return sum(_whole_pages(_nbytes(part)) for part in parts(ranks).values())
+
+
+def memory_at(address: int, nbytes: int) -> np.ndarray:
+    """Bytes at an address, as an array that does not own them."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.empty(0, np.uint8)
+
+
+def _nbytes(part: Part) -> int:
+    return math.prod(part[1]) * np.dtype(part[0]).itemsize
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Segment:
+    """The parts of a segment as arrays, named as in `parts`."""
+
+    process: np.ndarray
+    arrived: np.ndarray
+    left: np.ndarray
+    broken: np.ndarray
+    said: np.ndarray
+    sends: np.ndarray
+    wants: np.ndarray
+    slots: np.ndarray
+    written: np.ndarray
+    read: np.ndarray
+    rings: np.ndarray
+
+    def __init__(self, address: int, ranks: int):
+        for name, part in parts(ranks).items():
+            setattr(self, name, memory_at(address, _nbytes(part)).view(part[0]).reshape(part[1]))
+            address += _whole_pages(_nbytes(part))
+
+
+class Peers:
+    """This rank among the others: who has come, who is gone, why the group broke."""
+
+    def __init__(self, address: int, rank: int, ranks: int, spins: int):
+        self.memory = Segment(address, ranks)
+        self.rank, self.ranks, self.spins = rank, ranks, spins
+        self.meetings = 0
+        self.closing = False
+        self._pid = os.getpid()
+        self.memory.process[rank, 1] = look_up(self._pid)[1]
+        self.memory.process[rank, 0] = self._pid   # last: a rank without a process number is one that is not here yet
+
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the rank's: it has its memory but not its threads, and is no rank."""
+        return os.getpid() != self._pid
+
+    def meet(self, deadline: float) -> int:
+        """All ranks come here, then all go on. Returns why they did not, or FINE."""
+        self.meetings += 1
+        meeting, arrived = self.meetings, self.memory.arrived
+        arrived[self.rank] = meeting
+        # Those that have not come first. A rank that has come and is gone before all have, died in the middle of the call.
+        return self.wait_until(lambda: arrived.min() >= meeting, lambda: np.argsort(arrived, kind="stable").tolist(), deadline)
+
+    def wait_until(self, done: Callable[[], bool], needed: Callable[[], list[int]], deadline: float, *, breaks: bool = True) -> int:
+        """Nap until `done()`. Returns why it was not to be, or FINE.
+
+        needed: the ranks without which it cannot end, the most suspect first
+        breaks: whether the group is of no use when it is not done before the deadline
+        """
+        checkup = time.monotonic() + CHECKUP
+        for nap in naps(self.spins):
+            if done():
+                return FINE
+            if why := self.why():
+                return why
+            now = time.monotonic()
+            if now > checkup:
+                gone, checkup = self.find_gone(needed()), now + CHECKUP
+                if gone and not done():   # what a rank did before it went counts
+                    return self.break_group(*gone)
+            if now > deadline:
+                return self.break_group((needed() or [self.rank])[0], TIMED_OUT) if breaks else TIMED_OUT
+            time.sleep(nap)
+        raise AssertionError("naps never end")
+
+    def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """The first of them that makes no call any more, and why."""
+        for rank in ranks:
+            if self.memory.left[rank]:
+                return rank, LEFT
+            if self.state(rank) == "X":
+                return rank, LOST
+        return None
+
+    def state(self, rank: int) -> str:
+        """The state letter of a rank's process; "X" when it has ended, "?" before it came."""
+        pid, started = self.memory.process[rank].tolist()
+        letter, since = look_up(pid) if pid else ("?", started)
+        return "X" if letter == "Z" or since != started else letter
+
+    def verdict(self) -> tuple[int, int]:
+        """Why the group is broken and who is to blame; (FINE, -1) while it is whole. Whoever broke it first is right."""
+        said = [(when, what) for when, what in self.memory.broken.tolist() if when]
+        blamed, why = divmod(min(said)[1], 16) if said else (-1, FINE)
+        return why, blamed
+
+    def why(self) -> int:
+        """Why no call can succeed any more, or FINE."""
+        return self.verdict()[0] or (LEFT if self.closing else FINE)
+
+    def break_group(self, blamed: int, why: int) -> int:
+        """End every wait of every rank. Returns the reason that counts: the first."""
+        if not self.verdict()[0]:
+            self.memory.broken[self.rank, 1] = 16 * blamed + why
+            self.memory.broken[self.rank, 0] = time.monotonic_ns()   # last: now the other word counts
+        return self.verdict()[0]
+
+    @contextmanager
+    def breaking_when_interrupted(self) -> Iterator[None]:
+        """A call that ends in an exception, such as Ctrl-C, leaves the others waiting for its rest: end their waits."""
+        try:
+            yield
+        except BaseException:
+            self.break_group(self.rank, INTERRUPTED)
+            raise
+
+
+def naps(spins: int) -> Iterator[float]:
+    """How many seconds to sleep between two looks: at first none, which only lets others run. Endless."""
+    yield from itertools.repeat(0.0, spins)
+    nap = 20e-6
+    while True:
+        yield nap
+        nap = min(1.3 * nap, LONGEST_NAP)
+
+
+def look_up(pid: int) -> tuple[str, int]:
+    """The state letter of a process and when it started, in ticks; ("X", 0) when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()   # the name before it may hold anything
+    except OSError:
+        return "X", 0
+    return fields[0].decode(), int(fields[19])

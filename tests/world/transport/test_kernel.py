@@ -1,0 +1,1050 @@
+"""Both kernels do the same, and what numpy says: ranks are threads here, or forked processes, over one piece of memory."""
+
+import ctypes
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankloom.base.errors import ConfigError
+from rankloom.world.transport import channel, fallback, fallback_peers, operands
+from rankloom.world.transport.fallback import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AVG,
+    BARRIER,
+    BOR,
+    BROADCAST,
+    BXOR,
+    GATHER,
+    MAX,
+    MIN,
+    PRODUCT,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SUM,
+)
+
+try:
+    from rankloom.world.transport import _shared as compiled
+except ImportError as error:
+    compiled, missing = None, str(error)
+else:
+    missing = ""
+
+FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
+F32, F64, F16, BF16, I8, U8, I16, U16, I32, U32, I64, U64 = range(12)
+DTYPES = list(operands.NUMBERS)   # torch dtypes by number
+OPS = range(8)
+LONG = 30.0                       # seconds: a time-out that no test waits for
+WINDOW = 4096                     # small, so that few bytes are several windows
+
+without_c = pytest.mark.skipif(not compiled, reason=f"the C kernel is not built: {missing}")
+both_kernels = pytest.mark.parametrize("kernel", [pytest.param(fallback, id="python"), pytest.param(compiled, id="C", marks=without_c)])
+world_sizes = pytest.mark.parametrize("p", [1, 2, 3, 4])
+
+
+class Team:
+    """p ranks over one mapping; a rank in `elsewhere` is made by another process."""
+
+    def __init__(self, kernel: Any, p: int, window: int = WINDOW, elsewhere: tuple[int, ...] = ()):
+        self.memory = mmap.mmap(-1, kernel.segment_size(p))
+        self.kernel, self.p, self.window = kernel, p, window
+        self.links: dict[int, Any] = {}
+        self.elsewhere = elsewhere
+
+    def link(self, rank: int) -> Any:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.links[rank] = self.kernel.Link(address, rank, self.p, 0, 20, self.window)
+        return self.links[rank]
+
+    def __enter__(self) -> "Team":
+        for rank in range(self.p):
+            if rank not in self.elsewhere:
+                self.link(rank)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for link in self.links.values():   # before the memory goes
+            link.leave()
+
+    def each(self, body: Callable[[Any, int], Any], ranks: Any = None) -> list[Any]:
+        """body(link, rank) in a thread for each rank; results in rank order."""
+        ranks = list(self.links if ranks is None else ranks)
+        results: dict[int, Any] = {}
+
+        def go(rank: int) -> None:
+            results[rank] = body(self.links[rank], rank)
+
+        threads = [threading.Thread(target=go, args=(rank,), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results.keys() == set(ranks), f"ranks {set(ranks) - results.keys()} raised or hang"
+        return [results[rank] for rank in ranks]
+
+    def in_process(self, rank: int, body: Callable[[Any], int]) -> int:
+        """body(link) in a forked process that makes the link of `rank`; returns its process number."""
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                code = body(self.link(rank))
+            finally:
+                os._exit(code)
+        return pid
+
+
+def at(x: np.ndarray | None) -> int:
+    return x.ctypes.data if x is not None else 0
+
+
+def run(link: Any, kind: int, x: np.ndarray | None = None, out: np.ndarray | None = None, lengths: int | bytes | None = None, *,
+        number: int = U8, op: int = SUM, root: int = 0, timeout: float = LONG) -> int:
+    nbytes = lengths if lengths is not None else x.nbytes if x is not None else 0
+    return link.run(kind, number, op, root, at(x), at(out), nbytes, timeout)
+
+
+def submit(link: Any, kind: int, x: np.ndarray, out: np.ndarray, nbytes: int, *, number: int = I32, timeout: float = LONG) -> int:
+    return link.submit(kind, number, SUM, 0, at(x), at(out), nbytes, timeout)
+
+
+def send(link: Any, x: np.ndarray, peer: int, tag: int = 0, timeout: float = LONG) -> int:
+    return link.message(1, at(x), x.nbytes, peer, tag, timeout)
+
+
+def receive(link: Any, x: np.ndarray, peer: int, tag: int = 0, timeout: float = LONG) -> int:
+    return link.message(0, at(x), x.nbytes, peer, tag, timeout)
+
+
+def rows(*table: list[int]) -> bytes:
+    return np.array(table, np.uint64).tobytes()
+
+
+def numbers_of(rank: int, n: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(-(1 << 30), 1 << 30, n, np.int32)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.001)
+
+
+# ------------------------------------------------------------------ collectives against numpy
+
+SIZES = [0, 1, 5, 6000]   # the last: several windows, and more than the C kernel reduces without sharing the work
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_all_reduce_gives_every_rank_the_sum(kernel, p, n):
+    given = [numbers_of(r, n) for r in range(p)]
+    expected = sum(given, np.zeros(n, np.int32))
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, ALL_REDUCE, given[r], given[r], number=I32)) == [FINE] * p
+    for x in given:
+        np.testing.assert_array_equal(x, expected)
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_reduce_changes_the_root_only(kernel, p, n):
+    root, given, out = p - 1, [numbers_of(r, n) for r in range(p)], [np.full(n, r, np.int32) for r in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, REDUCE, given[r], out[r], number=I32, root=root)) == [FINE] * p
+    for r in range(p):
+        np.testing.assert_array_equal(out[r], sum(given, np.zeros(n, np.int32)) if r == root else np.full(n, r))
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_broadcast_copies_the_root_s(kernel, p, n):
+    root, x = p // 2, [numbers_of(r, n) for r in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, BROADCAST, x[r], x[r], root=root)) == [FINE] * p
+    for r in range(p):
+        np.testing.assert_array_equal(x[r], numbers_of(root, n))
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kind", [ALL_GATHER, GATHER])
+def test_gathers_put_parts_in_rank_order(kernel, p, n, kind):
+    root, out = p - 1, [np.zeros((p, n), np.int32) for _ in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, kind, numbers_of(r, n), out[r], root=root if kind == GATHER else 0)) == [FINE] * p
+    for r in range(p):
+        everything = [numbers_of(other, n) for other in range(p)] if kind == ALL_GATHER or r == root else np.zeros((p, n))
+        np.testing.assert_array_equal(out[r], everything)
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_reduce_scatter_gives_each_rank_its_rows_of_the_sum(kernel, p, n):
+    given, out = [numbers_of(r, p * n).reshape(p, n) for r in range(p)], [np.zeros(n, np.int32) for _ in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, REDUCE_SCATTER, given[r], out[r], 4 * n, number=I32)) == [FINE] * p
+    for r in range(p):
+        np.testing.assert_array_equal(out[r], sum(x[r] for x in given))
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_scatter_deals_the_root_s_rows(kernel, p, n):
+    root, given, out = p // 2, [numbers_of(r, p * n).reshape(p, n) for r in range(p)], [np.zeros(n, np.int32) for _ in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, SCATTER, given[r] if r == root else None, out[r], 4 * n, root=root)) == [FINE] * p
+    for r in range(p):
+        np.testing.assert_array_equal(out[r], given[root][r])
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("n", SIZES)
+def test_all_to_all_transposes(kernel, p, n):
+    given, out = [numbers_of(r, p * n).reshape(p, n) for r in range(p)], [np.zeros((p, n), np.int32) for _ in range(p)]
+    with Team(kernel, p) as team:
+        assert team.each(lambda link, r: run(link, ALL_TO_ALL, given[r], out[r], 4 * n)) == [FINE] * p
+    for r in range(p):
+        np.testing.assert_array_equal(out[r], [x[r] for x in given])
+
+
+@both_kernels
+@world_sizes
+def test_a_barrier_lets_nobody_through_before_all_have_come(kernel, p):
+    came = []
+
+    def late_one_after_the_other(link, rank):
+        for turn in range(3):
+            time.sleep(0.02 * ((rank + turn) % p))
+            came.append(turn)
+            assert run(link, BARRIER) == FINE
+            assert came.count(turn) == p
+        return True
+
+    with Team(kernel, p) as team:
+        assert all(team.each(late_one_after_the_other))
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("unit", [1, 3000])
+def test_lengths_may_differ_from_rank_to_rank(kernel, p, unit):
+    """Rank r has (r + 2d) units for rank d, at absolute addresses, some of them none."""
+    length = [[unit * (r + 2 * d) for d in range(p)] for r in range(p)]   # [from][to]
+    given = [[numbers_of(10 * r + d, length[r][d]).astype(np.uint8) for d in range(p)] for r in range(p)]
+    out = [[np.zeros(length[r][d], np.uint8) for r in range(p)] for d in range(p)]
+
+    def body(link, r):
+        table = rows([at(x) for x in given[r]], length[r], [at(x) for x in out[r]], [x.nbytes for x in out[r]])
+        return run(link, ALL_TO_ALL, lengths=table)
+
+    with Team(kernel, p) as team:
+        assert team.each(body) == [FINE] * p
+    for r in range(p):
+        for d in range(p):
+            np.testing.assert_array_equal(out[d][r], given[r][d])
+
+
+@both_kernels
+@world_sizes
+@pytest.mark.parametrize("kind", [ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER])
+def test_tables_serve_every_kind_whose_parts_may_differ(kernel, p, kind):
+    size = [(7 * r + 1) % 5 * 1200 for r in range(p)]   # numbers of 4 bytes; none on some rank of several
+    parts = [[numbers_of(10 * r + d, size[d]) for d in range(p)] for r in range(p)]
+    mine = [numbers_of(r, size[r]) for r in range(p)]
+    result, many = [np.zeros(size[r], np.int32) for r in range(p)], [[np.zeros(n, np.int32) for n in size] for _ in range(p)]
+    root = p - 1
+
+    def body(link, r):
+        if kind in (ALL_GATHER, GATHER):
+            given, out = [mine[r]] * p, many[r] if kind == ALL_GATHER or r == root else [np.zeros(0, np.int32)] * p
+        else:
+            given, out = parts[r] if kind == REDUCE_SCATTER or r == root else [np.zeros(0, np.int32)] * p, [result[r]] * p
+        table = rows([at(x) for x in given], [x.nbytes for x in given], [at(x) for x in out], [x.nbytes for x in out])
+        return run(link, kind, lengths=table, number=I32, root=0 if kind in (ALL_GATHER, REDUCE_SCATTER) else root)
+
+    with Team(kernel, p) as team:
+        assert team.each(body) == [FINE] * p
+    for r in range(p):
+        if kind == ALL_GATHER or (kind == GATHER and r == root):
+            assert all(np.array_equal(got, x) for got, x in zip(many[r], mine))
+        elif kind == SCATTER:
+            np.testing.assert_array_equal(result[r], parts[root][r])
+        elif kind == REDUCE_SCATTER:
+            np.testing.assert_array_equal(result[r], sum(x[r] for x in parts))
+
+
+@both_kernels
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("all_in_regions", [True, False])
+def test_inputs_in_shared_regions_give_the_same_results(kernel, p, all_in_regions):
+    n = 1 << 15
+    memory = mmap.mmap(-1, 4 * n * p)
+    shared = np.frombuffer(memory, np.int32).reshape(p, n)
+    x = [shared[r] if all_in_regions or r else numbers_of(0, n) for r in range(p)]
+    out = [np.zeros((p, n), np.int32) for _ in range(p)]
+    expected = sum(numbers_of(r, n) for r in range(p))
+    for r in range(p):
+        x[r][:] = numbers_of(r, n)
+
+    def body(link, r):
+        link.add_region(1, at(shared), 4 * n)
+        whys = [run(link, ALL_GATHER, x[r], out[r]), run(link, ALL_REDUCE, x[r], x[r], number=I32)]
+        assert np.array_equal(x[r], expected)
+        whys.append(run(link, BARRIER))   # the last look at the sum comes before its end
+        if r == 1:
+            x[r][:] = 7
+        whys.append(run(link, BROADCAST, x[r], x[r], root=1))
+        link.drop_region(1)
+        return whys
+
+    with Team(kernel, p) as team:
+        assert team.each(body) == [[FINE] * 4] * p
+    for r in range(p):
+        np.testing.assert_array_equal(out[r], [numbers_of(other, n) for other in range(p)])
+        assert (x[r] == 7).all()
+
+
+# ------------------------------------------------------------------ arithmetic
+
+SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 65504.0, 6e-8, 3.3895e38, -1.0]
+
+
+def some_numbers(number: int, n: int, seed: int) -> torch.Tensor:
+    dtype, random = DTYPES[number], np.random.default_rng(seed)
+    if not dtype.is_floating_point:
+        bits = torch.from_numpy(random.integers(0, 256, n * dtype.itemsize, np.uint8))
+        return bits.view(dtype)
+    x = torch.from_numpy(random.standard_normal(n) * 10.0 ** random.integers(-6, 6, n))
+    for special in SPECIAL:
+        x[random.integers(0, n, n // 16)] = special
+    return x.to(dtype)
+
+
+def all_reduced(kernel: Any, given: list[torch.Tensor], op: int) -> list[torch.Tensor]:
+    x = [tensor.clone() for tensor in given]
+    number = DTYPES.index(x[0].dtype)
+    with Team(kernel, len(x)) as team:
+        whys = team.each(lambda link, r: link.run(ALL_REDUCE, number, op, 0, x[r].data_ptr(), x[r].data_ptr(), x[r].nbytes, LONG))
+    assert whys == [FINE] * len(x)
+    return x
+
+
+def in_torch(given: list[torch.Tensor], op: int) -> torch.Tensor:
+    """The same in torch, one after the other."""
+    join = {SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,
+            BOR: torch.bitwise_or, BXOR: torch.bitwise_xor}.get(op, torch.bitwise_and)
+    dtype = given[0].dtype
+    signed = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+    wide = [x.to(signed.get(dtype, dtype)) for x in given]
+    if dtype == torch.uint64:   # torch has few operations on it: shifted, the order is that of int64
+        shift = op in (MIN, MAX)
+        wide = [x.view(torch.int64) ^ (-(1 << 63) if shift else 0) for x in given]
+    total = wide[0]
+    for x in wide[1:]:
+        total = join(total, x)
+    if op == AVG:
+        total = total / len(given)
+    return (total ^ (-(1 << 63) if shift else 0)).view(dtype) if dtype == torch.uint64 else total.to(dtype)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Zero and minus zero differ; one NaN is as good as another."""
+    if actual.dtype.is_floating_point:
+        nan = expected.isnan()
+        assert torch.equal(actual.isnan(), nan)
+        actual, expected = actual[~nan], expected[~nan]
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+def is_offered(number: int, op: int) -> bool:
+    return op <= MAX if DTYPES[number].is_floating_point else op != AVG
+
+
+@both_kernels
+@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize(("number", "op"), [(number, op) for number in range(12) for op in OPS if is_offered(number, op)])
+def test_every_operation_on_every_number_type_is_torch_s(kernel, p, number, op):
+    given = [some_numbers(number, 333, seed) for seed in range(p)]
+    if op in (MIN, MAX) and DTYPES[number].is_floating_point:   # torch does not say which of two zeros it takes
+        given = [x.where(x != 0, torch.ones_like(x)) for x in given]
+    for x in all_reduced(kernel, given, op):
+        assert_same_bits(x, in_torch(given, op))
+
+
+@both_kernels
+def test_16_bit_sums_are_rounded_once(kernel):
+    """256 + 1 + 1 in bfloat16: each step alone would be rounded back to 256."""
+    given = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    assert [x.item() for x in all_reduced(kernel, given, SUM)] == [258.0] * 3
+    assert [x.item() for x in all_reduced(kernel, [torch.tensor([60000.0], dtype=torch.float16)] * 2, AVG)] == [60000.0] * 2
+
+
+@both_kernels
+def test_sums_are_taken_in_rank_order(kernel):
+    """(1e8 + 1) - 1e8 is 0 in fp32; in any other order it is 1."""
+    given = [torch.tensor([value], dtype=torch.float32) for value in (1e8, 1.0, -1e8)]
+    assert [x.item() for x in all_reduced(kernel, given, SUM)] == [0.0] * 3
+
+
+@without_c
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 11), st.sampled_from(OPS), st.integers(1, 4), st.integers(16, 9000), st.integers(0, 1 << 30))
+def test_both_kernels_give_the_same_bits(number, op, p, n, seed):
+    op = op if is_offered(number, op) else SUM
+    given = [some_numbers(number, n, seed + r) for r in range(p)]
+    for python, c in zip(all_reduced(fallback, given, op), all_reduced(compiled, given, op)):
+        assert_same_bits(python, c)
+
+
+def test_number_types_and_reasons_are_those_of_the_channel():
+    same = [torch.bfloat16 if number == fallback.BF16 else getattr(torch, np.dtype(x).name) for number, x in enumerate(fallback.DTYPES)]
+    assert same == DTYPES
+    assert [name.lower() for name in ("ALL_REDUCE", "BARRIER")] == [channel.KINDS[fallback.ALL_REDUCE], channel.KINDS[fallback.BARRIER]]
+    for name in ("LOST", "LEFT", "ABORTED", "TIMED_OUT", "MISMATCHED", "WRONG_LENGTH", "INTERRUPTED", "FORKED"):
+        assert getattr(fallback_peers, name) == getattr(channel, name)
+    for op, code in operands.OPS.items():
+        assert getattr(fallback, op.name) == code
+
+
+# ------------------------------------------------------------------ background
+
+
+@both_kernels
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_background_calls_end_in_the_order_of_their_tickets(kernel, p):
+    calls = 12
+    given = [[numbers_of(100 * r + i, 700 * (i % 4)) for i in range(calls)] for r in range(p)]
+    expected = [sum(given[r][i].copy() for r in range(p)) for i in range(calls)]
+
+    def body(link, r):
+        tickets = [submit(link, ALL_REDUCE, x, x, x.nbytes) for x in given[r]]
+        assert tickets == sorted(tickets) and len(set(tickets)) == calls
+        assert run(link, BARRIER) == FINE   # takes its turn behind them
+        assert link.finished() >= tickets[-1]
+        return [link.wait(ticket, LONG) for ticket in reversed(tickets)]
+
+    with Team(kernel, p) as team:
+        assert team.each(body) == [[FINE] * calls] * p
+    for r in range(p):
+        assert all(np.array_equal(x, whole) for x, whole in zip(given[r], expected))
+
+
+@both_kernels
+def test_a_wait_may_end_before_its_call_and_leaves_the_group_whole(kernel):
+    x = [numbers_of(r, 10) for r in range(2)]
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        ticket = submit(first, ALL_REDUCE, x[0], x[0], 40)
+        assert first.wait(ticket, 0.1) == TIMED_OUT and first.finished() < ticket
+        assert run(second, ALL_REDUCE, x[1], x[1], number=I32) == FINE
+        assert first.wait(ticket, 5.0) == FINE
+    np.testing.assert_array_equal(x[0], numbers_of(0, 10) + numbers_of(1, 10))
+
+
+@both_kernels
+def test_several_threads_of_one_rank_may_call_at_once(kernel):
+    """Calls of a rank's threads have no order, so all are alike here."""
+    with Team(kernel, 2) as team:
+        def body(link, r):
+            whys: list[int] = []
+            threads = [threading.Thread(target=lambda: whys.append(run(link, BARRIER))) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            return whys
+
+        assert team.each(body) == [[FINE] * 8] * 2
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+@both_kernels
+@pytest.mark.parametrize("change", ["kind", "number", "op", "root", "nbytes"])
+def test_different_calls_are_found_on_all_ranks(kernel, change):
+    usual = dict(kind=ALL_REDUCE, number=I32, op=SUM, root=0, nbytes=64)
+    other = usual | {change: {"kind": ALL_GATHER, "number": F32, "op": MAX, "root": 1, "nbytes": 60}[change]}
+
+    def body(link, r):
+        x, out = np.zeros(64, np.uint8), np.zeros(256, np.uint8)
+        call = other if r == 2 else usual
+        return link.run(call["kind"], call["number"], call["op"], call["root"], at(x), at(out), call["nbytes"], LONG)
+
+    with Team(kernel, 3) as team:
+        assert team.each(body) == [MISMATCHED] * 3
+        assert team.links[0].calls()[2] == tuple(other.values()) and team.links[0].calls()[1] == tuple(usual.values())
+        assert team.links[1].status()[0] == MISMATCHED
+        assert team.each(lambda link, r: run(link, BARRIER)) == [MISMATCHED] * 3   # it stays broken
+
+
+@both_kernels
+def test_a_wrong_length_is_found_on_all_ranks(kernel):
+    """Rank 1 sends rank 2 three bytes, which expects four; rank 0 has no part in it."""
+    def body(link, r):
+        lengths = [3 if (r, d) == (1, 2) else 4 for d in range(3)]
+        x, out = np.zeros(12, np.uint8), np.full(12, 9, np.uint8)
+        why = run(link, ALL_TO_ALL, x, out, rows([0, 4, 8], lengths, [0, 4, 8], [4, 4, 4]))
+        assert (out == 9).all()   # and before anything is written
+        return why, run(link, BARRIER)
+
+    with Team(kernel, 3) as team:
+        assert team.each(body) == [(WRONG_LENGTH, WRONG_LENGTH)] * 3
+        assert team.links[0].status()[:2] == (WRONG_LENGTH, 1)
+
+
+@both_kernels
+@pytest.mark.parametrize("kind", [ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL])
+def test_lengths_that_do_not_fit_are_a_wrong_length_not_a_different_call(kernel, kind):
+    x, out = np.zeros(64, np.uint8), [np.zeros(64, np.uint8) for _ in range(2)]
+    with Team(kernel, 2) as team:
+        whys = team.each(lambda link, r: run(link, kind, x, out[r], 8 + 8 * r, number=F32))
+    assert whys == [WRONG_LENGTH] * 2
+
+
+@both_kernels
+def test_one_length_and_a_table_that_says_the_same_fit(kernel):
+    given, out = [numbers_of(r, 8) for r in range(2)], [np.zeros(8, np.int32) for _ in range(2)]
+    with Team(kernel, 2) as team:
+        assert team.each(lambda link, r: run(link, ALL_TO_ALL, given[r], out[r],
+                                             rows([0, 16], [16, 16], [0, 16], [16, 16]) if r else 16)) == [FINE] * 2
+    for r in range(2):
+        np.testing.assert_array_equal(out[r], np.concatenate([x[4 * r:4 * r + 4] for x in given]))
+
+
+@both_kernels
+def test_a_time_out_tells_who_has_not_come(kernel):
+    with Team(kernel, 3) as team:
+        begin = time.monotonic()
+        assert team.each(lambda link, r: run(link, BARRIER, timeout=0.2), ranks=[0, 2]) == [TIMED_OUT] * 2
+        assert 0.2 <= time.monotonic() - begin < 2.0
+        why, blamed, arrived, states = team.links[0].status()
+        assert (why, blamed, arrived) == (TIMED_OUT, 1, [1, 0, 1]) and set(states) <= set("RSDI")
+
+
+@both_kernels
+def test_a_rank_that_is_late_is_waited_for(kernel):
+    """Its link is not even made when the others begin to wait."""
+    whys: list[int] = []
+    with Team(kernel, 2, elsewhere=(1,)) as team:
+        early = threading.Thread(target=lambda: whys.append(run(team.links[0], BARRIER)))
+        early.start()
+        time.sleep(0.3)
+        whys.append(run(team.link(1), BARRIER))
+        early.join()
+    assert whys == [FINE, FINE]
+
+
+@both_kernels
+def test_a_rank_that_leaves_ends_the_waits_for_it(kernel):
+    def body(link, r):
+        if r == 1:
+            time.sleep(0.1)
+            link.leave()
+            return run(link, BARRIER)
+        return run(link, BARRIER)
+
+    with Team(kernel, 3) as team:
+        begin = time.monotonic()
+        assert team.each(body) == [LEFT] * 3
+        assert time.monotonic() - begin < 1.0
+        assert team.links[0].status()[:2] == (LEFT, 1)
+
+
+@both_kernels
+def test_calls_of_a_rank_that_has_left_fail(kernel):
+    with Team(kernel, 2) as team:
+        link, x = team.links[0], np.zeros(8, np.uint8)
+        link.leave()
+        assert link.wait(submit(link, ALL_GATHER, x[:4], x, 4), 1.0) == LEFT
+        assert run(link, ALL_GATHER, x[:4], x) == LEFT
+
+
+@both_kernels
+def test_messages_of_a_rank_that_has_left_fail(kernel):
+    with Team(kernel, 2) as team:
+        link, x = team.links[0], np.zeros(4, np.uint8)
+        handle = link.post(0, at(x), 4, 1, 0)
+        link.leave()
+        assert link.settle(handle, 1.0) == -LEFT and not link.settled(handle)
+        assert send(link, x, 1) == -LEFT and receive(link, x, 1) == -LEFT
+
+
+@both_kernels
+def test_what_was_finished_before_a_rank_left_stays_so(kernel):
+    x = np.zeros(4, np.uint8)
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        assert send(second, x + 5, 0) == 0
+        second.leave()
+        assert receive(first, x, 1) == 1 and x.tolist() == [5] * 4   # it was on its way already
+        assert receive(first, x, 1) == -LEFT
+
+
+@both_kernels
+def test_abort_ends_every_wait_of_every_rank(kernel):
+    x = [np.zeros(8, np.uint8) for _ in range(4)]
+
+    def body(link, r):
+        if r == 0:
+            time.sleep(0.1)
+            return link.break_off(0, ABORTED)
+        if r == 1:
+            return run(link, BARRIER)
+        if r == 2:
+            return -receive(link, x[r], 1, tag=4)
+        return link.wait(submit(link, ALL_GATHER, x[r][:2], x[r], 2), LONG)
+
+    with Team(kernel, 4) as team:
+        begin = time.monotonic()
+        assert team.each(body) == [None, ABORTED, ABORTED, ABORTED]
+        assert time.monotonic() - begin < 1.0
+        assert team.links[3].status()[:2] == (ABORTED, 0)
+        assert send(team.links[1], x[0], 0) == -ABORTED
+
+
+class Bell(Exception):
+    """Raised by a signal's handler."""
+
+
+@both_kernels
+@pytest.mark.parametrize("what", ["run", "wait", "receive", "settle"])
+def test_a_signal_handler_that_raises_ends_the_call_and_the_others_waits(kernel, what):
+    def ring(number, frame):
+        raise Bell
+
+    x = np.zeros(4, np.uint8)
+    calls = {
+        "run": lambda link: run(link, BARRIER),
+        "wait": lambda link: link.wait(submit(link, ALL_GATHER, x[:1], x, 1), LONG),
+        "receive": lambda link: receive(link, x, 1),
+        "settle": lambda link: link.settle(link.post(0, at(x), 4, 1, 0), LONG),
+    }
+    before = signal.signal(signal.SIGUSR1, ring)
+    whys: list[int] = []
+    try:
+        with Team(kernel, 3) as team:
+            waiting = threading.Thread(target=lambda: whys.append(run(team.links[2], BARRIER)))
+            waiting.start()
+            alarm = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+            alarm.start()
+            with pytest.raises(Bell):
+                calls[what](team.links[0])
+            waiting.join(5)
+            assert whys == [INTERRUPTED] and team.links[2].status()[:2] == (INTERRUPTED, 0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@both_kernels
+def test_a_signal_whose_handler_returns_disturbs_nobody(kernel):
+    rung: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: rung.append(number))
+    try:
+        with Team(kernel, 2) as team:
+            late = threading.Timer(0.4, run, (team.links[1], BARRIER))
+            late.start()
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
+            assert run(team.links[0], BARRIER) == FINE and rung == [signal.SIGUSR1]
+            late.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# ------------------------------------------------------------------ processes
+
+
+def in_child(body: Callable[[], int]) -> int:
+    """The exit code of body() in a forked child; -1 when it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = body()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+@both_kernels
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_is_no_rank(kernel, busy):
+    """Nothing that it does reaches the group, whatever threads its parent had."""
+    x, out = np.arange(4, dtype=np.uint8), np.zeros(8, np.uint8)
+    with Team(kernel, 2) as team:
+        link = team.links[0]
+        if busy:
+            pending, handle = submit(link, ALL_GATHER, x, out, 4), link.post(0, at(out), 4, 1, 9)
+
+        def body():
+            assert run(link, BARRIER) == FORKED
+            assert link.wait(submit(link, ALL_GATHER, x, out, 4), 5.0) == FORKED
+            assert send(link, x, 1) == -FORKED
+            mine = link.post(1, at(x), 4, 1, 0)
+            assert link.settle(mine, 5.0) == -FORKED and not link.settled(mine)
+            link.drop(mine)
+            link.break_off(0, ABORTED)
+            link.leave()
+            time.sleep(0.2)   # a thread of its own would have moved by now
+            return 7
+
+        assert in_child(body) == 7
+        assert link.status()[:2] == (FINE, -1)
+        if busy:
+            assert submit(team.links[1], ALL_GATHER, x + 4, np.zeros(8, np.uint8), 4) == 1
+            assert link.wait(pending, LONG) == FINE and out.tolist() == list(range(8))
+            assert send(team.links[1], x, 0, tag=9) == 0 and link.settle(handle, LONG) == 1
+            link.drop(handle)
+        else:
+            assert link.status()[2] == [0, 0]
+
+
+@both_kernels
+@pytest.mark.parametrize("what", ["collective", "background", "receive", "any source", "large send", "settle"])
+def test_a_killed_rank_is_noticed_within_a_second(kernel, what):
+    x = np.zeros(4 << 20, np.uint8)
+    waits = {
+        "collective": lambda link: run(link, BARRIER),
+        "background": lambda link: link.wait(submit(link, ALL_GATHER, x[:4], x, 4), LONG),
+        "receive": lambda link: -receive(link, x, 1, tag=3),
+        "any source": lambda link: -receive(link, x, -1, tag=3),
+        "large send": lambda link: -send(link, x, 1),
+        "settle": lambda link: -link.settle(link.post(0, at(x), 4, 1, 0), LONG),
+    }
+    team = Team(kernel, 2, elsewhere=(1,))
+    pid = team.in_process(1, lambda link: run(link, BARRIER) or time.sleep(60) or 0)
+    with team:
+        assert run(team.links[0], BARRIER) == FINE
+        killed: list[float] = []
+
+        def kill():
+            killed.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Timer(0.2, kill).start()
+        assert waits[what](team.links[0]) == LOST
+        assert killed and time.monotonic() - killed[0] < 1.0
+        assert team.links[0].status()[:2] == (LOST, 1)
+        assert team.links[0].status()[3][1] == "X"   # nobody has asked for its exit code yet
+        os.waitpid(pid, 0)
+        assert team.links[0].status()[3][1] == "X"
+
+
+@both_kernels
+def test_a_rank_killed_inside_a_call_is_noticed_while_another_is_late(kernel):
+    team = Team(kernel, 3, elsewhere=(2,))
+    pid = team.in_process(2, lambda link: run(link, BARRIER) or run(link, BARRIER))
+    with team:
+        assert team.each(lambda link, r: run(link, BARRIER)) == [FINE] * 2
+        wait_for(lambda: team.links[0].status()[2][2] == 2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        begin = time.monotonic()
+        assert run(team.links[0], BARRIER, timeout=3.0) == LOST   # rank 1 lives, and does something else
+        assert time.monotonic() - begin < 1.0
+        assert run(team.links[1], BARRIER) == LOST
+
+
+@both_kernels
+def test_a_stopped_rank_is_waited_for_until_the_time_out(kernel):
+    team = Team(kernel, 2, elsewhere=(1,))
+    pid = team.in_process(1, lambda link: run(link, BARRIER) or time.sleep(60) or 0)
+    try:
+        with team:
+            assert run(team.links[0], BARRIER) == FINE
+            os.kill(pid, signal.SIGSTOP)
+            assert run(team.links[0], BARRIER, timeout=0.5) == TIMED_OUT
+            assert team.links[0].status()[1:] == (1, [2, 1], [team.links[0].status()[3][0], "T"])
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@both_kernels
+def test_ranks_in_processes_exchange_as_threads_do(kernel):
+    n = 5000
+    team = Team(kernel, 3, elsewhere=(1, 2))
+
+    def body(link):
+        x, out = numbers_of(link_rank, n), np.zeros((3, n), np.int32)
+        for _ in range(20):
+            assert run(link, ALL_GATHER, x, out) == FINE
+            assert all(np.array_equal(out[r], numbers_of(r, n)) for r in range(3))
+        return 0
+
+    pids = []
+    for link_rank in (1, 2):
+        pids.append(team.in_process(link_rank, body))
+    link_rank = 0
+    with team:
+        assert body(team.links[0]) == 0
+        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+
+
+# ------------------------------------------------------------------ messages
+
+
+@both_kernels
+@pytest.mark.parametrize("n", [0, 1, 100, 3 << 20])
+def test_a_message_arrives_whole_however_large(kernel, n):
+    given, out = np.random.default_rng(0).integers(0, 256, n, np.uint8), np.zeros(n, np.uint8)
+    with Team(kernel, 2) as team:
+        assert team.each(lambda link, r: send(link, given, 1, tag=5) if r == 0 else receive(link, out, 0, tag=5)) == [1, 0]
+    np.testing.assert_array_equal(out, given)
+
+
+@both_kernels
+def test_tags_may_be_asked_for_in_any_order(kernel):
+    """Messages of three tags, the first larger than a ring, asked for from the last to the first."""
+    given = {tag: np.full(1 << 20 if tag == 1 else 10, tag, np.uint8) for tag in (1, 2, 3)}
+    out = {tag: np.zeros_like(x) for tag, x in given.items()}
+
+    def body(link, r):
+        if r == 0:
+            return [send(link, x, 1, tag) for tag, x in given.items()]
+        return [receive(link, out[tag], 0, tag) for tag in (3, 2, 1)]
+
+    with Team(kernel, 2) as team:
+        assert team.each(body) == [[1] * 3, [0] * 3]
+    assert all((out[tag] == tag).all() for tag in given)
+
+
+@both_kernels
+@pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002, 0.004])
+def test_messages_of_one_tag_are_received_in_order(kernel, delay):
+    """Also when the first was half put aside, because another tag was waited for, when it was asked for."""
+    n = 4 << 20
+    given = [np.full(n, 1, np.uint8), np.full(n, 2, np.uint8), np.full(4, 3, np.uint8)]
+    out = [np.zeros_like(x) for x in given]
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        wanted = [second.post(0, at(out[2]), 4, 0, 7)]
+        sent = [first.post(1, at(x), x.nbytes, 1, tag) for x, tag in zip(given, (1, 1, 7))]
+        time.sleep(delay)
+        wanted += [second.post(0, at(x), n, 0, 1) for x in out[:2]]
+        assert [second.settle(handle, LONG) for handle in wanted] == [0] * 3
+        assert [first.settle(handle, LONG) for handle in sent] == [1] * 3
+        for handle in wanted:
+            second.drop(handle)
+    assert [(x == x[0]).all() and x[0] for x in out] == [1, 2, 3]
+
+
+@both_kernels
+def test_anyone_s_messages_come_with_their_sender(kernel):
+    def body(link, r):
+        if r:
+            return send(link, np.full(3, r, np.uint8), 0, tag=2)
+        senders = []
+        for _ in range(3):
+            x = np.zeros(3, np.uint8)
+            senders.append(receive(link, x, -1, tag=2))
+            assert x.tolist() == [senders[-1]] * 3
+        return sorted(senders)
+
+    with Team(kernel, 4) as team:
+        assert team.each(body) == [[1, 2, 3], 0, 0, 0]
+
+
+@both_kernels
+def test_anyone_s_message_may_have_been_put_aside(kernel):
+    x = np.zeros(4, np.uint8)
+    with Team(kernel, 3) as team:
+        for tag in (1, 2):
+            assert send(team.links[1], np.full(4, tag, np.uint8), 0, tag) == 0
+        assert receive(team.links[0], x, -1, tag=2) == 1 and x.tolist() == [2] * 4
+        assert receive(team.links[0], x, -1, tag=1) == 1 and x.tolist() == [1] * 4
+
+
+@both_kernels
+def test_anyone_s_message_is_waited_for_while_anyone_is_left(kernel):
+    x = np.zeros(4, np.uint8)
+    with Team(kernel, 3) as team:
+        team.links[1].leave()
+        threading.Timer(0.3, send, (team.links[2], x + 2, 0)).start()
+        assert receive(team.links[0], x, -1) == 2
+        team.links[2].leave()
+        assert receive(team.links[0], x, -1) == -LEFT
+
+
+@both_kernels
+def test_what_nobody_asks_for_stays_with_its_sender(kernel):
+    """A message larger than a ring is not taken in, though its receiver moves other messages, before it is asked for."""
+    large, x = np.full(4 << 20, 9, np.uint8), np.zeros(4, np.uint8)
+    out = np.zeros_like(large)
+    with Team(kernel, 3) as team:
+        handle = team.links[1].post(1, at(large), large.nbytes, 0, 0)
+        for _ in range(50):
+            assert send(team.links[2], x, 0) == 0 and receive(team.links[0], x, 2) == 2
+            time.sleep(0.002)
+        assert not team.links[1].settled(handle)
+        assert receive(team.links[0], out, 1) == 1 and (out == 9).all()
+        assert team.links[1].settle(handle, LONG) == 0
+
+
+@both_kernels
+@pytest.mark.parametrize("n", [8, 1 << 20])
+def test_posted_messages_cross_in_both_directions(kernel, n):
+    p, count = 3, 4
+    given = {(a, b, i): numbers_of(100 * a + 10 * b + i, n // 4) for a in range(p) for b in range(p) for i in range(count)}
+    out = {key: np.zeros(n // 4, np.int32) for key in given}
+
+    def body(link, r):   # everything to everyone, also to itself, all sends first
+        sends = [link.post(1, at(given[r, b, i]), n, b, 0) for b in range(p) for i in range(count)]
+        receives = [link.post(0, at(out[a, r, i]), n, a, 0) for a in range(p) for i in range(count)]
+        peers = [link.settle(handle, LONG) for handle in sends + receives]
+        assert all(link.settled(handle) for handle in sends + receives)
+        for handle in sends + receives:
+            link.drop(handle)
+        return peers
+
+    with Team(kernel, p) as team:
+        expected = [r for r in range(p) for _ in range(count)] * 2
+        assert team.each(body) == [expected] * p
+    assert all(np.array_equal(out[key], x) for key, x in given.items())
+
+
+@both_kernels
+def test_a_dropped_message_goes_on(kernel):
+    x, out = numbers_of(0, 1 << 19), np.zeros(1 << 19, np.int32)
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        handle = first.post(1, at(x), x.nbytes, 1, 0)
+        assert not first.settled(handle)
+        first.drop(handle)
+        assert receive(second, out, 0) == 0
+    np.testing.assert_array_equal(out, x)
+
+
+@both_kernels
+def test_a_message_of_another_length_is_an_error_for_both(kernel):
+    x = np.zeros(1 << 21, np.uint8)
+    with Team(kernel, 2) as team:
+        assert team.each(lambda link, r: send(link, x, 1) if r == 0 else receive(link, x[:10], 0)) == [-WRONG_LENGTH] * 2
+        assert team.links[0].status()[:2] == (WRONG_LENGTH, 0)
+
+
+@both_kernels
+def test_a_message_that_nobody_sends_times_out(kernel):
+    x = np.zeros(4, np.uint8)
+    with Team(kernel, 2) as team:
+        begin = time.monotonic()
+        assert receive(team.links[0], x, 1, timeout=0.2) == -TIMED_OUT
+        assert 0.2 <= time.monotonic() - begin < 1.5
+        assert team.links[0].status()[:2] == (TIMED_OUT, 1)
+
+
+@both_kernels
+def test_a_wait_for_a_posted_message_may_end_before_it_and_leaves_the_group_whole(kernel):
+    x = np.zeros(4, np.uint8)
+    with Team(kernel, 2) as team:
+        handle = team.links[0].post(0, at(x), 4, 1, 0)
+        assert team.links[0].settle(handle, 0.1) == -TIMED_OUT and not team.links[0].settled(handle)
+        assert team.links[0].status()[:2] == (FINE, -1)
+        assert send(team.links[1], x + 3, 0) == 0
+        assert team.links[0].settle(handle, LONG) == 1 and x.tolist() == [3] * 4
+
+
+@both_kernels
+def test_collectives_and_messages_do_not_disturb_each_other(kernel):
+    def body(link, r):
+        rings = np.zeros(1000, np.int32)
+        for i in range(20):
+            x = numbers_of(r + i, 1000)
+            ticket, handle = submit(link, ALL_REDUCE, x, x, x.nbytes), link.post(0, at(rings), 4000, (r - 1) % 3, i)
+            assert send(link, numbers_of(100 * r + i, 1000), (r + 1) % 3, tag=i) == (r + 1) % 3
+            assert link.settle(handle, LONG) == (r - 1) % 3 and link.wait(ticket, LONG) == FINE
+            link.drop(handle)
+            assert np.array_equal(rings, numbers_of(100 * ((r - 1) % 3) + i, 1000))
+            assert np.array_equal(x, sum(numbers_of(other + i, 1000) for other in range(3)))
+        return True
+
+    with Team(kernel, 3) as team:
+        assert all(team.each(body))
+
+
+# ------------------------------------------------------------------ the Python kernel alone
+
+
+def test_other_processors_need_the_compiled_kernel(monkeypatch):
+    monkeypatch.setattr(fallback_peers.platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match="aarch64; install a C compiler"):
+        fallback.segment_size(2)
+
+
+def test_no_thread_is_left_when_a_rank_has_left():
+    with Team(fallback, 2) as team:
+        x = np.zeros(4, np.uint8)
+        submit(team.links[0], ALL_GATHER, x[:2], x, 2)
+        team.links[0].post(0, at(x), 4, 1, 0)
+        assert {"rankloom-calls", "rankloom-messages"} <= {thread.name for thread in threading.enumerate()}
+    assert not {thread.name for thread in threading.enumerate()} & {"rankloom-calls", "rankloom-messages"}
+
+
+def test_a_rank_that_is_forgotten_leaves():
+    """Though threads of its own were at work for it."""
+    with Team(fallback, 2) as team:
+        x = np.zeros(4, np.uint8)
+        assert submit(team.links[0], BARRIER, x, x, 0) == 1 and run(team.links[1], BARRIER, number=I32) == FINE
+        assert team.links[0].wait(1, LONG) == FINE
+        team.links[0].post(0, at(x), 4, 1, 0)
+        del team.links[0]
+        assert run(team.links[1], BARRIER) == LEFT
+
+
+def peers_of_two() -> tuple[list[fallback_peers.Peers], mmap.mmap]:
+    memory = mmap.mmap(-1, fallback.segment_size(2))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return [fallback_peers.Peers(address, rank, 2, 0) for rank in range(2)], memory
+
+
+def test_what_a_rank_did_before_it_went_counts():
+    """It does its part, then leaves, both after the other's last look at the one and before its look at the other."""
+    (mine, other), _memory = peers_of_two()
+    came: list[int] = []
+
+    def needed() -> list[int]:
+        came.append(1)
+        other.memory.left[1] = 1
+        return [1]
+
+    assert mine.wait_until(lambda: bool(came), needed, time.monotonic() + LONG) == FINE
+    assert came and mine.verdict() == (FINE, -1)
+
+
+def test_the_first_reason_is_everyone_s_reason():
+    """Also when two ranks break the group at once, so that neither has seen the other's."""
+    peers, memory = peers_of_two()
+    assert peers[1].break_group(1, ABORTED) == ABORTED
+    assert peers[0].break_group(1, LOST) == ABORTED
+    peers[0].memory.broken[0] = time.monotonic_ns(), 16 * 1 + LOST
+    assert [peer.verdict() for peer in peers] == [(ABORTED, 1)] * 2 and len(memory)
