@@ -45,6 +45,7 @@ def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
     """Sum `x` over the group, in place: inside each node, between nodes, and back. Every rank ends with the same bits.
 
     x:       any shape of n elements, contiguous, the same on each of p ranks
+    nodes:   the ranks of each node; the same on each rank
     inside:  a reduce-scatter and an all-gather; not used where nodes differ in size
     between: the all-reduce between nodes: `between(slice, group) -> slice`, in place; slices are in fp32 where x is narrower
     sent:    inside 2(s-1) messages, 2n(s-1)/s elements per rank, with s ranks in a node; between 2(m-1) messages and
@@ -74,9 +75,10 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     """Deal equal shares of the rows of `x` out, one message for each pair of nodes.
 
     x:      [p*n, ...] on each of p ranks -> [p*n, ...]: what all dealt to this rank, in rank order
-    sent:   inside a node 2(s-1) messages with s ranks in it; between nodes one each way for each pair, spread over the ranks of
-            a node: at least (m-1)/s of s*s*n rows for each rank, with m nodes
-    steps:  2(s-1) + (m-1)/s, rounded up
+    nodes:  the ranks of each node; the same on each rank
+    sent:   inside a node 2(s-1) messages from each of its s ranks; between m nodes one each way for each pair, of s*s*n rows,
+            spread over the ranks of a node
+    steps:  2(s-1), and between nodes (m-1)/s, rounded up, or not quite twice as many where messages meet at a rank
     raises: NotContiguous; ShapeMismatch when p does not divide the rows; ConfigError when `nodes` does not name each rank once
     source: Traff & Rougier 2014, "MPI collectives and datatypes for hierarchical all-to-all communication"
     """
