@@ -183,7 +183,8 @@ def times_table(found: Findings) -> Table:
 
 def winners_table(found: Findings) -> Table:
     """A row for each size: who is fastest, at which bandwidths (GB/s), why, who comes next, and who is fastest by the fit."""
-    right, left = ["size", "algbw", "busbw"], ["fastest", "because", "next", "auto takes"]
+    chosen = "auto takes" if found.collective == "all_reduce" else "by the fit"
+    right, left = ["size", "algbw", "busbw"], ["fastest", "because", "next", chosen]
     table = _table([right[0], left[0], *right[1:], *left[1:]], left)
     for at in found.sizes:
         rates = [f"{rate:.3g}" for rate in (bandwidth(at.winner), bus_bandwidth(at.winner))]

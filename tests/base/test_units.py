@@ -38,7 +38,10 @@ def test_several_sizes_are_listed_or_a_range():
         parse_sizes("1M,")
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [(1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (65536, "64 KiB"), (1 << 30, "1 GiB")])
+@pytest.mark.parametrize(("nbytes", "text"), [
+    (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (65536, "64 KiB"), (1 << 30, "1 GiB"), (123456, "121 KiB"),
+    (1000 << 10, "1000 KiB"), (1023 << 10, "1023 KiB"), ((1 << 20) - 4, "1 MiB"),
+])
 def test_bytes_are_shown_in_powers_of_1024(nbytes, text):
     assert show_bytes(nbytes) == text
 

@@ -35,8 +35,8 @@ def show_bytes(nbytes: float) -> str:
     ('4 KiB', '1.5 MiB', '100 B')
     """
     for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
+        if nbytes >= 0.9995 * size:
+            return f"{nbytes / size:.{3 if nbytes < 999.5 * size else 4}g} {unit}"
     return f"{nbytes:.0f} B"
 
 
