@@ -96,3 +96,23 @@ def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
     started = [start("0"), start("1")]
     said = [process.communicate(timeout=60)[0].strip() for process in started]
     assert said == ["0 2 0 2 3", "1 2 1 2 3"]
+
+
+TWICE = """
+import torch
+import rankloom as rl
+sums = []
+for backend in ("rankloom", "rankloom", "gloo"):
+    world = rl.init(timeout=20, device="cpu", backend=backend)
+    sums.append(world.all_reduce(torch.ones(1)).item())
+    world.close()
+print(world.rank, sums, flush=True)
+"""
+
+
+def test_a_world_can_be_closed_and_built_again_in_the_same_processes(tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+               "127.0.0.1:0", "twice.py"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False)
+    assert {"0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"} <= set(done.stdout.splitlines()), done.stdout

@@ -1,5 +1,6 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -11,7 +12,9 @@ from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World
 from rankloom.world.group import seconds
-from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught
+from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught, restarts
+
+_worlds_built = itertools.count()   # by this process; its peers have built as many
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
@@ -41,7 +44,10 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:
-    """The store in which all ranks of this job meet, under a prefix of its own."""
+    """The store in which all ranks of this job meet, under a prefix of its own for every world that they build together.
+
+    Without it a rebuilt group would read the addresses of the one before.
+    """
     address = meeting_point(place)
     try:
         meeting = dist.rendezvous("env://", place.rank, place.size, timeout=seconds(timeout))
@@ -50,4 +56,4 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {address} "
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(seconds(timeout))
-    return dist.PrefixStore("rankloom", store)
+    return dist.PrefixStore(f"rankloom/{restarts()}/{next(_worlds_built)}", store)

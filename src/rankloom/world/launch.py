@@ -25,6 +25,16 @@ def debug_mode() -> bool:
     return os.environ.get("RANKLOOM_DEBUG", "0") not in ("", "0")
 
 
+def restarts() -> int:
+    """How often torchrun has started this job again; its store still holds what the ranks of before wrote."""
+    return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
+
+
+def chosen_interface() -> str | None:
+    """The (first) network interface that GLOO_SOCKET_IFNAME chooses for traffic between hosts; torch reads the same variable."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
+
+
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
