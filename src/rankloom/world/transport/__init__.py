@@ -1,8 +1,10 @@
 """The torch backend "rankloom": ranks of one host exchange tensors through memory that all of them map.
 
     _shared.c         the collectives and messages themselves, on pointers
+    fallback.py       the same in Python, for where there is no compiler, and to read; with fallback_peers.py and fallback_messages.py
     meet.py           who shares a host; the segment of memory they share; nothing of it has a name
     channel.py        one rank's end: calls, background calls, and what went wrong in words
+    buffers.py        memory that all ranks map, to reduce in place
     operands.py       any tensor -> contiguous bytes and a number type, and back
     process_group.py  all of torch's ProcessGroup on a channel
     backend.py        the registration with torch

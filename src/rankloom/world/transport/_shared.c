@@ -59,8 +59,9 @@ enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTER
 
 typedef struct {
     uint32_t kind, dtype, op, root;
-    uint32_t region, pad;           /* of the input; 0: private memory */
+    uint32_t region, pad;           /* of the input, 1 to 63; 0: private memory */
     uint64_t offset;                /* of the input in its region */
+    uint64_t known;                 /* a bit for each region that this rank maps */
     uint64_t nbytes;                /* of one lane; the same on all ranks where values are combined or copied to all */
     uint64_t longest;               /* of this rank's lanes */
 } Descriptor;
@@ -68,7 +69,7 @@ typedef struct {
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t epoch, sleepers;
     _Alignas(LINE) _Atomic uint32_t arrivals;
-    _Alignas(LINE) _Atomic uint32_t broken, why;   /* broken: 1 + the rank that is to blame */
+    _Alignas(LINE) _Atomic uint32_t broken;   /* why << 16 | the rank that is to blame; 0: whole */
     uint32_t ranks, ring_bytes;
 } Control;
 
@@ -214,8 +215,7 @@ static void ring_bell(Rank *r)
 static int break_group(Link *l, int blamed, int why)
 {
     uint32_t whole = 0;
-    if (atomic_compare_exchange_strong(&control(l)->broken, &whole, (uint32_t)blamed + 1))
-        atomic_store(&control(l)->why, (uint32_t)why);
+    atomic_compare_exchange_strong(&control(l)->broken, &whole, (uint32_t)why << 16 | (uint32_t)blamed);
     for (int r = 0; r < l->ranks; r++) {
         atomic_fetch_add(&rank_of(l, r)->bell, 1);
         futex_wake(&rank_of(l, r)->bell);
@@ -224,15 +224,7 @@ static int break_group(Link *l, int blamed, int why)
     return why;
 }
 
-static int why_broken(Link *l)
-{
-    if (!atomic_load(&control(l)->broken))
-        return FINE;
-    uint32_t why;
-    while (!(why = atomic_load(&control(l)->why)))   /* its writer is between two stores */
-        RELAX();
-    return (int)why;
-}
+static int why_broken(Link *l) { return (int)(atomic_load(&control(l)->broken) >> 16); }
 
 /* The state letter of a process and when it started, from /proc; 0 where there is none of that number. */
 static char process_state(int64_t pid, int64_t *started)
@@ -542,18 +534,36 @@ static uint64_t longest_lane(Plan *plan)
     return longest;
 }
 
-static void find_region(Link *l, const Op *op, Descriptor *d)
+static int overlap(const char *a, const char *b, uint64_t n) { return a < b + n && b < a + n; }
+
+/* Whether others may read the input where it lies: it is worth it, nothing is written to it, its lanes lie end to end. */
+static int may_stay(Link *l, const Op *op, const Plan *plan)
+{
+    if (op->kind == ALL_REDUCE)
+        return op->nbytes > TINY && op->in == op->out;
+    if (op->kind == ALL_TO_ALL && !op->table && overlap(op->in, op->out, op->nbytes * l->ranks))
+        return 0;
+    for (int d = 0; op->table && d + 1 < plan->lanes; d++)
+        if (plan->in_at[d + 1] != plan->in_at[d] + plan->in_len[d])
+            return 0;
+    return op->table ? plan->in_at[0] == 0 : op->nbytes > TINY;
+}
+
+static void find_region(Link *l, const Op *op, const Plan *plan, Descriptor *d)
 {
     d->region = 0;
-    if (op->nbytes <= TINY && !op->table)
-        return;
+    d->known = 0;
+    int stays = may_stay(l, op, plan);
+    pthread_mutex_lock(&l->lock);
     for (int i = 0; i < l->region_count; i++) {
         const char *mine = l->regions[i].base + l->rank * l->regions[i].stride;
-        if (op->in >= mine && op->in < mine + l->regions[i].stride) {
+        d->known |= 1ull << l->regions[i].id;
+        if (stays && op->in >= mine && op->in < mine + l->regions[i].stride) {
             d->region = l->regions[i].id;
             d->offset = (uint64_t)(op->in - mine);
         }
     }
+    pthread_mutex_unlock(&l->lock);
 }
 
 /* Tell the others what this rank is about to do, for the next meeting. */
@@ -564,7 +574,7 @@ static Descriptor *post(Link *l, const Op *op, Plan *plan)
     d->kind = op->kind, d->dtype = op->dtype, d->op = op->op, d->root = op->root;
     d->nbytes = op->nbytes;
     d->longest = longest_lane(plan);
-    find_region(l, op, d);
+    find_region(l, op, plan, d);
     memcpy(lens_of(l, l->rank, turn), plan->in_len, plan->lanes * sizeof(uint64_t));
     if (has_own_lengths(op->kind))
         memcpy(expected_by(l, l->rank, turn), plan->out_len, l->ranks * sizeof(uint64_t));
@@ -612,6 +622,17 @@ static void stage(Link *l, const Op *op, Plan *plan, uint64_t window)
             memcpy(slot + d * c, op->in + plan->in_at[d] + from, part(plan->in_len[d], from, c));
 }
 
+static const char *part_of_region(Link *l, uint32_t id, int r)
+{
+    const char *found = NULL;
+    pthread_mutex_lock(&l->lock);   /* the list may grow in another thread; what is in use is not dropped */
+    for (int i = 0; i < l->region_count; i++)
+        if (l->regions[i].id == id)
+            found = l->regions[i].base + r * l->regions[i].stride;
+    pthread_mutex_unlock(&l->lock);
+    return found;
+}
+
 /* Where this rank finds what `r` has for it: its own input, a region, or `r`'s slot of the last meeting. */
 static const char *source_of(Link *l, const Op *op, Plan *plan, int r, const Descriptor *direct)
 {
@@ -620,14 +641,10 @@ static const char *source_of(Link *l, const Op *op, Plan *plan, int r, const Des
         return op->in + plan->in_at[lane];
     if (!direct)
         return slot_of(l, r, l->meetings & 1) + lane * lane_window(l, plan->lanes);
-    for (int i = 0; i < l->region_count; i++)
-        if (l->regions[i].id == direct->region) {
-            uint64_t before = 0;   /* lanes of another rank may be of other lengths than ours */
-            for (int d = 0; d < lane; d++)
-                before += lens_of(l, r, l->meetings & 1)[d];
-            return l->regions[i].base + r * l->regions[i].stride + direct->offset + before;
-        }
-    return NULL;
+    uint64_t before = 0;   /* lanes of another rank may be of other lengths than ours */
+    for (int d = 0; d < lane; d++)
+        before += lens_of(l, r, l->meetings & 1)[d];
+    return part_of_region(l, direct->region, r) + direct->offset + before;
 }
 
 /* Take bytes [from, from + most) of every lane that is for this rank. */
@@ -715,15 +732,19 @@ static int run(Link *l, const Op *op, Wait *w)
     if ((why = rendezvous(l, w)) || (why = compare_calls(l, &plan)) || op->kind == BARRIER)
         return why;
     const Descriptor *said[MAX_RANKS];
-    uint64_t longest = 0;
+    uint64_t longest = 0, used = 0, known = ~0ull;
     int regions = 0, sources = 0;
     for (int r = 0; r < l->ranks; r++) {
         said[r] = &rank_of(l, r)->said[l->meetings & 1];
         longest = said[r]->longest > longest ? said[r]->longest : longest;
-        sources += publishes(op->kind, op->root, r);
-        regions += publishes(op->kind, op->root, r) && said[r]->region;
+        known &= said[r]->known;
+        if (publishes(op->kind, op->root, r)) {
+            sources++;
+            regions += said[r]->region != 0;
+            used |= 1ull << said[r]->region;
+        }
     }
-    if (regions < sources)
+    if (regions < sources || used & ~known)   /* someone's input is private, or someone has given that memory back */
         return plan.in_shares ? all_reduce_in_shares(l, op, &plan, regions > 0, w)
                               : take_staged(l, op, &plan, longest, regions > 0, w);
     if (op->kind == ALL_REDUCE)
@@ -816,7 +837,7 @@ static uint64_t enqueue(Link *l, Op *op)
 static void nap_on(pthread_cond_t *cond, pthread_mutex_t *lock, double seconds)
 {
     struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
+    clock_gettime(CLOCK_MONOTONIC, &t);
     int64_t ns = t.tv_nsec + (int64_t)(seconds * 1e9);
     t.tv_sec += ns / 1000000000;
     t.tv_nsec = ns % 1000000000;
@@ -844,7 +865,7 @@ static int await(Link *l, uint64_t ticket, Wait *w)
     }
     int failed = l->failed && l->failed <= ticket, left = atomic_load(&l->finished) < ticket;
     pthread_mutex_unlock(&l->lock);
-    return why ? why : failed ? why_broken(l) : left ? LEFT : FINE;
+    return why ? why : failed ? (why_broken(l) ? why_broken(l) : LEFT) : left ? LEFT : FINE;
 }
 
 /* ------------------------------------------------------------------ messages between two ranks */
@@ -1165,8 +1186,12 @@ static int read_lengths(Link *l, Op *op, PyObject *lengths)
     }
     char *rows;
     Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(lengths, &rows, &size) || size != (Py_ssize_t)(4 * l->ranks * sizeof(uint64_t)))
+    if (PyBytes_AsStringAndSize(lengths, &rows, &size))
         return 0;
+    if (size != (Py_ssize_t)(4 * l->ranks * sizeof(uint64_t))) {
+        PyErr_Format(PyExc_ValueError, "a table of %zd bytes, expected four rows of %d numbers", size, l->ranks);
+        return 0;
+    }
     op->table = memcpy(malloc(size), rows, size);
     return 1;
 }
@@ -1219,8 +1244,11 @@ static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
     CHECKED(2);
     USABLE(l);
     uint64_t ticket = PyLong_AsUnsignedLongLong(args[0]);
+    double seconds = SECONDS(1);
+    if (PyErr_Occurred())
+        return NULL;
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + SECONDS(1), l->spin_us, 1};
+    Wait w = {&state, now() + seconds, l->spin_us, 1};
     int why = await(l, ticket, &w);
     PyEval_RestoreThread(state);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
@@ -1277,8 +1305,11 @@ static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
     if (is_forked(l))
         return PyLong_FromLong(-FORKED);
     Message *m = PyLong_AsVoidPtr(args[0]);
+    double seconds = SECONDS(1);
+    if (PyErr_Occurred())
+        return NULL;
     PyThreadState *state = PyEval_SaveThread();
-    Wait w = {&state, now() + SECONDS(1), l->spin_us, 1};
+    Wait w = {&state, now() + seconds, l->spin_us, 1};
     int why = deliver(l, m, &w);
     PyEval_RestoreThread(state);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m->peer);
@@ -1305,7 +1336,7 @@ static PyObject *link_drop(Link *l, PyObject *handle)
     Py_RETURN_NONE;
 }
 
-/* add_region(id, address, stride): rank r's part begins at address + r * stride. */
+/* add_region(id, address, stride): rank r's part begins at address + r * stride. id: 1 to 63, the same on all ranks. */
 static PyObject *link_add_region(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(3);
@@ -1317,15 +1348,19 @@ static PyObject *link_add_region(Link *l, PyObject *const *args, Py_ssize_t n)
     Py_RETURN_NONE;
 }
 
+/* drop_region(id) -> whether it is forgotten; not while a collective may be reading it. */
 static PyObject *link_drop_region(Link *l, PyObject *id)
 {
     uint32_t gone = (uint32_t)PyLong_AsUnsignedLong(id);
+    if (is_forked(l))
+        Py_RETURN_TRUE;
     pthread_mutex_lock(&l->lock);
-    for (int i = 0; i < l->region_count; i++)
+    int idle = !l->running && !l->first;
+    for (int i = 0; idle && i < l->region_count; i++)
         if (l->regions[i].id == gone)
             l->regions[i--] = l->regions[--l->region_count];
     pthread_mutex_unlock(&l->lock);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(idle);
 }
 
 /* break_off(rank, why): end every wait of every rank. */
@@ -1374,7 +1409,8 @@ static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
         PyList_SetItem(arrived, r, PyLong_FromUnsignedLong(atomic_load(&rank_of(l, r)->arrived)));
         PyList_SetItem(states, r, PyUnicode_FromFormat("%c", is_dead(rank_of(l, r)) ? 'X' : state));
     }
-    return Py_BuildValue("(iiNN)", (int)atomic_load(&control(l)->why), (int)atomic_load(&control(l)->broken) - 1, arrived, states);
+    uint32_t broken = atomic_load(&control(l)->broken);
+    return Py_BuildValue("(iiNN)", (int)(broken >> 16), broken ? (int)(broken & 0xffff) : -1, arrived, states);
 }
 
 /* calls() -> what each rank said at its last meeting: [(kind, dtype, op, root, nbytes)] */
@@ -1396,6 +1432,8 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "KiiiiK", &base, &rank, &ranks, &spin_us, &yields, &window))
         return NULL;
+    if (ranks < 1 || ranks > MAX_RANKS)
+        return PyErr_Format(PyExc_ValueError, "%d ranks on one host, expected 1 to %d", ranks, MAX_RANKS);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Link *l = (Link *)allocate(type, 0);
     if (!l)
@@ -1406,8 +1444,11 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     l->incoming = calloc(ranks, sizeof(Incoming));
     pthread_mutex_init(&l->lock, NULL);
     pthread_mutex_init(&l->post, NULL);
-    pthread_cond_init(&l->changed, NULL);
-    pthread_cond_init(&l->posted, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&l->changed, &monotonic);
+    pthread_cond_init(&l->posted, &monotonic);
     Rank *me = rank_of(l, rank);
     process_state(getpid(), &me->started);
     atomic_store(&me->pid, getpid());   /* last: whoever sees it compares the other */

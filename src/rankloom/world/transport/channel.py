@@ -2,9 +2,10 @@
 
 A call names a kind, a number type, an operation, a root, two addresses and lengths: one number of bytes, or a table of
 four rows (where and how long in the input, where and how long in the output, for each rank).
-The kernel behind it is _shared.c.
+The kernel behind it is _shared.c, or fallback.py where there was no compiler; all ranks of a group use the same.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -13,13 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost, ShapeMismatch
-from rankloom.world.transport.meet import PAGE, Mapping, available_memory, create_memory, map_together, open_memory
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost
+from rankloom.world.transport import fallback
+from rankloom.world.transport.meet import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM
 
-kernel: Any = import_module("rankloom.world.transport._shared")
+KERNELS: dict[str, Any] = {}   # the best first
+with contextlib.suppress(ImportError):   # no compiler when this was installed
+    KERNELS["C"] = import_module("rankloom.world.transport._shared")
+KERNELS["Python"] = fallback
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier")
 ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
@@ -41,10 +45,10 @@ class Channel:
                  ranks: Sequence[int] | None = None, name: str = "world"):
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
-        self._regions, self.closed = 0, False
-        self._memory = map_together(store, neighbours, neighbours[rank], kernel.segment_size(size), timeout)
+        self.closed = False
+        self._memory, kernel = map_together(store, neighbours, neighbours[rank], KERNELS, timeout)
         crowded = size > len(os.sched_getaffinity(0))
-        self.link = kernel.Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
+        self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
         self.call(BARRIER)   # the others' process numbers are there from here on
 
@@ -53,39 +57,6 @@ class Channel:
         why = self.link.run(kind, BYTES, SUM, 0, source, target, lengths, self.timeout)
         if why:
             raise self.explain(why, KINDS[kind])
-
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros that all ranks of the group map, each its own; every rank must call this alike.
-
-        Collectives read and write such tensors where they lie. The memory is given back when the tensor is gone.
-        raises: MemoryError on all ranks when there is not that much, ShapeMismatch when they ask for different sizes
-        """
-        numel = int(torch.Size(shape).numel())
-        stride = max(1, -(-numel * dtype.itemsize // PAGE)) * PAGE
-        mapping = self._map_region(stride)
-        self._regions += 1
-        self.link.add_region(self._regions, mapping.address, stride)
-        mapping.on_end = _Forget(self.link, self._regions)
-        if not numel:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=self.rank * stride).view(shape)
-
-    def _map_region(self, stride: int) -> Mapping:
-        """One piece of memory with `stride` bytes for each rank."""
-        nbytes = stride * self.size
-        asked = self.gather_json([stride, available_memory()])
-        if len({asks for asks, _ in asked}) > 1:
-            raise ShapeMismatch(f"{self.where('buffer')}: ranks ask for different sizes, in bytes: {[asks for asks, _ in asked]}")
-        if nbytes > min(free for _, free in asked):
-            raise MemoryError(f"{self.where('buffer')}: {nbytes:,} bytes of shared memory were asked for ({self.size} ranks x "
-                              f"{stride:,}), {min(free for _, free in asked):,} are free on this host")
-        descriptor = create_memory(nbytes) if self.rank == 0 else -1
-        pid, number = self.gather_json([os.getpid(), descriptor])[0]
-        mine = descriptor if self.rank == 0 else open_memory(pid, number, nbytes)
-        mapping = Mapping(mine, nbytes)
-        self.call(BARRIER)   # only now may the first rank close what the others open
-        os.close(mine)
-        return mapping
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's short `value`, in rank order."""
@@ -157,13 +128,3 @@ class Channel:
             size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
             rows.append(f"  rank {self.ranks[rank]}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
         return "\n".join(rows)
-
-
-class _Forget:
-    """Takes a region out of the kernel's list when its memory goes."""
-
-    def __init__(self, link: Any, region: int):
-        self.link, self.region = link, region
-
-    def __call__(self) -> None:
-        self.link.drop_region(self.region)

@@ -96,8 +96,9 @@ class Link:
     def add_region(self, region: int, address: int, stride: int) -> None:
         """Memory that all ranks map. Here inputs are always staged, wherever they lie."""
 
-    def drop_region(self, region: int) -> None:
-        """See `add_region`."""
+    def drop_region(self, region: int) -> bool:
+        """See `add_region`. Whether it is forgotten."""
+        return True
 
     def break_off(self, rank: int, why: int) -> None:
         """End every wait of every rank."""

@@ -10,9 +10,10 @@ import datetime
 import json
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -111,27 +112,31 @@ def open_memory(pid: int, descriptor: int, nbytes: int) -> int:
 class Mapping(mmap.mmap):
     """Shared memory in this process; `address` is where. Unmapped when nothing refers to it any more."""
 
-    on_end: Callable[[], object] | None = None
-
     @property
     def address(self) -> int:
         """Where its first byte lies in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
-    def __del__(self) -> None:
-        if self.on_end:
-            self.on_end()
 
+def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, str]:
+    """Map the same new memory in all ranks of `neighbours`; the first of them creates it, and says which kernel all use.
 
-def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, nbytes: int, timeout: float) -> Mapping:
-    """Map the same new memory in all ranks of `neighbours`; the first of them creates it."""
+    kernels: those that this process has; the first of the leader's is taken
+    raises:  ConfigError where this process lacks it; RankLost
+    """
     leader = neighbours[0]
     if rank == leader:
+        kernel = next(iter(kernels))
+        nbytes = kernels[kernel].segment_size(len(neighbours))
         descriptor = create_memory(nbytes)
-        store.set(f"memory/{leader}", json.dumps([os.getpid(), descriptor]))
+        store.set(f"memory/{leader}", json.dumps([os.getpid(), descriptor, kernel]))
     else:
         wait_for(store, {f"memory/{leader}": leader}, rank, timeout)
-        pid, number = json.loads(store.get(f"memory/{leader}"))
+        pid, number, kernel = json.loads(store.get(f"memory/{leader}"))
+        if kernel not in kernels:
+            raise ConfigError(f"rank {rank}: rank {leader} uses the part of rankloom written in {kernel}, which this installation lacks; "
+                              "install both alike (a C compiler must be there)")
+        nbytes = kernels[kernel].segment_size(len(neighbours))
         descriptor = open_memory(pid, number, nbytes)
     mapping = Mapping(descriptor, nbytes)
     if rank != leader:
@@ -140,4 +145,4 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, nbytes
     wait_for(store, {f"mapped/{other}": other for other in neighbours}, rank, timeout)
     if rank == leader:
         os.close(descriptor)
-    return mapping
+    return mapping, kernel

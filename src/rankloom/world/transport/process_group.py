@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
+from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.channel import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,6 +31,8 @@ from rankloom.world.transport.channel import (
     SCATTER,
     Channel,
 )
+from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
+from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, dense, dense_output, number_of
 from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work, last_of
 
@@ -42,10 +45,10 @@ Call = tuple[int, int, int, int, int, int, Lengths]
 class SharedMemoryGroup(dist.ProcessGroup):
     """The ranks of one host as a torch process group."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel):
+    def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
-        self._herald = Herald()
+        self._herald, self._buffers = Herald(), buffers
         self._in_flight: list[Pending] = []   # works whose caller may have dropped them
         self._name = self._description = ""
 
@@ -87,7 +90,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor that all ranks map: collectives read and write it where it lies. Every rank must ask alike."""
-        return self.channel.buffer(shape, dtype)
+        return self._buffers.new(shape, dtype)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks, from now on."""
@@ -375,14 +378,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None,
-          name: str = "world") -> SharedMemoryGroup:
-    """A group of ranks that all are on this host, and meet in `store`.
+          name: str = "world", host: str | None = None) -> SharedMemoryGroup:
+    """A group of ranks that meet in `store`: in shared memory, and over TCP where they are on several hosts.
 
     ranks:  their numbers in the world, for messages
+    host:   where this rank pretends to be; left out, where it is
     raises: RankLost when the others do not come within `timeout` seconds
     """
+    neighbours = find_neighbours(store, rank, size, timeout, host=host)
+    if len(neighbours.nodes) > 1:
+        spread = HostsChannel(store, neighbours, timeout=timeout, ranks=ranks, name=name)
+        return SharedMemoryGroup(store, rank, size, spread, HostsBuffers(spread))
     channel = Channel(store, rank, size, neighbours=range(size), timeout=timeout, ranks=ranks, name=name)
-    return SharedMemoryGroup(store, rank, size, channel)
+    return SharedMemoryGroup(store, rank, size, channel, Buffers(channel))
 
 
 def _only(items: Sequence[Any], label: str) -> Any:

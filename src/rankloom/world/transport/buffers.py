@@ -1,0 +1,86 @@
+"""Memory that all ranks of a group map: tensors that collectives read and write where they lie.
+
+A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. Every rank tells in each call which pieces
+it still maps, so one that has given a piece back is never read through it. A piece that a call may be reading is given back later.
+"""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport.channel import BARRIER, Channel
+from rankloom.world.transport.meet import PAGE, Mapping, available_memory, create_memory, open_memory
+
+NUMBERS = range(1, 64)
+
+
+class Buffers:
+    """The shared pieces of one group, as one rank sees them."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._pieces: dict[int, Mapping] = {}
+        self._given_back: list[int] = []   # by their tensors, but not by the kernel yet
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros that all ranks of the group map, each its own; every rank must call this alike.
+
+        The memory is given back when the tensor is gone.
+        raises: MemoryError on all ranks when there is not that much, ShapeMismatch when they ask for different sizes
+        """
+        numel = torch.Size(shape).numel()
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        self._sweep()
+        stride = -(-numel * dtype.itemsize // PAGE) * PAGE
+        free = self._agree(stride)
+        mapping = self._map(stride * self._channel.size)
+        part = (ctypes.c_char * stride).from_buffer(mapping, self._channel.rank * stride)
+        if free:
+            self._pieces[free] = mapping
+            self._channel.link.add_region(free, mapping.address, stride)
+            weakref.finalize(part, _give_back, weakref.ref(self), free).atexit = False
+        return torch.frombuffer(part, dtype=dtype, count=numel).view(shape)
+
+    def _agree(self, stride: int) -> int:
+        """The first number that is free on all ranks, or 0: then the piece is only memory, staged like any other."""
+        channel = self._channel
+        asked = channel.gather_json([stride, available_memory(), list(self._pieces)])
+        strides, memory = [asks for asks, _, _ in asked], min(free for _, free, _ in asked)
+        if len(set(strides)) > 1:
+            raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {strides}")
+        if stride * channel.size > memory:
+            raise MemoryError(f"{channel.where('buffer')}: {stride * channel.size:,} bytes of shared memory were asked for "
+                              f"({channel.size} ranks x {stride:,}), {memory:,} are free on this host")
+        taken = {number for _, _, numbers in asked for number in numbers}
+        return next((number for number in NUMBERS if number not in taken), 0)
+
+    def _map(self, nbytes: int) -> Mapping:
+        channel = self._channel
+        descriptor = create_memory(nbytes) if channel.rank == 0 else -1
+        pid, number = channel.gather_json([os.getpid(), descriptor])[0]
+        mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)
+        mapping = Mapping(mine, nbytes)
+        channel.call(BARRIER)   # only now may the first rank close what the others open
+        os.close(mine)
+        return mapping
+
+    def _sweep(self) -> None:
+        """Unmap what was given back, as far as no call may be reading it."""
+        waiting, self._given_back = self._given_back, []
+        for number in waiting:
+            if self._channel.link.drop_region(number):
+                del self._pieces[number]
+            else:
+                self._given_back.append(number)
+
+
+def _give_back(buffers: "weakref.ref[Buffers]", number: int) -> None:
+    if owner := buffers():
+        owner._given_back.append(number)
+        owner._sweep()
