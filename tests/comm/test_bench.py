@@ -171,6 +171,11 @@ def test_quick_calls_are_repeated_in_a_turn_and_slow_ones_have_fewer_turns(monke
     assert counts["quick"] > bench.WARM_UP + 1 + 5 * turns[0]
 
 
+def test_a_time_is_that_of_one_call_however_many_a_turn_has():
+    (seconds,) = rl.simulate(1, lambda world: take_turns([lambda: time.sleep(0.0005)], 9, world, lambda part: None))[0]
+    assert 0.0005 <= min(seconds) < 0.002, "six calls in a turn take more than 3 ms"
+
+
 # ------------------------------------------------------------------ plans
 
 

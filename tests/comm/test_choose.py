@@ -139,6 +139,15 @@ def test_auto_takes_another_algorithm_for_another_size_and_all_ranks_the_same(p,
         assert taken[0][0] != taken[0][1]
 
 
+def test_auto_counts_the_wider_partial_sums_of_16_bits(monkeypatch):
+    topology = Topology.even(1, 8, OURS)
+    nbytes = next(n for n in (1 << k for k in range(10, 30)) if len({decide(n, topology, wide=wide).winner.name for wide in (1, 2)}) == 2)
+    taken = []
+    monkeypatch.setattr(choose, "all_reduce_named", lambda name: taken.append(name) or (lambda x, group: x))
+    rl.simulate(8, lambda world: auto_all_reduce(torch.zeros(nbytes // 2, dtype=torch.bfloat16), world), topology=topology)
+    assert taken == [decide(nbytes, topology, wide=2).winner.name] * 8
+
+
 def test_in_two_levels_any_all_reduce_goes_between_nodes_and_only_there():
     def body(world):
         sizes = []
