@@ -1,0 +1,96 @@
+"""One collective as a value: what it reads and what it writes, as bytes where they lie.
+
+The compiled kernel is told addresses and lengths. Here they become arrays, one lane for each rank where lanes differ, which
+can be cut, sent and handed on to another kernel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from rankloom.world.transport.channel import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from rankloom.world.transport.fallback_peers import memory_at
+from rankloom.world.transport.operands import NUMBERS
+
+EMPTY = np.empty(0, np.uint8)
+DTYPES = list(NUMBERS)
+OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # what one rank has for another is their own affair
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as one rank sees it.
+
+    said:    kind, number type, operation, root, and the bytes that all must agree on (0: lengths differ by design)
+    inputs:  one lane for each rank, or one for all; none where this rank has nothing to say
+    outputs: one lane for each rank from which something comes, or one; none where this rank gets nothing
+    """
+
+    said: tuple[int, int, int, int, int]
+    inputs: Sequence[np.ndarray]
+    outputs: Sequence[np.ndarray]
+    timeout: float
+
+    @property
+    def kind(self) -> int:
+        """Which collective it is."""
+        return self.said[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is counted."""
+        return DTYPES[self.said[1]]
+
+    @property
+    def op(self) -> int:
+        """How values are combined."""
+        return self.said[2]
+
+    @property
+    def root(self) -> int:
+        """The rank from which, or to which."""
+        return self.said[3]
+
+
+def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
+    """The call of a rank from what a kernel is told: kind, number, op and root; where to read and to write; lengths."""
+    kind, number, op, root = said
+    in_lanes = {BROADCAST: int(rank == root), SCATTER: size * (rank == root), REDUCE_SCATTER: size, ALL_TO_ALL: size}.get(kind, 1)
+    is_heard = rank == root if kind in (REDUCE, GATHER) else not (kind == BROADCAST and rank == root)
+    out_lanes = (size if kind in (ALL_GATHER, GATHER, ALL_TO_ALL) else 1) * is_heard
+    if isinstance(lengths, bytes):
+        in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, size).tolist()
+    else:
+        in_at = out_at = [lane * lengths for lane in range(size)]
+        in_len = out_len = [lengths] * size
+    inputs = [memory_at(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
+    outputs = [memory_at(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
+    nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
+    return Call((kind, number, op, root, nbytes), inputs, outputs, timeout)
+
+
+def address_of(x: np.ndarray) -> int:
+    """Where an array lies; 0 for an empty one."""
+    return x.__array_interface__["data"][0] if x.size else 0
+
+
+def cut(x: np.ndarray, parts: int, unit: int = 1) -> list[np.ndarray]:
+    """Nearly equal parts, of whole units."""
+    bounds = [x.size // unit * at // parts * unit for at in range(parts + 1)]
+    return [x[begin:end] for begin, end in pairwise(bounds)]
+
+
+def as_lanes(lanes: Sequence[np.ndarray], ranks: int) -> tuple[int, list[int], list[int]]:
+    """What a kernel is told of some lanes: an address, where each begins from there, and how long each is. One is for all ranks.
+
+    The address is that of the first where lanes lie end to end: then the kernel sees whether they lie in a shared region.
+    """
+    lanes = [*lanes] * ranks if len(lanes) == 1 else lanes or [EMPTY] * ranks
+    at, lengths = [address_of(x) for x in lanes], [x.size for x in lanes]
+    end_to_end = [at[0] + sum(lengths[:lane]) for lane in range(ranks)]
+    is_packed = len(set(at)) == 1 or all(a == b or not n for a, b, n in zip(at, end_to_end, lengths))
+    begin = at[0] if is_packed else 0
+    return begin, [a - begin if n else 0 for a, n in zip(at, lengths)], lengths

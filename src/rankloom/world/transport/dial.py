@@ -1,0 +1,78 @@
+"""Ranks of a group connect over TCP, each with each. Whoever cannot show the word that a rank left in the store is turned away."""
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+
+import torch.distributed as dist
+
+from rankloom.base.errors import RankLost
+from rankloom.world.transport.meet import wait_for
+
+HELLO = struct.Struct("<32si")   # the word of the rank that is called, and who calls
+HELLO_SECONDS = 5.0              # in which a caller must say it
+
+
+def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: float) -> dict[int, socket.socket]:
+    """A connection to every other rank of the group, by rank. Each calls those before it.
+
+    address: where the others reach this rank
+    raises:  RankLost that names whom this rank could not reach, or who did not come within `timeout` seconds
+    """
+    deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=size) as listener:
+        store.set(f"wire/{rank}", json.dumps([address, listener.getsockname()[1], word]))
+        wait_for(store, {f"wire/{other}": other for other in range(size)}, rank, timeout)
+        entries = [json.loads(store.get(f"wire/{other}")) for other in range(rank)]
+        lines = {other: _call(entry, other, rank, deadline) for other, entry in enumerate(entries)}
+        while len(lines) < size - 1:
+            lines |= _answer(listener, word, rank, [other for other in range(rank + 1, size) if other not in lines], deadline)
+    for line in lines.values():
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.setblocking(False)
+    return lines
+
+
+def _call(entry: tuple[str, int, str], other: int, rank: int, deadline: float) -> socket.socket:
+    address, port, word = entry
+    try:
+        line = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+        line.sendall(HELLO.pack(word.encode(), rank))
+    except OSError as error:
+        raise RankLost(f"rank {rank}: cannot reach rank {other} at {address}, port {port}: {error.strerror or error}. If that is not its "
+                       "address in the network of the hosts, set GLOO_SOCKET_IFNAME there to the interface that is") from error
+    return line
+
+
+def _answer(listener: socket.socket, word: str, rank: int, missing: list[int], deadline: float) -> dict[int, socket.socket]:
+    """The next caller, if it is one of those that are missing."""
+    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    try:
+        line = listener.accept()[0]
+    except OSError as error:
+        raise RankLost(f"rank {rank}: rank(s) {', '.join(map(str, missing))} did not connect in time; can they reach this host's "
+                       f"address {listener.getsockname()[0]}?") from error
+    line.settimeout(HELLO_SECONDS)
+    try:
+        said, other = HELLO.unpack(_read(line, HELLO.size))
+    except OSError:   # not one of us: a rank says its word at once
+        line.close()
+        return {}
+    if other in missing and hmac.compare_digest(said, word.encode()):
+        return {other: line}
+    line.close()
+    return {}
+
+
+def _read(line: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        piece = line.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionError("closed before it said who it is")
+        data += piece
+    return data

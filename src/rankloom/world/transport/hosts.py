@@ -1,0 +1,159 @@
+"""Groups whose ranks are on several hosts: the same channel as on one host, with another link below it.
+
+A link makes collectives and moves messages; here collectives go in two levels (levels.py), and messages over TCP
+(wire.py). It has the methods of the compiled one (_shared.c), so process_group.py and work.py know no difference.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport.address import own_address
+from rankloom.world.transport.buffers import Buffers
+from rankloom.world.transport.call import Call, read_call
+from rankloom.world.transport.channel import ABORTED, BARRIER, Channel
+from rankloom.world.transport.dial import dial_all
+from rankloom.world.transport.fallback_peers import memory_at
+from rankloom.world.transport.levels import Levels
+from rankloom.world.transport.lines import Message
+from rankloom.world.transport.meet import Neighbours
+from rankloom.world.transport.turns import Turns
+from rankloom.world.transport.wire import MESSAGE, Wire
+
+
+class HostsChannel(Channel):
+    """This rank's end of a group whose ranks are on several hosts."""
+
+    def __init__(self, store: dist.Store, neighbours: Neighbours, *, timeout: float, ranks: Sequence[int] | None = None,
+                 name: str = "world"):
+        self.rank, self.size, self.timeout, self.name = neighbours.rank, len(neighbours.hosts), timeout, name
+        self.ranks, self.closed = tuple(ranks or range(self.size)), False
+        node = neighbours.on_host_of(self.rank)
+        self.inside = Channel(dist.PrefixStore(f"host of {node[0]}", store), node.index(self.rank), len(node), timeout=timeout,
+                              neighbours=range(len(node)), ranks=[self.ranks[rank] for rank in node], name=name)
+        self.link = HostsLink(store, neighbours, self.inside, timeout)
+        self.call(BARRIER)
+
+
+class HostsBuffers(Buffers):
+    """Memory that the ranks of each host map: what is summed inside a host is read where it lies."""
+
+    def __init__(self, channel: HostsChannel):
+        super().__init__(channel)
+        self._of_host = Buffers(channel.inside)
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Buffers.new`. Errors on one host are raised on all."""
+        where, asked = self._channel.where("buffer"), self._channel.gather_json([*shape, str(dtype)])
+        if any(other != asked[0] for other in asked):
+            raise ShapeMismatch(f"{where}: ranks ask for different buffers: {asked}")
+        problem, made = "", torch.empty(0)
+        try:
+            made = self._of_host.new(shape, dtype)
+        except MemoryError as error:
+            problem = str(error)
+        if problems := [said for said in self._channel.gather_json(problem[:200]) if said]:
+            raise MemoryError(f"{where}, said a rank: {problems[0]}")
+        return made
+
+
+class HostsLink:
+    """One rank's end of a group on several hosts, with the methods of _shared.Link. Reasons (`why`) are numbers; 0: none."""
+
+    def __init__(self, store: dist.Store, neighbours: Neighbours, inside: Channel, timeout: float):
+        self._rank, self._size, self._inside = neighbours.rank, len(neighbours.hosts), inside
+        sockets = dial_all(store, self._rank, self._size, own_address(store), timeout)
+        self._wire = Wire(self._rank, sockets, lambda: inside.link.break_off(inside.rank, ABORTED))
+        self._levels = Levels(neighbours.nodes, self._rank, self._wire, inside.link if inside.size > 1 else None)
+        self._turns: Turns[Call] = Turns(self._levels.perform)
+        self._posted: dict[int, Message] = {}
+        self._handles = count(1)
+
+    def run(self, *call: Any) -> int:
+        """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
+        return self._wire.why() or self._turns.run(self._read(*call))
+
+    def submit(self, *call: Any) -> int:
+        """A collective in its turn, in the background: the same -> ticket."""
+        return self._turns.submit(self._read(*call))
+
+    def wait(self, ticket: int, seconds: float) -> int:
+        """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
+        with self._wire.breaking_when_interrupted():
+            return self._turns.wait(ticket, seconds)
+
+    def finished(self) -> int:
+        """The last ticket that has ended."""
+        return self._turns.finished
+
+    def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
+        """Send or receive, now -> from whom, or -why. peer -1: from anyone."""
+        m = self._begin(sending, address, nbytes, peer, tag)
+        try:
+            return self._until_done(m, timeout, breaks=True)
+        finally:
+            self._wire.drop([m])
+
+    def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
+        """Send or receive in the background -> handle. The memory must stay until it has settled, or was dropped."""
+        handle = next(self._handles)
+        self._posted[handle] = self._begin(sending, address, nbytes, peer, tag)
+        return handle
+
+    def settle(self, handle: int, seconds: float) -> int:
+        """Until a posted message has arrived -> from whom, or -why. TIMED_OUT leaves the group whole."""
+        return self._until_done(self._posted[handle], seconds, breaks=False)
+
+    def settled(self, handle: int) -> bool:
+        """Whether a posted message has arrived."""
+        return self._posted[handle].done
+
+    def drop(self, handle: int) -> None:
+        """Nobody will ask for it again."""
+        self._wire.drop([self._posted.pop(handle)])
+
+    def break_off(self, rank: int, why: int) -> None:
+        """End every wait of every rank."""
+        self._wire.break_group(rank, why)
+
+    def leave(self) -> None:
+        """No call will follow from this rank; whoever waits for it learns so. Ends its threads."""
+        self._wire.leave()
+        self._inside.close()
+        self._turns.close()
+
+    def status(self) -> tuple[int, int, list[int], list[str]]:
+        """Why the group is broken, the rank to blame or -1, how many calls each rank has begun, and a letter for its state.
+
+        X: it has ended or left; T: stopped; ?: it does not answer
+        """
+        told = self._wire.ask_around()
+        states = ["S" if rank in told else "X" if self._wire.is_gone(rank) else "?" for rank in range(self._size)]
+        for rank, state in zip(self._levels.node, self._inside.link.status()[3]):
+            states[rank] = state if states[rank] == "?" else states[rank]
+        why, blamed = self._wire.verdict
+        return why, blamed, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states
+
+    def calls(self) -> list[tuple[int, ...]]:
+        """What each rank began last: kind, number, op, root, bytes."""
+        told = self._wire.ask_around()
+        return [tuple(told.get(rank, self._wire.last_call)[1:]) for rank in range(self._size)]
+
+    def _begin(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> Message:
+        data = memory_at(address, nbytes).data
+        return self._wire.send(MESSAGE, peer, tag, data) if sending else self._wire.receive(MESSAGE, peer, tag, data)
+
+    def _until_done(self, m: Message, seconds: float, *, breaks: bool) -> int:
+        with self._wire.breaking_when_interrupted():
+            why = self._wire.wait([m], time.monotonic() + seconds, breaks=breaks)
+        return -why if why else m.peer
+
+    def _read(self, kind: int, number: int, op: int, root: int, *where: Any) -> Call:
+        source, target, lengths, timeout = where
+        return read_call(self._rank, self._size, (kind, number, op, root), source, target, lengths, timeout=timeout)

@@ -1,0 +1,350 @@
+"""Collectives on two levels: in shared memory inside a host, over TCP between hosts.
+
+Where all hosts have equally many ranks, those with the same place on their hosts are a team, and each team carries its
+share between the hosts: all links are used at once. All-reduce: a rank gets its host's sum of one share (reduce-scatter
+inside), its team adds those up in the order of the hosts, and the shares go to all ranks of a host (all-gather inside). Where
+hosts differ in size, their first ranks are the only team, and its share is the whole. Long tensors go in windows: while
+one is between the hosts, the next is inside.
+
+The order of additions does not depend on sizes or chance, and all ranks end with the same bits. Floats of 16 bits are
+added in fp32, and rounded once, at the end. What is not reduced travels between two hosts once, straight to where it is wanted.
+hosts.py tells who calls this; wire.py carries what goes between hosts.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankloom.world.transport.call import DTYPES, EMPTY, Call, address_of, as_lanes, cut
+from rankloom.world.transport.channel import (
+    ABORTED,
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    FINE,
+    GATHER,
+    MISMATCHED,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
+from rankloom.world.transport.fallback import AVG, JOIN
+from rankloom.world.transport.lines import Message
+from rankloom.world.transport.operands import BYTES, SUM, lengths_table
+from rankloom.world.transport.wire import PART, Wire
+
+WINDOW = 4 << 20   # bytes of one share
+SMALL = 32 << 10   # bytes that are sent whole, in one step, where parts in two steps would be fewer bytes
+GRACE = 1.0        # seconds in which the reason for a break inside must come from those who know it
+NARROW = (torch.float16, torch.bfloat16)
+NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in DTYPES if dtype not in NARROW}
+
+
+class Broken(Exception):
+    """The group broke in the middle of a call."""
+
+    def __init__(self, why: int):
+        super().__init__(why)
+        self.why = why
+
+
+class Levels:
+    """The collectives of one rank.
+
+    nodes: the ranks of each host
+    link:  to the ranks of this host, in the order of its node; None when there is no other
+    """
+
+    def __init__(self, nodes: Sequence[Sequence[int]], rank: int, wire: Wire, link: Any):
+        self.nodes, self.rank, self._wire, self._link = nodes, rank, wire, link
+        self.here = next(at for at, node in enumerate(nodes) if rank in node)
+        self.node = nodes[self.here]
+        self.place = self.node.index(rank)
+        self.is_even = len({len(node) for node in nodes}) == 1
+        self.team = [node[self.place if self.is_even else 0] for node in nodes] if self.is_even or self.place == 0 else []
+        self._deadline = 0.0
+        self._under_way: list[Message] = []
+
+    def perform(self, call: Call) -> int:
+        """Make one call. Returns why it failed, or FINE."""
+        self._deadline = time.monotonic() + call.timeout
+        with self._wire.breaking_when_interrupted(), np.errstate(all="ignore"):
+            try:
+                self._begin(call)
+                MAKE[call.kind](self, call)
+                self._settle()
+            except Broken as broken:
+                return broken.why
+            finally:
+                self._wire.drop(self._under_way)
+                self._under_way = []
+        return FINE
+
+    def _begin(self, call: Call) -> None:
+        """Do all make this call? The ranks of a host compare it, and so do the first ranks of the hosts."""
+        others = [node[0] for node in self.nodes if node is not self.node]
+        self._check(self._wire.begin_call(call.said, others if self.place == 0 else []))
+        mine, everyone = np.array(call.said), np.empty((len(self.node), len(call.said)), np.int64)
+        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(everyone.view(np.uint8)))
+        if differs := [other for other, words in zip(self.node, everyone) if (words != mine).any()]:
+            self._check(self._wire.break_group(differs[0], MISMATCHED))
+
+    # ------------------------------------------------------------------ sums
+
+    def all_reduce(self, call: Call) -> None:
+        """Everyone gets the sum."""
+        x, out = call.inputs[0], call.outputs[0]
+        step = WINDOW * (len(self.node) if self.is_even else 1)
+        _in_turns(self._all_reduce(call, x[at:at + step], out[at:at + step]) for at in range(0, max(x.size, 1), step))
+
+    def _all_reduce(self, call: Call, x: np.ndarray, out: np.ndarray) -> Iterator[None]:
+        """One window. Yields twice: then bytes travel between the hosts."""
+        sums = self._sum_inside(call, self._shares(x, call.dtype.itemsize))
+        shares = self._shares(out, call.dtype.itemsize)
+        if self.team:
+            yield from self._sum_of_team(call, sums, shares[self.place], is_small=x.size <= SMALL)
+        else:
+            yield from (None, None)
+        self._inside(ALL_GATHER, [shares[self.place]], shares)
+
+    def _sum_of_team(self, call: Call, sums: np.ndarray, out: np.ndarray, *, is_small: bool) -> Iterator[None]:
+        """Everyone in the team gets the sum of what they have. Yields twice."""
+        m = len(self.team)
+        whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two send as many bytes either way
+        parts = [sums] * m if whole else cut(sums, m)
+        pieces, moving = self._receive_like(parts[self.here], self.team)
+        moving += [self._send(other, part) for other, part in zip(self.team, parts)]
+        yield
+        total = self._total(call, pieces, moving)
+        parts = [out] * m if whole else cut(out, m, call.dtype.itemsize)
+        parts[self.here][:] = total
+        if not whole:
+            moving = [self._receive(other, part) for other, part in zip(self.team, parts)]
+            moving += [self._send(other, parts[self.here]) for other in self.team]
+        yield
+        self._settle(moving)
+
+    def reduce(self, call: Call) -> None:
+        """The root gets the sum."""
+        there = next(at for at, node in enumerate(self.nodes) if call.root in node)
+        sums = self._sum_inside(call, self._shares(call.inputs[0], call.dtype.itemsize))
+        if there != self.here:
+            if self.team:
+                self._send(self.team[there], sums)
+            return
+        mine = self._total(call, *self._receive_like(sums, self.team)) if self.team else EMPTY
+        shares = self._shares(call.outputs[0], call.dtype.itemsize) if self.rank == call.root else []
+        self._inside(GATHER, [mine], shares, root=self.node.index(call.root))
+
+    def reduce_scatter(self, call: Call) -> None:
+        """Each rank gets the sum of its lane, from the ranks of each host that have summed it there."""
+        for ranks in self._rounds():
+            sums = self._sum_inside(call, [EMPTY if to is None else call.inputs[to] for to in ranks])
+            if (to := ranks[self.place]) == self.rank:
+                lane = self._receive_like(sums, [self._deputy(self.rank, node) for node in self.nodes])
+            elif to is not None:
+                self._send(to, sums)
+        call.outputs[0][:] = self._total(call, *lane)
+
+    def _sum_inside(self, call: Call, lanes: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum over this host of the lane at this rank's place; numbers, 16-bit floats as fp32."""
+        mine = lanes[self.place]
+        if self._link is None:
+            return self._widen(call, mine)
+        if call.dtype in NARROW:
+            pieces = list(np.empty((len(self.node), mine.size), np.uint8))
+            self._inside(ALL_TO_ALL, lanes, pieces)
+            return reduce(JOIN[call.op], [self._widen(call, piece) for piece in pieces])
+        total = np.empty(mine.size, np.uint8)
+        self._inside(REDUCE_SCATTER, lanes, [total], number=call.said[1], op=SUM if call.op == AVG else call.op)
+        return self._widen(call, total)
+
+    def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None]) -> np.ndarray:
+        """The sum of the pieces of all hosts once they are here, as bytes of the call's number type."""
+        self._settle(moving)
+        total = reduce(JOIN[call.op], pieces)
+        if call.op == AVG:
+            total = total / sum(map(len, self.nodes))
+        return (torch.from_numpy(total).to(call.dtype).view(torch.int16).numpy() if call.dtype in NARROW else total).view(np.uint8)
+
+    def _widen(self, call: Call, x: np.ndarray) -> np.ndarray:
+        if call.dtype in NARROW:
+            return torch.from_numpy(x.view(np.int16)).view(call.dtype).float().numpy()
+        return x.view(NUMPY[call.dtype])
+
+    # ------------------------------------------------------------------ what only moves
+
+    def broadcast(self, call: Call) -> None:
+        """The root's host has it first; each share then travels in parts, one for each other host, which trade them."""
+        x = call.inputs[0] if call.inputs else call.outputs[0]
+        there = next(at for at, node in enumerate(self.nodes) if call.root in node)
+        if there == self.here:
+            self._inside(BROADCAST, [x], [x], root=self.node.index(call.root))
+        shares = self._shares(x)
+        others = [at for at in range(len(self.nodes)) if at != there]
+        whole = x.size <= SMALL
+        parts = [shares[self.place]] * len(others) if whole else cut(shares[self.place], len(others))
+        if self.team and there == self.here:
+            for at, part in zip(others, parts):
+                self._send(self.team[at], part)
+        elif self.team:
+            mine = parts[others.index(self.here)]
+            coming = [self._receive(self.team[there], mine)]
+            trade = [] if whole else [(self.team[at], part) for at, part in zip(others, parts)]
+            coming += [self._receive(other, part) for other, part in trade]
+            self._settle(coming[:1])
+            for other, _ in trade:
+                self._send(other, mine)
+            self._settle(coming)
+        if there != self.here:
+            self._inside(ALL_GATHER, [shares[self.place]], shares)
+
+    def all_gather(self, call: Call) -> None:
+        """A lane travels to one rank of each other host, and from there inside it."""
+        x, lanes = call.inputs[0], call.outputs
+        rounds = self._rounds()
+        for node in self.nodes:
+            if node is not self.node:
+                self._send(self._deputy(self.rank, node), x)
+        coming = [self._receive(frm, lanes[frm]) for ranks in rounds[1:] if (frm := ranks[self.place]) is not None]
+        for at, ranks in enumerate(rounds):
+            if at == 1:   # the first is of this host alone
+                self._settle(coming)
+            frm = ranks[self.place]
+            mine = x if at == 0 else EMPTY if frm is None else lanes[frm]
+            self._inside(ALL_GATHER, [mine], [EMPTY if frm is None else lanes[frm] for frm in ranks])
+
+    def gather(self, call: Call) -> None:
+        """Every lane goes straight to the root."""
+        if call.root not in self.node:
+            self._send(call.root, call.inputs[0])
+            return
+        if self.rank == call.root:
+            for frm in self._elsewhere():
+                self._receive(frm, call.outputs[frm])
+        lanes = [call.outputs[frm] for frm in self.node] if self.rank == call.root else []
+        self._inside(GATHER, call.inputs, lanes, root=self.node.index(call.root))
+
+    def scatter(self, call: Call) -> None:
+        """Every lane comes straight from the root."""
+        if call.root not in self.node:
+            self._receive(call.root, call.outputs[0])
+            return
+        if self.rank == call.root:
+            for to in self._elsewhere():
+                self._send(to, call.inputs[to])
+        lanes = [call.inputs[to] for to in self.node] if self.rank == call.root else []
+        self._inside(SCATTER, lanes, call.outputs, root=self.node.index(call.root))
+
+    def all_to_all(self, call: Call) -> None:
+        """Every lane goes straight to its rank."""
+        for other in self._elsewhere():
+            self._receive(other, call.outputs[other])
+            self._send(other, call.inputs[other])
+        self._inside(ALL_TO_ALL, [call.inputs[to] for to in self.node], [call.outputs[frm] for frm in self.node])
+
+    def barrier(self, call: Call) -> None:
+        """The ranks of a host meet; then their first ranks; then those of the host once more."""
+        self._inside(BARRIER, [EMPTY], [EMPTY])
+        if self.place == 0:
+            firsts = [node[0] for node in self.nodes]
+            _, coming = self._receive_like(EMPTY, firsts)
+            for other in firsts:
+                self._send(other, EMPTY)
+            self._settle(coming)
+        self._inside(BARRIER, [EMPTY], [EMPTY])
+
+    # ------------------------------------------------------------------ who carries what
+
+    def _shares(self, x: np.ndarray, unit: int = 1) -> list[np.ndarray]:
+        """What of `x` the team of each place carries between the hosts."""
+        return cut(x, len(self.node), unit) if self.is_even else [x] + [EMPTY] * (len(self.node) - 1)
+
+    def _deputy(self, rank: int, node: Sequence[int]) -> int:
+        """Who takes part in another host's name: the rank of `node` that carries the lane of `rank`."""
+        home = next(home for home in self.nodes if rank in home)
+        return node[home.index(rank) % len(node)]
+
+    def _rounds(self) -> list[tuple[int | None, ...]]:
+        """Whose lanes the ranks of this host carry, a row for each turn; in the first, each carries its own."""
+        order = [self.node, *(node for node in self.nodes if node is not self.node)]
+        carried = [[other for node in order for other in node if self._deputy(other, self.node) == me] for me in self.node]
+        return list(zip_longest(*carried))
+
+    def _elsewhere(self) -> list[int]:
+        """The ranks on other hosts."""
+        return [other for node in self.nodes if node is not self.node for other in node]
+
+    # ------------------------------------------------------------------ between hosts, and inside
+
+    def _send(self, to: int, x: np.ndarray) -> Message | None:
+        """Begin to send, in this call. None where `to` is this rank."""
+        return self._note(self._wire.send(PART, to, self._wire.last_call[0], x.view(np.uint8).data)) if to != self.rank else None
+
+    def _receive(self, frm: int, into: np.ndarray) -> Message | None:
+        return self._note(self._wire.receive(PART, frm, self._wire.last_call[0], into.view(np.uint8).data)) if frm != self.rank else None
+
+    def _receive_like(self, mine: np.ndarray, ranks: Sequence[int]) -> tuple[list[np.ndarray], list[Message | None]]:
+        """Begin to receive from each of `ranks` what is like `mine`: where to, with `mine` in its place, and the messages."""
+        pieces = [mine if frm == self.rank else np.empty_like(mine) for frm in ranks]
+        return pieces, [self._receive(frm, piece) for frm, piece in zip(ranks, pieces)]
+
+    def _note(self, m: Message) -> Message:
+        self._under_way.append(m)
+        return m
+
+    def _settle(self, moving: Sequence[Message | None] | None = None) -> None:
+        """Wait until these messages are done, or all."""
+        self._check(self._wire.wait([m for m in (self._under_way if moving is None else moving) if m], self._deadline))
+        self._under_way = [m for m in self._under_way if not m.done]
+
+    def _check(self, why: int) -> None:
+        if why:
+            raise Broken(why)
+
+    def _inside(self, kind: int, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], *, number: int = BYTES,
+                op: int = SUM, root: int = 0) -> None:
+        """A collective of the ranks of this host."""
+        if self._link is None:
+            if inputs[0] is not outputs[0]:
+                outputs[0][:] = inputs[0]
+            return
+        if kind in (BROADCAST, BARRIER):
+            where: tuple[int, int, int | bytes] = address_of(inputs[0]), address_of(outputs[0]), inputs[0].nbytes
+        else:
+            source, *given = as_lanes(inputs, len(self.node))
+            target, *taken = as_lanes(outputs, len(self.node))
+            where = source, target, lengths_table(*given, *taken)
+        if why := self._link.run(kind, number, op, root, *where, max(self._deadline - time.monotonic(), 1e-3)):
+            raise Broken(self._why_inside(why))
+
+    def _why_inside(self, why: int) -> int:
+        """Tell the other hosts why the ranks of this one cannot go on, unless they know already."""
+        blamed = self._link.status()[1]
+        if why == ABORTED:   # most likely by a rank of this host that has heard it from another
+            self._wire.await_verdict(GRACE)
+        return self._wire.break_group(self.node[blamed] if 0 <= blamed < len(self.node) else self.rank, why)
+
+
+MAKE: dict[int, Callable[[Levels, Call], None]] = {
+    ALL_REDUCE: Levels.all_reduce, REDUCE: Levels.reduce, BROADCAST: Levels.broadcast, ALL_GATHER: Levels.all_gather,
+    GATHER: Levels.gather, REDUCE_SCATTER: Levels.reduce_scatter, SCATTER: Levels.scatter, ALL_TO_ALL: Levels.all_to_all,
+    BARRIER: Levels.barrier}
+
+
+def _in_turns(works: Iterable[Iterator[None]]) -> None:
+    """Begin one work after the other, and each time bring those under way one step further."""
+    waiting, under_way = iter(works), []
+    while True:
+        if work := next(waiting, None):
+            under_way.append(work)
+        elif not under_way:
+            return
+        under_way = [work for work in under_way if next(work, Broken) is not Broken]

@@ -1,0 +1,194 @@
+"""One TCP connection between two ranks, and who gets what comes over it.
+
+A message is a head (kind, tag, length) and its bytes. Messages of one sender arrive in order; a receive gets the first of
+its kind and tag that nobody else has asked for. What nobody has asked for yet is put aside.
+Nothing here waits, or guards against other threads: wire.py does.
+"""
+
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ANYONE = -1
+HEAD = struct.Struct("<qqq")   # kind, tag, bytes
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    """One message as its sender or its receiver sees it. `peer` is ANYONE until something has come."""
+
+    kind: int
+    peer: int
+    tag: int
+    bytes: memoryview
+    moved: int = 0                   # the sender counts the head too
+    done: bool = False
+    heir: "Message | None" = None    # who has asked for what was put aside
+
+    def matches(self, kind: int, peer: int, tag: int) -> bool:
+        """Whether this receive takes such a message, or this message is for such a receive."""
+        return self.kind == kind and self.tag == tag and (self.peer == peer or ANYONE in (self.peer, peer))
+
+    def let_go(self) -> None:
+        """Touch its memory no more. What is on its way goes on, with bytes that nobody reads."""
+        self.bytes = np.zeros(self.bytes.nbytes, np.uint8).data
+
+
+class Line:
+    """The connection to one other rank."""
+
+    def __init__(self, peer: int, sock: socket.socket):
+        self.peer, self.sock = peer, sock
+        self.outbox: deque[Message] = deque()
+        self.incoming: Message | None = None
+        self.gone = 0   # why nothing will come any more; 0: it may
+        self._head, self._got = bytearray(HEAD.size), 0
+
+    def push(self) -> None:
+        """Send as much as goes. raises: OSError when the connection is broken"""
+        while self.outbox:
+            m = self.outbox[0]
+            try:
+                if m.moved < HEAD.size:
+                    m.moved += self.sock.sendmsg([HEAD.pack(m.kind, m.tag, m.bytes.nbytes)[m.moved:], m.bytes])
+                else:
+                    m.moved += self.sock.send(m.bytes[m.moved - HEAD.size:])
+            except BlockingIOError:
+                return
+            if m.moved == HEAD.size + m.bytes.nbytes:
+                m.done = True
+                self.outbox.popleft()
+
+    def pull(self, open_message: Callable[[int, int, int], Message]) -> Message | None:
+        """Read once more. Returns a message when it is whole.
+
+        open_message: where to read a message of this kind, tag and length
+        raises:       BlockingIOError when there is no more now, OSError when the connection has ended
+        """
+        if self.incoming is None:
+            self._got += self._read(memoryview(self._head)[self._got:])
+            if self._got < HEAD.size:
+                return None
+            self._got = 0
+            self.incoming = open_message(*HEAD.unpack(self._head))
+        m = self.incoming
+        if m.moved < m.bytes.nbytes:
+            m.moved += self._read(m.bytes[m.moved:])
+        if m.moved < m.bytes.nbytes:
+            return None
+        m.done, self.incoming = True, None
+        return m
+
+    def _read(self, into: memoryview) -> int:
+        count = self.sock.recv_into(into)
+        if not count:
+            raise ConnectionError("closed by the other side")
+        return count
+
+
+class Mailbox:
+    """The receives that wait, and the messages that were put aside, both in order."""
+
+    def __init__(self) -> None:
+        self.receives: list[Message] = []
+        self.aside: list[Message] = []
+
+    def ask(self, m: Message) -> Message | None:
+        """A new receive. The message that was put aside for it, if there is one: then they belong together."""
+        for early in self.aside:
+            if early.heir is None and early.matches(m.kind, m.peer, m.tag):
+                early.heir, m.peer = m, early.peer
+                return early
+        self.receives.append(m)
+        return None
+
+    def open(self, kind: int, peer: int, tag: int, nbytes: int) -> Message | None:
+        """Where to read a message that begins now: into the receive that waits for it, else aside. None: it does not fit there."""
+        for m in self.receives:
+            if m.matches(kind, peer, tag):
+                self.receives.remove(m)
+                m.peer = peer
+                return m if m.bytes.nbytes == nbytes else None
+        self.aside.append(Message(kind, peer, tag, np.empty(nbytes, np.uint8).data))
+        return self.aside[-1]
+
+    def hand_over(self, early: Message) -> bool:
+        """Give what was put aside to its heir, once it is whole and has one. False: it does not fit there."""
+        heir = early.heir
+        if heir is None or not early.done:
+            return True
+        self.aside.remove(early)
+        if heir.bytes.nbytes != early.bytes.nbytes:
+            return False
+        heir.bytes[:] = early.bytes
+        heir.done = True
+        return True
+
+    def forget(self, m: Message) -> None:
+        """This receive waits no more."""
+        self.receives = [other for other in self.receives if other is not m]
+
+
+class Watch:
+    """Tells which connections have something to read, or room to write; and can be woken."""
+
+    def __init__(self, lines: Iterable[Line]):
+        self._poll, self._bell = select.epoll(), os.eventfd(0)
+        self._lines = {line.sock.fileno(): line for line in lines}
+        self._looks_for = dict.fromkeys(self._lines, select.EPOLLIN)
+        for file in (*self._lines, self._bell):
+            self._poll.register(file, select.EPOLLIN)
+
+    def wait(self) -> Iterator[tuple[Line, bool]]:
+        """Block until something is to be done: which lines can go on, and whether there is something to read."""
+        for file, events in self._poll.poll():
+            if file != self._bell:
+                yield self._lines[file], bool(events & ~select.EPOLLOUT)
+
+    def look_for(self, line: Line, *, reading: bool, writing: bool) -> None:
+        """What to wait for on a line; for neither, when it is gone, not even for its end."""
+        file, events = line.sock.fileno(), select.EPOLLIN * reading | select.EPOLLOUT * writing
+        if self._looks_for.get(file) == events:
+            return
+        if line.gone and not events:
+            self._looks_for.pop(file, None)
+            self._poll.unregister(file)
+        elif file in self._looks_for:
+            self._looks_for[file] = events
+            self._poll.modify(file, events)
+
+    def wake(self) -> None:
+        """End `wait`."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Give back what it has opened, not the lines."""
+        self._poll.close()
+        os.close(self._bell)
+
+
+class Roll:
+    """Which collective each rank has begun: its number, then kind, number type, operation, root and bytes."""
+
+    def __init__(self) -> None:
+        self.mine = [0] * 6
+        self.told: dict[int, list[int]] = {}   # what others are doing, as they said when asked
+        self._ahead: list[tuple[int, list[int]]] = []   # what others have begun that this rank has not
+
+    def begin(self, call: Sequence[int]) -> int | None:
+        """This rank begins its next call. Who has begun another one under the same number, if anybody has."""
+        self.mine = [self.mine[0] + 1, *call]
+        waiting, self._ahead = self._ahead, []
+        return next((peer for peer, begun in waiting if not self.hear(peer, begun)), None)
+
+    def hear(self, peer: int, begun: list[int]) -> bool:
+        """Another rank has begun a call. Returns whether that may be right."""
+        if begun[0] > self.mine[0]:
+            self._ahead.append((peer, begun))
+        return begun[0] != self.mine[0] or begun == self.mine

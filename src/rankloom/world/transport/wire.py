@@ -1,0 +1,307 @@
+"""Messages between ranks on several hosts, and news of how they are, over one TCP connection between any two ranks of a group.
+
+gloo is not used for this. Where ranks disagree about a length it ends the process without a word, what waits in it cannot
+be set free, and it does not say who is lost. Here a connection that breaks names its rank, and every wait ends when the
+group breaks.
+
+One thread of each rank, the postman, moves all bytes. Besides messages it carries news: a rank leaves; the group is broken,
+and why; what a rank is doing, which it answers even when its rank is busy elsewhere; and which collective a rank begins, so
+that ranks which make different calls find out. It reads no more while much was put aside and this rank waits for nothing:
+then the senders wait.
+dial.py tells how connections come to be, lines.py who gets what; hosts.py is what this is for.
+"""
+
+import array
+import atexit
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from rankloom.world.transport.channel import FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
+from rankloom.world.transport.lines import ANYONE, Line, Mailbox, Message, Roll, Watch
+
+MESSAGE, PART, NEWS = range(3)                   # kinds: between two ranks, of a collective, and how ranks are
+BROKEN, LEAVING, ASKED, TOLD, BEGUN = range(5)   # tags of news
+ASIDE = 64 << 20   # bytes put aside, above which nobody reads on while this rank waits for nothing
+AT_ONCE = 16       # reads of one connection before the next has its turn
+LINGER = 1.0       # seconds that a rank takes, when it leaves, to send what it has promised
+PATIENCE = 0.3     # seconds in which ranks tell what they are doing
+
+
+class Wire:
+    """This rank's connections to all others of its group.
+
+    on_break: called once, when the group breaks, whoever broke it
+    """
+
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], on_break: Callable[[], object]):
+        self.rank, self.size, self.on_break = rank, len(sockets) + 1, on_break
+        self.changed = threading.Condition()   # guards all that follows
+        self.verdict = (FINE, -1)              # why the group is broken, and the rank to blame
+        self.closing = False
+        self._lines = {peer: Line(peer, sock) for peer, sock in sockets.items()}
+        self._mailbox, self._roll, self._watch = Mailbox(), Roll(), Watch(self._lines.values())
+        self._postman = threading.Thread(target=self._work, name="rankloom-postman", daemon=True)
+        _wires.add(self)
+        self._postman.start()
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, kind: int, peer: int, tag: int, data: memoryview) -> Message:
+        """Begin to send `data`, which must stay as it is until the message is done."""
+        m = Message(kind, peer, tag, data)
+        with self.changed:
+            if peer == self.rank:
+                self._send_to_myself(m)
+            else:
+                self._put(self._lines[peer], m)
+        return m
+
+    def receive(self, kind: int, peer: int, tag: int, into: memoryview) -> Message:
+        """Begin to receive from `peer`, or from ANYONE."""
+        m = Message(kind, peer, tag, into)
+        with self.changed:
+            if early := self._mailbox.ask(m):
+                self._hand_over(early)
+            elif len(self._mailbox.receives) == 1:   # the first that waits: read on
+                for line in self._lines.values():
+                    self._look(line)
+        return m
+
+    def wait(self, messages: Sequence[Message], deadline: float, *, breaks: bool = True) -> int:
+        """Until all are done. Returns why they will not be, or FINE.
+
+        breaks: whether the group breaks when time is over; if not, they may still be done later
+        """
+        with self.changed:
+            while late := [m for m in messages if not m.done]:
+                if why := self.why():
+                    return why
+                if gone := self._find_gone(late):
+                    return self.break_group(*gone)
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    return self.break_group(late[0].peer, TIMED_OUT) if breaks else TIMED_OUT
+                self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        return FINE
+
+    def drop(self, messages: Sequence[Message]) -> None:
+        """Touch the memory of these no more, whether they are done or not."""
+        with self.changed:
+            for m in messages:
+                if not m.done:
+                    self._mailbox.forget(m)
+                    m.let_go()
+
+    # ------------------------------------------------------------------ how ranks are
+
+    def why(self) -> int:
+        """Why no call can succeed any more, or FINE."""
+        return self.verdict[0] or (LEFT if self.closing else FINE)
+
+    def break_group(self, blamed: int, why: int) -> int:
+        """End every wait of every rank. Returns the reason that counts: the first."""
+        with self.changed:
+            if not self.verdict[0]:
+                self._tell_all(BROKEN, [blamed, why])
+                self._break(blamed, why)
+            return self.verdict[0]
+
+    def await_verdict(self, seconds: float) -> None:
+        """Until the group is broken, but no longer."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.verdict[0], seconds)
+
+    @contextmanager
+    def breaking_when_interrupted(self) -> Iterator[None]:
+        """A call that ends in an exception, such as Ctrl-C, leaves the others waiting for its rest: end their waits."""
+        try:
+            yield
+        except BaseException:
+            self.break_group(self.rank, INTERRUPTED)
+            raise
+
+    def begin_call(self, call: Sequence[int], listeners: Sequence[int]) -> int:
+        """Note what this rank is about to do, tell `listeners`, and compare with what they have told. Returns why not, or FINE.
+
+        call: kind, number type, operation, root, bytes
+        """
+        with self.changed:
+            other = self._roll.begin(call)
+            for peer in listeners:
+                self._tell(self._lines[peer], BEGUN, self._roll.mine)
+            return self.break_group(other, MISMATCHED) if other is not None else self.why()
+
+    @property
+    def last_call(self) -> list[int]:
+        """The number of the collective that this rank has begun last, and what it is."""
+        return self._roll.mine
+
+    def ask_around(self) -> dict[int, list[int]]:
+        """What each rank is doing: the number of its calls so far, and the last of them. Those who do not answer are left out."""
+        with self.changed:
+            told = self._roll.told = {self.rank: self._roll.mine}
+            self._tell_all(ASKED, [])
+            self.changed.wait_for(lambda: all(peer in told or line.gone for peer, line in self._lines.items()), PATIENCE)
+            return told
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether a rank has ended, or left."""
+        return peer != self.rank and bool(self._lines[peer].gone)
+
+    def leave(self) -> None:
+        """Say goodbye, send what is still to be sent if that goes, and close all connections."""
+        with self.changed:
+            if self.closing:
+                return
+            self._tell_all(LEAVING, [])
+            self.changed.wait_for(lambda: not any(line.outbox for line in self._lines.values()), LINGER)
+            self.closing = True
+            self.changed.notify_all()
+        self._watch.wake()
+        if self._postman is not threading.current_thread():
+            self._postman.join()
+        self._close()
+
+    def end_in_child(self) -> None:
+        """A forked child is no rank; and it must not keep the connections of its parent open."""
+        self.changed = threading.Condition()   # another thread may have held the old one
+        self.verdict, self.closing = (FORKED, self.rank), True
+        self._close()
+
+    def _close(self) -> None:
+        self._watch.close()
+        for line in self._lines.values():
+            line.sock.close()
+
+    # ------------------------------------------------------------------ the postman, and what he does; `changed` is held
+
+    def _work(self) -> None:
+        while not self.closing:
+            for line, may_read in self._watch.wait():
+                with self.changed:
+                    self._serve(line, may_read)
+
+    def _serve(self, line: Line, may_read: bool) -> None:
+        if line.outbox:
+            self._push(line)
+        if may_read and not line.gone:
+            self._pull(line)
+        self._look(line)
+
+    def _look(self, line: Line) -> None:
+        waits = self._mailbox.receives or sum(m.bytes.nbytes for m in self._mailbox.aside) <= ASIDE
+        self._watch.look_for(line, reading=bool(waits) and not line.gone, writing=bool(line.outbox))
+
+    def _put(self, line: Line, m: Message) -> None:
+        line.outbox.append(m)
+        if len(line.outbox) == 1:
+            self._push(line)
+            self._look(line)
+
+    def _push(self, line: Line) -> None:
+        before = len(line.outbox)
+        try:
+            line.push()
+        except OSError:   # how it ended is told by reading, after what may still be there to be read
+            line.outbox.clear()
+        if len(line.outbox) < before:
+            self.changed.notify_all()
+
+    def _pull(self, line: Line) -> None:
+        try:
+            for _ in range(AT_ONCE):
+                if m := line.pull(partial(self._open, line.peer)):
+                    self._arrived(line, m)
+        except BlockingIOError:   # all is read that has come
+            pass
+        except OSError:           # nothing will come any more
+            line.gone = line.gone or LOST
+            self.changed.notify_all()
+
+    def _open(self, peer: int, kind: int, tag: int, nbytes: int) -> Message:
+        m = self._mailbox.open(kind, peer, tag, nbytes)
+        if m is None:
+            self.break_group(peer, WRONG_LENGTH)
+            raise ConnectionError("what follows fits nowhere")
+        return m
+
+    def _arrived(self, line: Line, m: Message) -> None:
+        if m.kind == NEWS:
+            self._mailbox.aside.remove(m)
+            self._hear(line, m.tag, array.array("q", m.bytes.tobytes()).tolist())
+        else:
+            self._hand_over(m)
+
+    def _hand_over(self, m: Message) -> None:
+        if not self._mailbox.hand_over(m):
+            self.break_group(m.peer, WRONG_LENGTH)
+        self.changed.notify_all()
+
+    def _send_to_myself(self, m: Message) -> None:
+        m.done = True
+        here = self._mailbox.open(m.kind, m.peer, m.tag, m.bytes.nbytes)
+        if here is None:
+            self.break_group(self.rank, WRONG_LENGTH)
+            return
+        here.bytes[:], here.done = m.bytes, True
+        self._hand_over(here)
+
+    # ------------------------------------------------------------------ news; `changed` is held
+
+    def _tell(self, line: Line, tag: int, words: Sequence[int]) -> None:
+        if not line.gone:
+            self._put(line, Message(NEWS, line.peer, tag, memoryview(array.array("q", words).tobytes())))
+
+    def _tell_all(self, tag: int, words: Sequence[int]) -> None:
+        for line in self._lines.values():
+            self._tell(line, tag, words)
+
+    def _hear(self, line: Line, tag: int, words: list[int]) -> None:
+        if tag == BROKEN and not self.verdict[0]:
+            self._break(*words)
+        elif tag == LEAVING:
+            line.gone = LEFT
+            self.changed.notify_all()
+        elif tag == ASKED:
+            self._tell(line, TOLD, self._roll.mine)
+        elif tag == TOLD:
+            self._roll.told[line.peer] = words
+            self.changed.notify_all()
+        elif tag == BEGUN and not self._roll.hear(line.peer, words):
+            self.break_group(line.peer, MISMATCHED)
+
+    def _break(self, blamed: int, why: int) -> None:
+        self.verdict = (why, blamed)
+        self.changed.notify_all()
+        self.on_break()
+
+    def _find_gone(self, late: Sequence[Message]) -> tuple[int, int] | None:
+        """A rank that is gone, with the reason, and without which these messages will never be done."""
+        for m in late:
+            lines = list(self._lines.values()) if m.peer == ANYONE else [self._lines[m.peer]] if m.peer != self.rank else []
+            if lines and all(line.gone for line in lines):
+                return lines[-1].peer, lines[-1].gone
+        return None
+
+
+_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for wire in list(_wires):
+        wire.leave()
+
+
+def _end_all_in_child() -> None:
+    for wire in list(_wires):
+        wire.end_in_child()
+
+
+atexit.register(_leave_all)   # before Python freezes the postmen
+os.register_at_fork(after_in_child=_end_all_in_child)
