@@ -96,8 +96,8 @@ def test_the_bench_plot_shows_time_and_busbw_over_size_and_the_model_as_thin_lin
 
 
 def test_an_algorithm_has_one_colour_on_any_number_of_ranks_though_it_is_missing_on_some(tmp_path, drawn):
-    times = [timed("tree", 2, 8, 1e-3), timed("ring", 2, 8, 1e-3), timed("ring", 4, 8, 1e-3)]
+    times = [timed("ring", 2, 8, 1e-3), timed("tree", 2, 8, 1e-3), timed("tree", 4, 8, 1e-3)]
     plot_bench(times, {}, tmp_path / "bench.png", "all_reduce")
-    colours = [{str(line.get_label()): line.get_color() for line in axes.get_lines()}.get("ring") for axes in drawn[0].axes[:2]]
+    colours = [{str(line.get_label()): line.get_color() for line in axes.get_lines()}.get("tree") for axes in drawn[0].axes[:2]]
     assert colours[0] == colours[1]
     assert len(COLOURS) == len(set(COLOURS)) == len(MARKERS)
