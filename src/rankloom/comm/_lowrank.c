@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 #include <string.h>
 
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && defined(__GLIBC__)
@@ -13,14 +14,28 @@
 #else
 #define CLONED
 #endif
-#if defined(__GNUC__)
 #define INLINED static inline __attribute__((always_inline))
-#else
-#define INLINED static inline
-#endif
+#define FETCH(address) __builtin_prefetch(address)
 
-enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 512 };
+enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 4096, TOGETHER = 4, LARGE = 1 << 22, AHEAD = 256 };
 typedef Py_ssize_t Size;
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+typedef float Loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));   /* anywhere in memory */
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+enum { PAST_CACHE = 1 };
+INLINED void write_past_cache(float *to, const Vector *v)
+{
+    for (int l = 0; l < LANES; l += 4)
+        _mm_stream_ps(to + l, ((const __m128 *)v)[l / 4]);
+}
+#else
+typedef float __m128[4];
+enum { PAST_CACHE = 0 };
+INLINED void write_past_cache(float *to, const Vector *v) { memcpy(to, v, sizeof *v); }
+INLINED void _mm_sfence(void) {}
+#endif
 
 /* Calls `body` with the rank as a constant where that is a usual one, so that the compiler unrolls the loops over it. */
 #define WITH_RANK(rank, body, ...)                                                                                     \
@@ -31,56 +46,98 @@ typedef Py_ssize_t Size;
     default: body(__VA_ARGS__, rank);                                                                                  \
     }
 
-/* `columns` of one row: kept += x - left right, and their products with the rows of q are added to p. */
-INLINED void absorb_piece(const float *restrict x, float *restrict kept, const float *restrict left, float right[][PANEL],
-                          float q[][PANEL], float *restrict p, int columns, const int rank)
+/* `count` floats, zeros behind them. A stream of rows is fetched a little ahead: the processor itself stops at page ends. */
+INLINED void load(Vector *v, const float *from, int count)
 {
-    float sums[HIGHEST_RANK][LANES] = {{0}};
-    int at = 0;
-    for (; at + LANES <= columns; at += LANES) {
-        float m[LANES];
-        for (int l = 0; l < LANES; l++)
-            m[l] = kept[at + l] + x[at + l];
-        for (int k = 0; k < rank; k++)
-            for (int l = 0; l < LANES; l++)
-                m[l] -= left[k] * right[k][at + l];
-        for (int k = 0; k < rank; k++)
-            for (int l = 0; l < LANES; l++)
-                sums[k][l] += m[l] * q[k][at + l];
-        memcpy(kept + at, m, sizeof m);
-    }
-    for (; at < columns; at++) {
-        float m = kept[at] + x[at];
-        for (int k = 0; k < rank; k++)
-            m -= left[k] * right[k][at];
-        for (int k = 0; k < rank; k++)
-            sums[k][0] += m * q[k][at];
-        kept[at] = m;
-    }
-    for (int k = 0; k < rank; k++) {
-        for (int width = LANES / 2; width; width /= 2)
-            for (int l = 0; l < width; l++)
-                sums[k][l] += sums[k][l + width];
-        p[k] += sums[k][0];
+    if (count == LANES) {
+        FETCH(from + AHEAD);
+        *v = *(const Loose *)from;
+    } else {
+        *v = (Vector){0};
+        memcpy(v, from, (size_t)count * sizeof(float));
     }
 }
 
-/* A panel of columns after the other: its part of the narrow matrices is copied together, for rows of theirs that lie a power of
- * two apart would push each other out of the cache. */
+INLINED void store(float *to, const Vector *v, int count)
+{
+    if (count == LANES)
+        *(Loose *)to = *v;
+    else
+        memcpy(to, v, (size_t)count * sizeof(float));
+}
+
+INLINED int step_width(int left) { return left < LANES ? left : LANES; }
+
+/* The next `count` columns of `rows` rows: kept += x - left right, and their products with q are added to sums.
+ * near: right's and q's part of these columns, one vector for each row of theirs */
+INLINED void absorb_step(const float *x, float *kept, Size columns, const float *left, const Vector *near, Vector sums[][HIGHEST_RANK],
+                         int count, const int rows, const int rank)
+{
+    Vector m[TOGETHER], fresh;
+    for (int r = 0; r < rows; r++) {
+        load(&fresh, x + r * columns, count);
+        load(&m[r], kept + r * columns, count);
+        m[r] += fresh;
+    }
+    for (int k = 0; k < rank; k++)
+        for (int r = 0; r < rows; r++)
+            m[r] -= left[r * rank + k] * near[k];
+    for (int k = 0; k < rank; k++)
+        for (int r = 0; r < rows; r++)
+            sums[r][k] += m[r] * near[rank + k];
+    for (int r = 0; r < rows; r++)
+        store(kept + r * columns, &m[r], count);
+}
+
+INLINED float total_of(const Vector *sums)
+{
+    Vector v = *sums;
+    for (int width = LANES / 2; width; width /= 2)
+        for (int l = 0; l < width; l++)
+            v[l] += v[l + width];
+    return v[0];
+}
+
+/* A panel of `width` columns of some rows; p += their products with q. */
+INLINED void absorb_panel(const float *x, float *kept, Size columns, const float *left, const Vector *near, float *p, int width,
+                          const int rows, const int rank)
+{
+    Vector sums[TOGETHER][HIGHEST_RANK];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < rank; k++)
+            sums[r][k] = (Vector){0};
+    int at = 0;
+    for (; at + LANES <= width; at += LANES, near += 2 * rank)
+        absorb_step(x + at, kept + at, columns, left, near, sums, LANES, rows, rank);
+    if (at < width)
+        absorb_step(x + at, kept + at, columns, left, near, sums, width - at, rows, rank);
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < rank; k++)
+            p[r * rank + k] += total_of(&sums[r][k]);
+}
+
+/* One panel of columns after the other, whose part of the narrow matrices is brought together before: rows of theirs that lie a
+ * power of two apart would push each other out of the cache. */
 INLINED void absorb_rows(const float *x, float *kept, const float *left, const float *right, const float *q, float *p, Size rows,
                          Size columns, const int rank)
 {
-    float near_right[HIGHEST_RANK][PANEL], near_q[HIGHEST_RANK][PANEL];
+    Vector near[PANEL / LANES * 2 * HIGHEST_RANK];
     memset(p, 0, (size_t)(rows * rank) * sizeof *p);
     for (Size at = 0; at < columns; at += PANEL) {
         const int width = columns - at < PANEL ? (int)(columns - at) : PANEL;
-        for (int k = 0; k < rank; k++) {
-            memcpy(near_right[k], right + k * columns + at, (size_t)width * sizeof(float));
-            memcpy(near_q[k], q + k * columns + at, (size_t)width * sizeof(float));
-        }
-        for (Size row = 0; row < rows; row++)
-            absorb_piece(x + row * columns + at, kept + row * columns + at, left + row * rank, near_right, near_q, p + row * rank,
-                         width, rank);
+        for (int step = 0; step < width; step += LANES)
+            for (int k = 0; k < rank; k++) {
+                Vector *const both = near + step / LANES * 2 * rank + k;
+                load(&both[0], right + k * columns + at + step, step_width(width - step));
+                load(&both[rank], q + k * columns + at + step, step_width(width - step));
+            }
+        Size row = 0;
+        for (; row + TOGETHER <= rows; row += TOGETHER)
+            absorb_panel(x + row * columns + at, kept + row * columns + at, columns, left + row * rank, near, p + row * rank, width,
+                         TOGETHER, rank);
+        for (; row < rows; row++)
+            absorb_panel(x + row * columns + at, kept + row * columns + at, columns, left + row * rank, near, p + row * rank, width,
+                         1, rank);
     }
 }
 
@@ -90,24 +147,44 @@ CLONED static void absorb(const float *x, float *kept, const float *left, const 
     WITH_RANK(rank, absorb_rows, x, kept, left, right, q, p, rows, columns)
 }
 
-/* out[k] = sum over rows of p[row][k] m[row], rows in order, four at a time so that `out` is loaded seldom. */
-INLINED void combine_rows(const float *restrict m, const float *restrict p, float *restrict out, Size rows, Size columns, const int rank)
+/* `count` columns of `rows` rows: sums += p^T m. */
+INLINED void combine_step(const float *m, Size columns, const float *p, Vector *sums, int count, const int rows, const int rank)
 {
-    enum { TOGETHER = 4 };
-    memset(out, 0, (size_t)(rank * columns) * sizeof *out);
-    Size row = 0;
-    for (; row + TOGETHER <= rows; row += TOGETHER)
-        for (int k = 0; k < rank; k++) {
-            const float a = p[row * rank + k], b = p[(row + 1) * rank + k], c = p[(row + 2) * rank + k], d = p[(row + 3) * rank + k];
-            const float *const first = m + row * columns;
-            for (Size at = 0; at < columns; at++)
-                out[k * columns + at] += ((a * first[at] + b * first[columns + at])
-                                          + (c * first[2 * columns + at] + d * first[3 * columns + at]));
+    Vector row[TOGETHER];
+    for (int r = 0; r < rows; r++)
+        load(&row[r], m + r * columns, count);
+    for (int k = 0; k < rank; k++)
+        sums[k] += rows == TOGETHER ? (p[k] * row[0] + p[rank + k] * row[1]) + (p[2 * rank + k] * row[2] + p[3 * rank + k] * row[3])
+                                    : p[k] * row[0];
+}
+
+/* out = p^T m, a panel of columns after the other, rows in order. */
+INLINED void combine_rows(const float *m, const float *p, float *out, Size rows, Size columns, const int rank)
+{
+    Vector sums[PANEL / LANES * HIGHEST_RANK];
+    for (Size at = 0; at < columns; at += PANEL) {
+        const int width = columns - at < PANEL ? (int)(columns - at) : PANEL;
+        for (int step = 0; step < width; step += LANES)
+            for (int k = 0; k < rank; k++)
+                sums[step / LANES * rank + k] = (Vector){0};
+        for (Size row = 0; row < rows;) {
+            const int together = row + TOGETHER <= rows;
+            for (int step = 0; step < width; step += LANES) {
+                const float *const from = m + row * columns + at + step;
+                Vector *const to = sums + step / LANES * rank;
+                if (together && width - step >= LANES)
+                    combine_step(from, columns, p + row * rank, to, LANES, TOGETHER, rank);
+                else if (together)
+                    combine_step(from, columns, p + row * rank, to, width - step, TOGETHER, rank);
+                else
+                    combine_step(from, columns, p + row * rank, to, step_width(width - step), 1, rank);
+            }
+            row += together ? TOGETHER : 1;
         }
-    for (; row < rows; row++)
-        for (int k = 0; k < rank; k++)
-            for (Size at = 0; at < columns; at++)
-                out[k * columns + at] += p[row * rank + k] * m[row * columns + at];
+        for (int step = 0; step < width; step += LANES)
+            for (int k = 0; k < rank; k++)
+                store(out + k * columns + at + step, &sums[step / LANES * rank + k], step_width(width - step));
+    }
 }
 
 CLONED static void combine(const float *m, const float *p, float *out, Size rows, Size columns, int rank)
@@ -115,16 +192,30 @@ CLONED static void combine(const float *m, const float *p, float *out, Size rows
     WITH_RANK(rank, combine_rows, m, p, out, rows, columns)
 }
 
-/* x = p q, the columns of p in order. */
-INLINED void spread_rows(const float *restrict p, const float *restrict q, float *restrict x, Size rows, Size columns, const int rank)
+/* x = p q, the columns of p in order. What is large is written past the cache, which would first read what stood there. */
+INLINED void spread_rows(const float *p, const float *q, float *x, Size rows, Size columns, const int rank)
 {
-    for (Size row = 0; row < rows; row++, x += columns, p += rank)
-        for (Size at = 0; at < columns; at++) {
+    const int past = PAST_CACHE && rows * columns > LARGE && (uintptr_t)x % sizeof(__m128) == 0 && columns % 4 == 0;
+    for (Size row = 0; row < rows; row++, x += columns, p += rank) {
+        Size at = 0;
+        for (; at + LANES <= columns; at += LANES) {
+            Vector total = p[0] * *(const Loose *)(q + at);
+            for (int k = 1; k < rank; k++)
+                total += p[k] * *(const Loose *)(q + k * columns + at);
+            if (past)
+                write_past_cache(x + at, &total);
+            else
+                *(Loose *)(x + at) = total;
+        }
+        for (; at < columns; at++) {
             float total = p[0] * q[at];
             for (int k = 1; k < rank; k++)
                 total += p[k] * q[k * columns + at];
             x[at] = total;
         }
+    }
+    if (past)
+        _mm_sfence();
 }
 
 CLONED static void spread(const float *p, const float *q, float *x, Size rows, Size columns, int rank)

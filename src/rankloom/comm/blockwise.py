@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill
 from rankloom.comm.lossy import LABEL, Compressed
+from rankloom.comm.messages import deal, gather
 from rankloom.comm.quantize import Format
 from rankloom.world.group import Group
 
@@ -38,14 +39,19 @@ class Blockwise(Compressed):
         self._sums: Tensor | None = None   # [n/p] the errors of the sums of its chunks, one piece after the other
 
     def _sum(self, values: Tensor, group: Group) -> None:
+        self.remember(len(values), group)
+        step = self.step(group.size)
+        staggered([self.stages(at, values[at : at + step], group) for at in range(0, len(values), step)])
+
+    def remember(self, n: int, group: Group) -> None:
+        """Make room for the errors of n values, the first time."""
         if self.form.remembers and self._own is None:
             chunk = group.size * self.form.block
-            self._own, self._sums = torch.zeros_like(values), values.new_zeros(-(-len(values) // chunk) * self.form.block)
-        step = self._step(group.size)
-        staggered([self._reduce(at, values[at : at + step], group) for at in range(0, len(values), step)])
+            self._own = torch.zeros(n, device=group.device)
+            self._sums = torch.zeros(-(-n // chunk) * self.form.block, device=group.device)
 
-    def _reduce(self, at: int, x: Tensor, group: Group) -> Iterator[None]:
-        """The stages of the piece that begins at value `at`; each starts what the next waits for."""
+    def stages(self, at: int, x: Tensor, group: Group) -> Iterator[None]:
+        """Sum the piece that begins at value `at`, in three stages; each of the first two starts what the next waits for."""
         p, form = group.size, self.form
         blocks = -(-len(x) // form.block)
         each = -(-blocks // p)   # blocks of one rank
@@ -54,15 +60,15 @@ class Blockwise(Compressed):
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
         records[blocks:] = 0
         form.quantise(x, own, records[:blocks])
-        dealt = group.all_to_all(records, label=LABEL, async_op=True)
+        dealt = deal(records.view(p, each, form.record), group, label=LABEL)
         yield
         mine = torch.empty_like(records[:each])
-        form.fold(dealt.wait().view(p, each, form.record), sums, mine)
-        gathered = group.all_gather(mine, label=LABEL, async_op=True)
+        form.fold(dealt(), sums, mine)
+        gathered = gather(mine, group, label=LABEL)
         yield
-        form.dequantise(gathered.wait()[:blocks], x)
+        form.dequantise(gathered().view(p * each, form.record)[:blocks], x)
 
-    def _step(self, p: int) -> int:
+    def step(self, p: int) -> int:
         """The values of a piece: so many that the chunks of all but the last one are whole blocks."""
         return max(1, self._piece // (p * self.form.block)) * p * self.form.block
 
@@ -72,12 +78,16 @@ class Blockwise(Compressed):
             if error is not None:
                 error.mul_(factor)
 
-    def bill(self, n: int, p: int) -> Bill:
+    def bill(self, n: int, group: Group) -> Bill:
+        """What this rank of `group` sends for n values."""
+        return self.bill_for(n, group.size)
+
+    def bill_for(self, n: int, p: int) -> Bill:
         """What one of p ranks sends for n values."""
         if p == 1:
             return Bill()
         records = -(-n // (p * self.form.block))   # of one rank
-        return Bill(sent=2 * (p - 1) * records * self.form.record, messages=2 * (p - 1) * -(-n // self._step(p)))
+        return Bill(sent=2 * (p - 1) * records * self.form.record, messages=2 * (p - 1) * -(-n // self.step(p)))
 
 
 def staggered(pieces: Sequence[Iterator[None]]) -> None:

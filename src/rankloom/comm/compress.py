@@ -21,6 +21,7 @@ from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import Parts, PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Halves
 from rankloom.comm.sparse import TopK
+from rankloom.comm.two_levels import TwoLevels
 
 EXACT, HIERARCHICAL = "none", "hierarchical"
 _COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
@@ -95,7 +96,9 @@ class Summing:
         lossy = self.lossy(parts)
         if lossy is None:
             return self._exact
-        return in_two_levels(between=lossy) if self._in_two_levels else lossy
+        if not self._in_two_levels:
+            return lossy
+        return TwoLevels(lossy) if isinstance(lossy, Blockwise) else in_two_levels(between=lossy)
 
     def rescale(self, factor: float) -> None:
         """Tell all buffers that their unit has changed, as that of a scaled loss does."""

@@ -48,8 +48,8 @@ class Compressed(ABC):
         """Multiply what is remembered, when the unit of the values has changed: a loss scale, for instance."""
 
     @abstractmethod
-    def bill(self, n: int, p: int) -> Bill:
-        """What one of p ranks sends for n values."""
+    def bill(self, n: int, group: Group) -> Bill:
+        """What this rank of `group` sends for n values."""
 
     @abstractmethod
     def _sum(self, values: Tensor, group: Group) -> None:

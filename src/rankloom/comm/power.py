@@ -148,13 +148,13 @@ class PowerSGD(Compressed):
             matrix.kept.mul_(factor)
             matrix.own.mul_(factor)
 
-    def bill(self, n: int, p: int) -> Bill:
-        """What one of p ranks sends for n values."""
+    def bill(self, n: int, group: Group) -> Bill:
+        """What this rank of `group` sends for n values."""
         ps, qs = (sum(4 * self.rank * shape[side] for shape in self._shapes) for side in (1, 2))
         plain = 4 * (n - sum(a * b for _, a, b in self._shapes))
-        if p == 1 or not n:
+        if group.size == 1 or not n:
             return Bill()
-        return all_reduce_bill(ps + plain, p) + (all_reduce_bill(qs, p) if qs else Bill())
+        return all_reduce_bill(ps + plain, group.size) + (all_reduce_bill(qs, group.size) if qs else Bill())
 
 
 def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:

@@ -52,9 +52,9 @@ class TopK(Compressed):
         if self._error is not None:
             self._error.mul_(factor)
 
-    def bill(self, n: int, p: int) -> Bill:
-        """What one of p ranks sends for n values."""
-        return all_gather_bill(8 * self._count(n), p) if p > 1 and n else Bill()
+    def bill(self, n: int, group: Group) -> Bill:
+        """What this rank of `group` sends for n values."""
+        return all_gather_bill(8 * self._count(n), group.size) if group.size > 1 and n else Bill()
 
 
 def largest(x: Tensor, k: int) -> Tensor:

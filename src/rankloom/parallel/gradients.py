@@ -294,7 +294,7 @@ class GradientReducer:
 
     def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
         gradient, lossy = self._own_gradient(name).contiguous(), self._by_rows[name]
-        dense = lossy.bill(gradient.numel(), self.group.size) if lossy else None
+        dense = lossy.bill(gradient.numel(), self.group) if lossy else None
         if rows_are_cheaper(rows, gradient, self.group.size, dense=dense):
             return sum_rows(gradient, touched, rows, self.group, scale=self.scale, label=f"rows of {name}")
         gradient.mul_(self.scale)
