@@ -30,13 +30,14 @@ from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.quantize import INT8
-from rankloom.comm.two_levels import TwoLevels
+from rankloom.comm.two_levels import TwoLevels, overlapped_all_reduce
 
 INTERFACE, PORT = "slow", 29555
 BURST = "32kb"          # what may pass at full speed after a pause: a quarter of a millisecond's worth of 1 Gbit/s
 SEGMENT = "16384"       # bytes that the kernel hands over at once; a network card cuts them in packets, here nobody need
 ADDRESS = "10.77.0.{}"
-BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4, "hierarchical, int8 between": 5.5}
+BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4, "hierarchical, overlapped": 1.4,
+        "hierarchical, int8 between": 5.5}
 
 
 # ---------------------------------------------------------------------- two hosts and a wire
@@ -108,10 +109,10 @@ def launch(ranks_per_host: int, arguments: list[str]) -> dict:
             command = [*inside, sys.executable, __file__, "--worker", "--out", str(out), *arguments]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()}))
         try:
-            while any(process.poll() is None for process in started):
-                if any(process.poll() for process in started):
-                    raise SystemExit("a rank failed")
+            while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
                 time.sleep(0.2)
+            if any(process.poll() for process in started):
+                raise SystemExit("a rank failed")
         finally:
             for process in started:
                 process.kill()
@@ -144,7 +145,7 @@ def variants(world: rl.World, side: int) -> dict[str, Callable[[torch.Tensor], o
     """What is compared. The first is the base."""
     base = {"gloo, fp32": world.all_reduce}
     if world.size > 2:
-        return base | {"hierarchical": lambda x: in_two_levels()(x, world),
+        return base | {"hierarchical": bind(in_two_levels(), world), "hierarchical, overlapped": bind(overlapped_all_reduce, world),
                        "hierarchical, int8 between": bind(TwoLevels(Blockwise(INT8)), world)}
     names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
     return base | {name: bind(compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
@@ -157,7 +158,7 @@ def bind(algorithm: Callable, world: rl.World) -> Callable[[torch.Tensor], objec
 
 def worker(args: argparse.Namespace) -> None:
     """One rank: run all variants in turn, on matrices of side x side."""
-    world = rl.init()
+    world = rl.init(backend="gloo")
     torch.set_num_threads(1)
     source = torch.randn(args.side, args.side, generator=torch.Generator().manual_seed(world.rank))
     ways = variants(world, args.side)

@@ -13,7 +13,7 @@ from rankloom.comm.blockwise import Blockwise, staggered
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import PowerSGD
-from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Halves
+from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
 
 NAMES = ["bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"]
@@ -80,7 +80,7 @@ def test_sixteen_bits_are_rounded_twice_and_summed_in_fp32(name, digits, p):
         # Each addend, then the sum, is rounded to so many digits: half a unit in the last place each.
         assert ((got.double() - exact).abs() <= sizes * 2.0**-digits * 2.01).all()
     ones = rl.simulate(p, lambda world: small_pieces(name)(torch.full((9,), 1.0 if world.rank else 2.0**digits), world))
-    assert (ones[0] == torch.tensor(2.0**digits + p - 1).to(Halves(torch.bfloat16 if name == "bf16" else torch.float16).dtype)).all()
+    assert (ones[0] == torch.tensor(2.0**digits + p - 1).to(Floats(torch.bfloat16 if name == "bf16" else torch.float16).dtype)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,10 +9,10 @@ import torch
 import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.messages import deal, gather, post
-from rankloom.comm.quantize import INT8, ONE_BIT, Halves
-from rankloom.comm.two_levels import TwoLevels, cut
+from rankloom.comm.quantize import INT8, ONE_BIT, Floats
+from rankloom.comm.two_levels import TwoLevels, cut, overlapped_all_reduce
 
-EXACT = Halves(torch.float32)   # as a format: nothing is lost
+EXACT = Floats(torch.float32)   # as a format: nothing is lost
 NODES = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)),
          ((0,), (1,), (2,)), ((0, 1), (2,)), ((0, 1, 2),)]
 LENGTHS = [0, 1, 5, 1000, 4001]
@@ -56,6 +56,16 @@ def test_all_ranks_end_with_the_same_bits_and_what_is_delivered_converges(nodes,
     first, *others = rl.simulate(ranks_of(nodes), body)
     assert all(torch.equal(first[0], other[0]) for other in others) and all(fine for _, _, fine in (first, *others))
     assert (first[1] - exact).norm() < (0.001 if form is INT8 else 0.15) * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_sums_overlap_in_the_same_way(dtype):
+    def body(world):
+        world.topology = rl.Topology(((0, 1), (2, 3)))
+        return overlapped_all_reduce(whole(1001, world.rank).to(dtype), world)
+
+    exact = sum(whole(1001, rank) for rank in range(4)).to(dtype)
+    assert all(torch.equal(x, exact) and x.dtype == dtype for x in rl.simulate(4, body))
 
 
 def test_inside_a_node_nothing_is_lost():

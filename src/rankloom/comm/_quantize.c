@@ -25,7 +25,7 @@
 enum { HEAD = 2, BLOCK8 = 256, BLOCK4 = 128, BLOCK1 = 256, LANES = 16, LARGEST_BLOCK = 256 };
 enum { RECORD8 = HEAD + BLOCK8, RECORD4 = HEAD + BLOCK4 / 2, RECORD1 = HEAD + BLOCK1 / 8 };
 
-static const uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff, NOT_A_NUMBER = 0x7fc00000;
+static const uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff, SIGN = 0x80000000, NOT_A_NUMBER = 0x7fc00000;
 static const float TINY = 0x1p-118f;          /* below, one over the step would overflow */
 static const float TO_WHOLE = 12582912.0f;    /* 1.5 * 2^23: adding it rounds to a whole number, halves to even */
 
@@ -113,16 +113,18 @@ INLINED int encode4(const float *v, int count, uint8_t *record, float *left)
 INLINED int encode1(const float *v, int count, uint8_t *record, float *left)
 {
     const float mean = mean_of(v, count);
-    uint8_t packed[BLOCK1 / 8] = {0};
+    uint32_t packed[BLOCK1 / 8] = {0};
     write_step(record, mean);
     if (mean == mean)
         for (int bit = 0; bit < 8; bit++)
             for (int i = 0; i < BLOCK1 / 8; i++) {
                 const float value = v[bit * (BLOCK1 / 8) + i];
-                packed[i] |= (uint8_t)((value < 0.0f) << bit);
-                left[bit * (BLOCK1 / 8) + i] = value - (value < 0.0f ? -mean : mean);
+                const uint32_t sign = bits_of(value) & SIGN;
+                packed[i] |= sign >> (31 - bit);
+                left[bit * (BLOCK1 / 8) + i] = value - float_of(bits_of(mean) | sign);
             }
-    memcpy(record + HEAD, packed, BLOCK1 / 8);
+    for (int i = 0; i < BLOCK1 / 8; i++)
+        record[HEAD + i] = (uint8_t)packed[i];
     return mean == mean;
 }
 
@@ -147,10 +149,13 @@ INLINED void add4(const uint8_t *record, float *v)
 
 INLINED void add1(const uint8_t *record, float *v)
 {
-    const float mean = read_step(record);
+    const uint32_t mean = bits_of(read_step(record));
+    uint32_t packed[BLOCK1 / 8];
+    for (int i = 0; i < BLOCK1 / 8; i++)
+        packed[i] = record[HEAD + i];
     for (int bit = 0; bit < 8; bit++)
         for (int i = 0; i < BLOCK1 / 8; i++)
-            v[bit * (BLOCK1 / 8) + i] += (record[HEAD + i] >> bit & 1) ? -mean : mean;
+            v[bit * (BLOCK1 / 8) + i] += float_of(mean | (packed[i] << (31 - bit) & SIGN));
 }
 
 /* The three passes over memory, for one format. `error` may be NULL: then nothing is remembered. */

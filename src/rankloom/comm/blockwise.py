@@ -20,14 +20,14 @@ from rankloom.comm.messages import deal, gather
 from rankloom.comm.quantize import Format
 from rankloom.world.group import Group
 
-PIECE = 1 << 20   # values
+PIECE = 1 << 19   # values
 ENDED = object()
 
 
 class Blockwise(Compressed):
     """The all-reduce of this file, in one format.
 
-    sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece of 2**20 values
+    sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece of 2**19 values
     memory: the errors: n + n/p fp32 where the format remembers; on the way, three pieces in the format
     source: Seide et al. 2014 (error feedback); Tang et al. 2021, 1-bit Adam (in both rounds); Wang et al. 2023, ZeRO++ (all-to-all)
     """

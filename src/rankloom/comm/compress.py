@@ -19,14 +19,14 @@ from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import Parts, PowerSGD
-from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Halves
+from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
 from rankloom.comm.two_levels import TwoLevels
 
 EXACT, HIERARCHICAL = "none", "hierarchical"
 _COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
-    "bf16": lambda parts: Blockwise(Halves(torch.bfloat16)),
-    "fp16": lambda parts: Blockwise(Halves(torch.float16)),
+    "bf16": lambda parts: Blockwise(Floats(torch.bfloat16)),
+    "fp16": lambda parts: Blockwise(Floats(torch.float16)),
     "int8": lambda parts: Blockwise(INT8),
     "int4": lambda parts: Blockwise(INT4),
     "1bit": lambda parts: Blockwise(ONE_BIT),

@@ -108,8 +108,8 @@ INT8, INT4, ONE_BIT = Blocks(8, 256), Blocks(4, 128), Blocks(1, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
-    """Every value in 16 bits, summed in fp32. What rounding loses is small, and not remembered."""
+class Floats:
+    """Every value in a float format of its own, summed in fp32. What rounding to 16 bits loses is small, and not remembered."""
 
     dtype: torch.dtype
     block: int = 128
@@ -127,10 +127,10 @@ class Halves:
 
     def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
         """See Format; `error` is left as it is."""
-        halves = inbox.view(self.dtype)
-        total = halves[0].float()
-        for half in halves[1:]:
-            total += half
+        floats = inbox.view(self.dtype)
+        total = floats[0].float()
+        for addend in floats[1:]:
+            total += addend
         out.view(self.dtype).copy_(total)
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
@@ -157,7 +157,7 @@ def _encode(v: Tensor, count: int, bits: int, out: Tensor) -> Tensor:
     step = (_mean_magnitude(v, count) if bits == 1 else _step(v, 2.0 ** (bits - 1) - 1))[:, None]
     out[:, :HEAD] = (step.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
     if bits == 1:
-        negative = (v < 0) & step.isfinite()
+        negative = v.signbit() & step.isfinite()
         out[:, HEAD:] = sum(eighth.to(torch.uint8) << bit for bit, eighth in enumerate(negative.chunk(8, dim=1)))
         return v - torch.where(negative, -step, step)
     per_step = torch.where(step > 0, step.reciprocal(), 0.0)
