@@ -14,7 +14,6 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,32 +25,13 @@ from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
+from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.transport.operands import OPS, SUM
 from rankloom.world.transport.process_group import SharedMemoryGroup
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # as the kernel numbers them
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What one rank has sent to one group so far, and how long it stood waiting for it."""
-
-    messages: int = 0
-    bytes: int = 0
-    calls: int = 0
-    waited: float = 0.0   # seconds blocked in wait(); on CUDA a wait only orders streams, so this stays near 0
-
-    def add(self, bill: Bill) -> None:
-        """Enter one call."""
-        self.enter(bill.sent, bill.messages)
-
-    def enter(self, sent: int, messages: int) -> None:
-        """Enter one call that sent so many bytes in so many messages."""
-        self.calls += 1
-        self.messages += messages
-        self.bytes += sent
 
 
 class Handle:
@@ -98,13 +78,18 @@ class Group:
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector
-        self._shared = process_group if isinstance(process_group, SharedMemoryGroup) else None
+        # Debug mode compares every call before it is made, which the short way leaves out.
+        self._at_once = process_group.at_once if isinstance(process_group, SharedMemoryGroup) and not inspector else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
     @property
     def size(self) -> int:
         """How many ranks the group has."""
         return len(self.ranks)
+
+    @property
+    def _shared(self) -> SharedMemoryGroup | None:
+        return self._process_group if isinstance(self._process_group, SharedMemoryGroup) else None
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"
@@ -120,12 +105,13 @@ class Group:
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
-        if self._shared and not async_op and not self._inspector and self._reduce_now(x, op, label):
+        bill = all_reduce_bill(x.nbytes, self.size)
+        if self._at_once and not async_op and self._short(bill, self._at_once.all_reduce, x, SHARED_OPS[op], label):
             return x.div_(self.size) if op == "mean" else x
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = REDUCE_OPS["sum" if op == "mean" else op], async_op   # type: ignore[assignment]
         finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
-        return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
+        return self._collect(f"all_reduce({op})", x, label, async_op, bill=bill,
                              start=lambda pg: pg.allreduce([x], options), finish=finish)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
@@ -142,9 +128,12 @@ class Group:
         """
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
+        bill = all_gather_bill(x.nbytes, self.size)
+        if self._at_once and not async_op and self._short(bill, self._at_once.all_gather, rows, whole, label):
+            return whole
         options = c10d.AllgatherOptions()
         options.asyncOp = async_op
-        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
+        return self._collect("all_gather", rows, label, async_op, bill=bill,
                              start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
@@ -156,6 +145,8 @@ class Group:
         n = self._equal_rows(x, "reduce_scatter")
         bill = scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
+        if self._at_once and not async_op and self._short(bill, self._at_once.reduce_scatter, x, mine, label):
+            return mine
         if self._shared or x.device.type != "cpu":
             options = c10d.ReduceScatterOptions()
             options.asyncOp = async_op
@@ -179,11 +170,13 @@ class Group:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
+        bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
+        if self._at_once and not async_op and splits == [[], []] and self._short(bill, self._at_once.all_to_all, x, mine, label):
+            return mine
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
-        sent = (x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1))
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
-        return self._collect("all_to_all", x, label, async_op, bill=Bill(sent=sent, messages=self.size - 1),
+        return self._collect("all_to_all", x, label, async_op, bill=bill,
                              shape=tuple(x.shape[1:]), finish=lambda: mine,
                              start=lambda pg: pg.alltoall_base(mine, x, *splits, options))
 
@@ -200,7 +193,7 @@ class Group:
         raises: MemoryError on all ranks when there is not that much
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._shared.buffer(sizes, dtype) if self._shared else torch.zeros(sizes, dtype=dtype, device=self.device)
+        return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
 
     # ------------------------------------------------------------------ one to one
 
@@ -210,16 +203,16 @@ class Group:
         self._require_contiguous(x, label or "send")
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
-        if self._shared and not async_op:
-            return self._shared.send_now(x, peer, tag, label)
+        if self._at_once and not async_op:
+            return self._at_once.send(x, peer, tag, label)
         return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
         peer = self._peer(frm)
         self._require_contiguous(into, label or "recv")
-        if self._shared and not async_op:
-            return self._shared.recv_now(into, peer, tag, label)
+        if self._at_once and not async_op:
+            return self._at_once.recv(into, peer, tag, label)
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
@@ -266,9 +259,9 @@ class Group:
 
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
-        if self._shared:
-            self._shared.shutdown()
-        self._process_group = self._shared = None
+        if shared := self._shared:
+            shared.shutdown()
+        self._process_group = self._at_once = None
         # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.
         for reference in self._handles.valuerefs():
             if handle := reference():
@@ -294,13 +287,13 @@ class Group:
         self.ledger.add(bill)
         return self._launch(label or op, async_op, start, finish)
 
-    def _reduce_now(self, x: Tensor, op: str, label: str) -> bool:
-        """The short way of a small all-reduce in shared memory: no options, no handle. False: take the long one."""
+    def _short(self, bill: Bill, call: Callable[..., bool], *args: Any) -> bool:
+        """Take the short way of shared memory, if it can be taken. False: nothing was done."""
         begin = time.perf_counter()
-        if not self._shared.all_reduce_now(x, SHARED_OPS[op], label):   # type: ignore[union-attr]
+        if not call(*args):
             return False
         self.ledger.waited += time.perf_counter() - begin
-        self.ledger.add(all_reduce_bill(x.nbytes, self.size))
+        self.ledger.add(bill)
         return True
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:

@@ -137,7 +137,9 @@ typedef struct {
     Region *regions;
     int region_count;
     pthread_mutex_t lock;           /* the queue of collectives */
-    pthread_cond_t changed;
+    pthread_cond_t changed;         /* a turn has ended */
+    pthread_cond_t given;           /* there is work for the worker */
+    int waiting;                    /* threads that wait for `changed` */
     Op *first, *last;
     uint64_t issued;
     _Atomic uint64_t finished;
@@ -366,6 +368,10 @@ static const int SIZE[] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8};
     FAST static void join_##T(int op, T *out, const T *a, const T *b, size_t n)           \
     {                                                                                     \
         switch (op) { ARITHMETIC(T, T) }                                                  \
+    }                                                                                     \
+    FAST static void add_both_##T(T *a, T *b, size_t n)   /* both become the sum */       \
+    {                                                                                     \
+        INDEPENDENT for (size_t i = 0; i < n; i++) { T sum = a[i] + b[i]; a[i] = sum; b[i] = sum; } \
     }
 /* Sums and products of integers wrap, so they are taken unsigned. */
 #define INTEGERS(T, W)                                                                    \
@@ -710,6 +716,10 @@ static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const Descrip
     const char *in[MAX_RANKS];
     for (int r = 0; r < l->ranks; r++)
         in[r] = source_of(l, op, plan, r, direct[r]) + (plan->in_shares ? 0 : l->rank * share);
+    if (l->ranks == 2 && op->op == SUM && op->dtype <= F64) {   /* gradients, mostly: one pass */
+        op->dtype == F32 ? add_both_float((float *)in[0], (float *)in[1], n / 4) : add_both_double((double *)in[0], (double *)in[1], n / 8);
+        return;
+    }
     for (uint64_t at = 0; at < n; at += BLOCK) {
         uint64_t piece = part(n, at, BLOCK);
         reduce_block(op->dtype, op->op, (char *)in[0], in, l->ranks, piece / SIZE[op->dtype]);
@@ -756,6 +766,15 @@ static int run(Link *l, const Op *op, Wait *w)
 
 /* ------------------------------------------------------------------ collectives one after the other */
 
+/* A signal costs a call into the kernel, so only who is there gets one. */
+static void tell_of_turn(Link *l)
+{
+    if (l->waiting)
+        pthread_cond_broadcast(&l->changed);
+    else if (l->first && l->has_worker)
+        pthread_cond_signal(&l->given);
+}
+
 /* Take the floor, or fail if others are before. */
 static int begin_at_once(Link *l)
 {
@@ -771,7 +790,7 @@ static void end_turn(Link *l)
 {
     pthread_mutex_lock(&l->lock);
     l->running = 0;
-    pthread_cond_broadcast(&l->changed);
+    tell_of_turn(l);
     pthread_mutex_unlock(&l->lock);
 }
 
@@ -792,7 +811,7 @@ static void run_first(Link *l, PyThreadState **state, int spin_us)
     atomic_store(&l->finished, op->ticket);
     free(op->table);
     free(op);
-    pthread_cond_broadcast(&l->changed);
+    tell_of_turn(l);
 }
 
 static void *work(void *self)
@@ -801,7 +820,7 @@ static void *work(void *self)
     pthread_mutex_lock(&l->lock);
     for (;;) {
         while ((!l->first || l->running) && !l->closing)
-            pthread_cond_wait(&l->changed, &l->lock);
+            pthread_cond_wait(&l->given, &l->lock);
         if (l->closing)
             break;
         run_first(l, NULL, l->spin_us / 10);
@@ -829,7 +848,7 @@ static uint64_t enqueue(Link *l, Op *op)
     else
         l->first = op;
     l->last = op;
-    pthread_cond_broadcast(&l->changed);
+    pthread_cond_signal(&l->given);
     pthread_mutex_unlock(&l->lock);
     return ticket;
 }
@@ -855,7 +874,9 @@ static int await(Link *l, uint64_t ticket, Wait *w)
             run_first(l, w->state, w->spin_us);
             continue;
         }
+        l->waiting++;
         nap_on(&l->changed, &l->lock, 1e-3 * SLICE_MS);
+        l->waiting--;
         pthread_mutex_unlock(&l->lock);
         if (interrupted(w))
             why = break_group(l, l->rank, INTERRUPTED);
@@ -1382,6 +1403,7 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     pthread_mutex_lock(&l->post);
     l->closing = 1;
     pthread_cond_broadcast(&l->changed);
+    pthread_cond_broadcast(&l->given);
     pthread_cond_broadcast(&l->posted);
     pthread_mutex_unlock(&l->post);
     pthread_mutex_unlock(&l->lock);
@@ -1448,6 +1470,7 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&l->changed, &monotonic);
+    pthread_cond_init(&l->given, &monotonic);
     pthread_cond_init(&l->posted, &monotonic);
     Rank *me = rank_of(l, rank);
     process_state(getpid(), &me->started);

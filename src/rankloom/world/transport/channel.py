@@ -7,7 +7,6 @@ The kernel behind it is _shared.c, or fallback.py where there was no compiler; a
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost
 from rankloom.world.transport import fallback
-from rankloom.world.transport.meet import map_together
+from rankloom.world.transport.meet import cores_of, map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM
 
 KERNELS: dict[str, Any] = {}   # the best first
@@ -47,7 +46,7 @@ class Channel:
         self.ranks = tuple(ranks or range(size))
         self.closed = False
         self._memory, kernel = map_together(store, neighbours, neighbours[rank], KERNELS, timeout)
-        crowded = size > len(os.sched_getaffinity(0))
+        crowded = size > cores_of(store, neighbours)
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
         self.call(BARRIER)   # the others' process numbers are there from here on
@@ -98,7 +97,7 @@ class Channel:
             return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: "
                                      f"{self._who_is_missing(arrived, states, blamed if peer is None else peer, peer is None)}")
         if why == MISMATCHED:
-            return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{self._table_of_calls()}")
+            return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{table_of_calls(self.ranks, self.link.calls())}")
         reasons = {
             LOST: f"lost {who}: its process has ended",
             LEFT: f"lost {who}: it has left the group",
@@ -121,10 +120,12 @@ class Channel:
                  for rank in range(self.size) if rank in behind or states[rank] in state]
         return f"{', '.join(named)} did not come" if named else "a rank did not come"
 
-    def _table_of_calls(self) -> str:
-        dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
-        rows = []
-        for rank, (kind, number, op, root, nbytes) in enumerate(self.link.calls()):
-            size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
-            rows.append(f"  rank {self.ranks[rank]}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
-        return "\n".join(rows)
+
+def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int]]) -> str:
+    """What each rank has called, a line each. ranks: their numbers in the world; calls: kind, number, op, root, bytes of each"""
+    dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
+    rows = []
+    for rank, (kind, number, op, root, nbytes) in zip(ranks, calls):
+        size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
+        rows.append(f"  rank {rank}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
+    return "\n".join(rows)

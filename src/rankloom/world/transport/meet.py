@@ -141,8 +141,13 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernel
     mapping = Mapping(descriptor, nbytes)
     if rank != leader:
         os.close(descriptor)
-    store.set(f"mapped/{rank}", "")
+    store.set(f"mapped/{rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     wait_for(store, {f"mapped/{other}": other for other in neighbours}, rank, timeout)
     if rank == leader:
         os.close(descriptor)
     return mapping, kernel
+
+
+def cores_of(store: dist.Store, neighbours: Sequence[int]) -> int:
+    """How many cores the ranks may use between them, after `map_together`; each may be pinned to some."""
+    return len({core for rank in neighbours for core in json.loads(store.get(f"mapped/{rank}"))})

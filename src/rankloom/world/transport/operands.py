@@ -6,6 +6,7 @@ numbers as pairs, bool as bytes of 0 and 1 (a sum is an "or"), float8 in fp32 wi
 
 import array
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -36,12 +37,17 @@ def number_of(x: Tensor) -> int:
 
 
 def dense(x: Tensor, label: str) -> Tensor:
-    """`x` itself, or a contiguous copy of it; refused when it is not a plain CPU tensor."""
-    if x.layout != torch.strided or not x.is_cpu:
-        raise ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
+    """`x` itself, or a contiguous copy of it; refused when it is not a plain tensor in memory that has addresses."""
+    if x.layout != torch.strided or not (x.is_cpu or x.is_cuda):
+        raise misplaced(x, label)
     if x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return x
     return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def misplaced(x: Tensor, label: str) -> ShapeMismatch:
+    """The error for a tensor of another kind, or in another place, than the group's are."""
+    return ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
 
 
 def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
@@ -88,20 +94,33 @@ def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish 
     op:     torch's ReduceOp
     raises: ShapeMismatch for an operation that this dtype does not have
     """
-    kind = op.op
-    _refuse_meaningless(x.dtype, kind, label)
+    number, code, refusal = _arithmetic(x.dtype, op.op)
+    if refusal:
+        raise ShapeMismatch(f"{label}: {refusal}")
     flat, back = dense_output(x, label)
+    if x.dtype in NUMBERS:
+        return flat, number, code, back
     if x.is_complex():
-        return torch.view_as_real(flat.detach()), NUMBERS[flat.real.dtype], OPS[kind], back
+        return torch.view_as_real(flat.detach()), number, code, back
     if x.dtype == torch.bool:
-        return flat.view(torch.uint8), BYTES, OPS[_OF_BOOL.get(kind, kind)], back
-    if x.dtype in _FLOAT8:
-        wide = flat.float()
-        return wide, NUMBERS[torch.float32], OPS[kind], lambda: x.detach().copy_(wide.to(x.dtype))
-    return flat, NUMBERS[x.dtype], OPS[kind], back
+        return flat.view(torch.uint8), number, code, back
+    wide = flat.float()
+    return wide, number, code, lambda: x.detach().copy_(wide.to(x.dtype))
 
 
-def _refuse_meaningless(dtype: torch.dtype, op: Any, label: str) -> None:
+@cache   # torch's enums are slow to compare
+def _arithmetic(dtype: torch.dtype, op: Any) -> tuple[int, int, str | None]:
+    """The number type and the operation of the kernel that stand for this one of torch, or why there is none."""
+    if reason := _why_meaningless(dtype, op):
+        return 0, 0, f"{op.name} of {dtype} {reason}"
+    if dtype.is_complex:
+        return NUMBERS[dtype.to_real()], OPS[op], None
+    if dtype == torch.bool:
+        return BYTES, OPS[_OF_BOOL.get(op, op)], None
+    return NUMBERS.get(dtype, NUMBERS[torch.float32]), OPS[op], None
+
+
+def _why_meaningless(dtype: torch.dtype, op: Any) -> str | None:
     is_float = dtype.is_floating_point or dtype.is_complex
     reason = None
     if op not in OPS:
@@ -114,8 +133,7 @@ def _refuse_meaningless(dtype: torch.dtype, op: Any, label: str) -> None:
         reason = "is not of that dtype; sum, then divide"
     elif dtype.is_complex and op not in (_Op.SUM, _Op.AVG):
         reason = "has no meaning element by element for complex numbers here; gather, then combine"
-    if reason:
-        raise ShapeMismatch(f"{label}: {op.name} of {dtype} {reason}")
+    return reason
 
 
 def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
@@ -154,6 +172,8 @@ def expect_size(actual: int, expected: int, label: str, what: str) -> None:
 
 
 def expect_dtype(x: Tensor, others: Sequence[Tensor], label: str) -> None:
-    """raises: ShapeMismatch when tensors of one call differ in dtype"""
+    """raises: ShapeMismatch when tensors of one call differ in dtype, or some are on the CPU and some are not"""
     if any(other.dtype != x.dtype for other in others):
         raise ShapeMismatch(f"{label}: dtypes {x.dtype} and {', '.join(str(other.dtype) for other in others)}; expected all the same")
+    if any(other.is_cpu != x.is_cpu for other in others):
+        raise ShapeMismatch(f"{label}: tensors on {x.device} and {', '.join(str(other.device) for other in others)}; expected one place")

@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
+from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.channel import (
     ALL_GATHER,
@@ -33,7 +34,7 @@ from rankloom.world.transport.channel import (
 )
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
-from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
 from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work, last_of
 
 ANYONE = -1
@@ -48,11 +49,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
-        self._herald, self._buffers = Herald(), buffers
+        self._herald, self._buffers, self.at_once = Herald(), buffers, AtOnce(channel)
         self._in_flight: list[Pending] = []   # works whose caller may have dropped them
         self._name = self._description = ""
 
     # ------------------------------------------------------------------ who and where
+
+    def rank(self) -> int:
+        """This rank's number in the group. Written in Python: torch's own goes a long way round."""
+        return self.channel.rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self.channel.size
 
     def getBackendName(self) -> str:
         """How torch calls this backend."""
@@ -113,23 +122,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Combine over the ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
         x = _only(tensors, "all_reduce")
-        number = NUMBERS.get(x.dtype)
-        op = OPS.get(opts.reduceOp.op)
-        # The common case first: these few lines are most of the time of a small all-reduce.
-        if number is not None and (number <= 3 and op is not None and op <= 4) and x.is_cpu and x.is_contiguous():
-            address = x.data_ptr()
-            return self._start((ALL_REDUCE, number, op, 0, address, address, x.nbytes), opts, tensors)
         return self._reduce(ALL_REDUCE, x, opts)
-
-    def all_reduce_now(self, x: Tensor, op: int, label: str) -> bool:
-        """`allreduce` and wait, without torch's options; False, with nothing done, where it takes more than that."""
-        number, channel = NUMBERS.get(x.dtype), self.channel
-        if number is None or not (x.is_cpu and x.is_contiguous()):
-            return False
-        address = x.data_ptr()
-        if why := channel.link.run(ALL_REDUCE, number, op, 0, address, address, x.nbytes, channel.timeout):
-            raise channel.explain(why, label or "all_reduce")
-        return True
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine each of several tensors over the ranks, in place."""
@@ -300,20 +293,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         flat, back = dense_output(x, self._where("recv"))
         return self._post(0, flat, x, frm, tag, back)
 
-    def send_now(self, x: Tensor, to: int, tag: int, label: str) -> Tensor:
-        """`send` of a contiguous tensor, and wait; for small messages many times as fast."""
-        channel = self.channel
-        if (sender := channel.link.message(1, x.data_ptr(), x.nbytes, to, tag, channel.timeout)) < 0:
-            raise channel.explain(-sender, label or "send")
-        return x
-
-    def recv_now(self, x: Tensor, frm: int, tag: int, label: str) -> Tensor:
-        """`recv` into a contiguous tensor, and wait."""
-        channel = self.channel
-        if (sender := channel.link.message(0, x.data_ptr(), x.nbytes, frm, tag, channel.timeout)) < 0:
-            raise channel.explain(-sender, label or "recv")
-        return x
-
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Receive from whoever sends first; the work's `source_rank()` tells who."""
         return self.recv(tensors, ANYONE, tag)
@@ -324,6 +303,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise self.channel.explain(LEFT, label)
         if sending or peer != ANYONE:
             operands.expect_rank(peer, self.size(), self._where(label))
+        if not x.is_cpu:
+            raise operands.misplaced(x, self._where(label))
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
         work.peer = peer
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
@@ -351,6 +332,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """One call, at once or in the background."""
         if call[3]:
             operands.expect_rank(call[3], self.size(), self._where(call[0]))
+        one = result[0] if result else keep[0] if keep else None
+        if isinstance(one, Tensor) and not one.is_cpu:   # others of the call lie where this one does
+            raise operands.misplaced(one, self._where(call[0]))
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:   # unset
             timeout = self.channel.timeout

@@ -1,0 +1,60 @@
+"""The short way of a small collective in shared memory: contiguous CPU tensors, waited for at once.
+
+torch's options, work objects and enums cost several microseconds a call, many times what the call itself takes. Here are
+addresses and lengths only. A method that returns False has done nothing: that case takes the long way (process_group.py).
+"""
+
+from torch import Tensor
+
+from rankloom.world.transport.channel import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Channel
+from rankloom.world.transport.operands import NUMBERS, SUM
+
+
+class AtOnce:
+    """Calls of one rank on one group, each of which returns when it is done."""
+
+    def __init__(self, channel: Channel):
+        self._channel, self._run, self._message = channel, channel.link.run, channel.link.message
+
+    def all_reduce(self, x: Tensor, op: int, label: str) -> bool:
+        """Combine over the ranks, in place; op: the kernel's number for it."""
+        number = NUMBERS.get(x.dtype)
+        if number is None or not (x.is_cpu and x.is_contiguous()):
+            return False
+        address = x.data_ptr()
+        if why := self._run(ALL_REDUCE, number, op, 0, address, address, x.nbytes, self._channel.timeout):
+            raise self._channel.explain(why, label or KINDS[ALL_REDUCE])
+        return True
+
+    def all_gather(self, x: Tensor, out: Tensor, label: str) -> bool:
+        """All ranks' `x`, in rank order. x: [n, ...]  out: [p*n, ...]"""
+        return self._call(ALL_GATHER, x, out, x.nbytes, label)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, label: str) -> bool:
+        """The sum over ranks of this rank's slice of `x`. x: [p*n, ...]  out: [n, ...]"""
+        return self._call(REDUCE_SCATTER, x, out, out.nbytes, label)
+
+    def all_to_all(self, x: Tensor, out: Tensor, label: str) -> bool:
+        """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
+        return self._call(ALL_TO_ALL, x, out, x.nbytes // self._channel.size, label)
+
+    def _call(self, kind: int, x: Tensor, out: Tensor, nbytes: int, label: str) -> bool:
+        number, source, target = NUMBERS.get(x.dtype), x.data_ptr(), out.data_ptr()
+        apart = source + x.nbytes <= target or target + out.nbytes <= source
+        if number is None or not (apart and x.is_cpu and x.is_contiguous()):
+            return False
+        if why := self._run(kind, number, SUM, 0, source, target, nbytes, self._channel.timeout):
+            raise self._channel.explain(why, label or KINDS[kind])
+        return True
+
+    def send(self, x: Tensor, to: int, tag: int, label: str) -> Tensor:
+        """Send a contiguous tensor to a rank of the group."""
+        if (sender := self._message(1, x.data_ptr(), x.nbytes, to, tag, self._channel.timeout)) < 0:
+            raise self._channel.explain(-sender, label or "send", peer=to)
+        return x
+
+    def recv(self, x: Tensor, frm: int, tag: int, label: str) -> Tensor:
+        """Receive into a contiguous tensor from a rank of the group."""
+        if (sender := self._message(0, x.data_ptr(), x.nbytes, frm, tag, self._channel.timeout)) < 0:
+            raise self._channel.explain(-sender, label or "recv", peer=frm)
+        return x
