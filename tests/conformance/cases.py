@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from conformance import oracle
-from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, has_meaning
+from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning
 
 BIG = 3 << 20   # bytes: more than what a backend stages at once
 LAYOUTS = ("plain", "guarded", "gaps", "transposed", "shared")   # the last: in memory that all ranks map
@@ -67,7 +67,7 @@ class Collective:
     """
 
     brings: Callable[[Case, int], list[list[Shape]]]
-    gives: Callable[[Given, Case], Answer]
+    gives: Callable[[Given, Case, Nodes], Answer]
     call: Callable[[Any, list[Tensor], list[Tensor], Any, Case], Any]
     options: Any
     reduces: bool = False
@@ -154,56 +154,61 @@ def splits(group: Any, case: Case) -> tuple[list[int], list[int]]:
 
 COLLECTIVES = {
     "allreduce": Collective(
-        one, lambda given, case: oracle.all_reduce(given, case.op), reduces=True, in_place=True, options=c10d.AllreduceOptions,
-        call=lambda group, ins, outs, options, case: group.allreduce(outs, options)),
+        one, lambda given, case, nodes: oracle.all_reduce(given, case.op, nodes), reduces=True, in_place=True,
+        options=c10d.AllreduceOptions, call=lambda group, ins, outs, options, case: group.allreduce(outs, options)),
     "allreduce_coalesced": Collective(
-        some, lambda given, case: oracle.all_reduce(given, case.op), reduces=True, in_place=True, options=c10d.AllreduceCoalescedOptions,
-        call=lambda group, ins, outs, options, case: group.allreduce_coalesced(outs, options)),
+        some, lambda given, case, nodes: oracle.all_reduce(given, case.op, nodes), reduces=True, in_place=True,
+        options=c10d.AllreduceCoalescedOptions, call=lambda group, ins, outs, options, case: group.allreduce_coalesced(outs, options)),
     "reduce": Collective(
-        one, lambda given, case: oracle.reduce(given, case.op, case.root % len(given)), reduces=True, in_place=True,
+        one, lambda given, case, nodes: oracle.reduce(given, case.op, nodes, case.root % len(given)), reduces=True, in_place=True,
         options=c10d.ReduceOptions, call=lambda group, ins, outs, options, case: group.reduce(outs, options)),
     "broadcast": Collective(
-        one, lambda given, case: oracle.broadcast(given, case.root % len(given)), in_place=True, options=c10d.BroadcastOptions,
-        call=lambda group, ins, outs, options, case: group.broadcast(outs, options)),
+        one, lambda given, case, nodes: oracle.broadcast(given, case.root % len(given)), in_place=True,
+        options=c10d.BroadcastOptions, call=lambda group, ins, outs, options, case: group.broadcast(outs, options)),
     "allgather": Collective(
-        one_of_any_length, lambda given, case: oracle.all_gather(given), options=c10d.AllgatherOptions,
-        call=lambda group, ins, outs, options, case: group.allgather([outs], ins, options)),
+        one_of_any_length, lambda given, case, nodes: oracle.all_gather(given),
+        options=c10d.AllgatherOptions, call=lambda group, ins, outs, options, case: group.allgather([outs], ins, options)),
     "allgather_coalesced": Collective(
-        some, lambda given, case: oracle.all_gather(given), options=c10d.AllgatherOptions,
+        some, lambda given, case, nodes: oracle.all_gather(given),
+        options=c10d.AllgatherOptions,
         call=lambda group, ins, outs, options, case: group.allgather_coalesced(in_rows(outs, len(ins)), ins, options)),
     "reduce_scatter": Collective(
-        one_for_each, lambda given, case: oracle.reduce_scatter(given, case.op), reduces=True, options=c10d.ReduceScatterOptions,
-        call=lambda group, ins, outs, options, case: group.reduce_scatter(outs, [ins], options)),
+        one_for_each, lambda given, case, nodes: oracle.reduce_scatter(given, case.op, nodes), reduces=True,
+        options=c10d.ReduceScatterOptions, call=lambda group, ins, outs, options, case: group.reduce_scatter(outs, [ins], options)),
     "alltoall": Collective(
-        any_for_each, lambda given, case: oracle.all_to_all(given), options=c10d.AllToAllOptions,
-        call=lambda group, ins, outs, options, case: group.alltoall(outs, ins, options)),
+        any_for_each, lambda given, case, nodes: oracle.all_to_all(given),
+        options=c10d.AllToAllOptions, call=lambda group, ins, outs, options, case: group.alltoall(outs, ins, options)),
     "gather": Collective(
-        one, lambda given, case: oracle.gather(given, case.root % len(given)), options=c10d.GatherOptions,
-        call=lambda group, ins, outs, options, case: group.gather(at_root(group, options, outs), ins, options)),
+        one, lambda given, case, nodes: oracle.gather(given, case.root % len(given)),
+        options=c10d.GatherOptions, call=lambda group, ins, outs, options, case: group.gather(at_root(group, options, outs), ins, options)),
     "scatter": Collective(
-        one_even_for_each, lambda given, case: oracle.scatter(given, case.root % len(given)), options=c10d.ScatterOptions,
+        one_even_for_each, lambda given, case, nodes: oracle.scatter(given, case.root % len(given)),
+        options=c10d.ScatterOptions,
         call=lambda group, ins, outs, options, case: group.scatter(outs, at_root(group, options, ins), options)),
 }
 # torch has two names for each of these, and calls both.
 for name in ("_allgather_base", "all_gather_single"):
     COLLECTIVES[name] = Collective(
-        one, lambda given, case: oracle.all_gather_single(given), options=c10d.AllgatherOptions,
+        one, lambda given, case, nodes: oracle.all_gather_single(given),
+        options=c10d.AllgatherOptions,
         call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs[0], ins[0], options))
 for name in ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"):
     COLLECTIVES[name] = Collective(
-        some, lambda given, case: oracle.all_gather_single(given), options=c10d.AllgatherOptions,
-        call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs, ins, options))
+        some, lambda given, case, nodes: oracle.all_gather_single(given),
+        options=c10d.AllgatherOptions, call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs, ins, options))
 for name in ("_reduce_scatter_base", "reduce_scatter_single"):
     COLLECTIVES[name] = Collective(
-        even_end_to_end, lambda given, case: oracle.reduce_scatter_single(given, case.op), reduces=True, options=c10d.ReduceScatterOptions,
+        even_end_to_end, lambda given, case, nodes: oracle.reduce_scatter_single(given, case.op, nodes), reduces=True,
+        options=c10d.ReduceScatterOptions,
         call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs[0], ins[0], options))
 for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
     COLLECTIVES[name] = Collective(
-        some_end_to_end, lambda given, case: oracle.reduce_scatter_single(given, case.op), reduces=True, options=c10d.ReduceScatterOptions,
-        call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs, ins, options))
+        some_end_to_end, lambda given, case, nodes: oracle.reduce_scatter_single(given, case.op, nodes), reduces=True,
+        options=c10d.ReduceScatterOptions, call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs, ins, options))
 for name in ("alltoall_base", "all_to_all_single"):
     COLLECTIVES[name] = Collective(
-        end_to_end, lambda given, case: oracle.all_to_all_single(given, case.rows(len(given))), options=c10d.AllToAllOptions,
+        end_to_end, lambda given, case, nodes: oracle.all_to_all_single(given, case.rows(len(given))),
+        options=c10d.AllToAllOptions,
         call=lambda group, ins, outs, options, case: getattr(group, case.collective)(outs[0], ins[0], *splits(group, case), options))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.ranks import make_group
+from conformance.ranks import make_group, seconds
 
 KINDS = ("kill", "exit", "abort", "stop")
 LARGEST = 5        # ranks
@@ -55,12 +55,16 @@ class Injection:
 
 @dataclass
 class Outcome:
-    """What came of it; without problems, all was well. `latency`: seconds until the last survivor was told."""
+    """What came of it; all was well when there are no problems and no `late`, which a busy machine can be the cause of.
+
+    latency: seconds from the strike (from the end of the time-out, when stopped) until the last survivor was told
+    """
 
     injection: Injection
     latency: float = 0.0
     errors: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- in the processes
@@ -93,15 +97,18 @@ def run_until_it_fails(pipe: Any, store: Any, held: dict, name: str, rank: int, 
     """Build a group and use it; report what ended it, and when that call began."""
     rng, began, told = random.Random(injection.seed), 0.0, ("", "", 0.0)
     try:
-        held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, injection.timeout)
+        held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, PATIENT)
         held["group"].barrier().wait()
+        held["group"].set_timeout(seconds(injection.timeout))
         pipe.send("ready")
         while True:
             began = time.monotonic()
             one_call(held["group"], rng)
     except Exception as error:   # not hidden: it is what the parent waits for
         told = (type(error).__name__, str(error), time.monotonic())
-    held.pop("group").shutdown()
+    if group := held.pop("group", None):
+        group.shutdown()
+    del group
     pipe.send((*told, began))
 
 
@@ -255,7 +262,7 @@ def listen(outcome: Outcome, rank: int, process: Process, struck: float, gone: f
     due = injection.timeout if injection.kind == "stop" else 0.0
     outcome.latency = max(outcome.latency, when - struck - due)
     if when - gone - due > SOON:
-        problems.append(f"rank {rank} was told {when - gone - due:.2f} s late")
+        outcome.late.append(f"rank {rank} was told {when - gone - due:.2f} s late")
     if injection.kind == "stop" and when - began < injection.timeout - 0.05 and kind == "CollectiveTimeout":
         problems.append(f"rank {rank} lost its patience after {when - began:.2f} of {injection.timeout} s")
     return when

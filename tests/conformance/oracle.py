@@ -5,13 +5,15 @@ where a rank is promised nothing (reduce and gather, everywhere but on the root)
 
 How a backend must add, so that its bits do not depend on sizes, chunks or chance:
 - in rank order: ((x0 + x1) + x2) + ...; a product likewise; a mean is that sum, divided by the number of ranks;
+  where ranks are on several hosts: so on each host, and then the results of the hosts, in the order of their first ranks;
 - floats of 16 and 8 bits in fp32, rounded once in the end; fp32 and fp64 in themselves; complex as pairs;
 - whole numbers wrap around; for bool, a sum and a maximum are "or", a product and a minimum "and" (as NCCL and torch have it);
 - a minimum or maximum of anything and NaN is NaN, as in torch.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import reduce as reduce_all
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 Given = list[list[Tensor]]
 Answer = list[list[Tensor] | None]
+Nodes = Sequence[Sequence[int]]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -41,30 +44,39 @@ def has_meaning(op: str, dtype: torch.dtype) -> bool:
     return op in ("sum", "avg") or (op in ("product", "min", "max") and dtype in FLOATS)
 
 
-def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+def nodes_of(hosts: Sequence[str | None]) -> Nodes:
+    """The ranks of each host, hosts in the order of their first ranks; `hosts[rank]` is where that rank is."""
+    return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+
+
+def reduced(parts: Sequence[Tensor], op: str, nodes: Nodes) -> Tensor:
     """The tensors of all ranks, combined."""
     dtype, shape = parts[0].dtype, parts[0].shape
-    if dtype in WHOLE or dtype == torch.bool:   # in numpy: torch has few operations on uint16 to uint64
-        *_, total = accumulate((part.reshape(-1).numpy() for part in parts), FOLD_WHOLE[op])
-        return torch.from_numpy(total.copy()).view(shape)
     if dtype in COMPLEX:   # in pairs: complex division need not be that of the parts
-        return torch.view_as_complex(reduced([torch.view_as_real(part) for part in parts], op))
-    wide = torch.float32 if dtype.itemsize < 4 else dtype
-    *_, total = accumulate((part.to(wide) for part in parts), FOLD[op])
+        return torch.view_as_complex(reduced([torch.view_as_real(part) for part in parts], op, nodes))
+    if dtype in WHOLE or dtype == torch.bool:   # in numpy: torch has few operations on uint16 to uint64
+        total = fold([part.reshape(-1).numpy() for part in parts], FOLD_WHOLE[op], nodes)
+        return torch.from_numpy(total.copy()).view(shape)
+    total = fold([part.to(torch.float32 if dtype.itemsize < 4 else dtype) for part in parts], FOLD[op], nodes)
     return (total / len(parts) if op == "avg" else total).to(dtype)
+
+
+def fold(parts: Sequence[Any], join: Callable, nodes: Nodes) -> Any:
+    """Join the parts of each host, then those of the hosts."""
+    return reduce_all(join, [reduce_all(join, [parts[rank] for rank in node]) for node in nodes])
 
 
 # ---------------------------------------------------------------- collectives
 
 
-def all_reduce(given: Given, op: str) -> Answer:
+def all_reduce(given: Given, op: str, nodes: Nodes) -> Answer:
     """Also coalesced: the k-th tensors of all ranks, combined."""
-    return [[reduced(parts, op) for parts in zip(*given)]] * len(given)
+    return [[reduced(parts, op, nodes) for parts in zip(*given)]] * len(given)
 
 
-def reduce(given: Given, op: str, root: int) -> Answer:
+def reduce(given: Given, op: str, nodes: Nodes, root: int) -> Answer:
     """The root alone gets the result; what the others' tensors hold then is nobody's business."""
-    return only(root, all_reduce(given, op))
+    return only(root, all_reduce(given, op, nodes))
 
 
 def broadcast(given: Given, root: int) -> Answer:
@@ -92,14 +104,14 @@ def scatter(given: Given, root: int) -> Answer:
     return [[x] for x in given[root]]
 
 
-def reduce_scatter(given: Given, op: str) -> Answer:
+def reduce_scatter(given: Given, op: str, nodes: Nodes) -> Answer:
     """Rank r ends with the r-th tensors of all ranks, combined; the r-th and the s-th may differ in shape."""
-    return [[reduced(parts, op)] for parts in zip(*given)]
+    return [[reduced(parts, op, nodes)] for parts in zip(*given)]
 
 
-def reduce_scatter_single(given: Given, op: str) -> Answer:
+def reduce_scatter_single(given: Given, op: str, nodes: Nodes) -> Answer:
     """Rank r ends with the r-th slice of the combination; coalesced: of each."""
-    totals = all_reduce(given, op)[0]
+    totals = all_reduce(given, op, nodes)[0]
     return [[total.tensor_split(len(given))[rank] for total in totals] for rank in range(len(given))]
 
 

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
-from conformance.ranks import Ranks, make_group, seconds
+from conformance.ranks import BACKENDS, Ranks, make_group, make_ranks, seconds
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 
 SOON = 1.0   # seconds
 
 
-@pytest.fixture
-def ranks():
+@pytest.fixture(params=BACKENDS)
+def ranks(request):
+    """`ranks(size)`, as often as wanted; on each backend."""
     made = []
-    yield lambda size, timeout=10.0: made.append(Ranks(size, timeout)) or made[-1]
+    yield lambda size, timeout=10.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
     for each in made:
         each.close()
 
@@ -325,7 +326,7 @@ WAITS = {
     "all_reduce": all_reduce,
     "all_reduce in the background": lambda group: group.allreduce([torch.ones(3)]).wait(),
     "recv": partial(recv, frm=1),
-    "a large send": partial(send, to=1, n=1 << 20),
+    "a large send": partial(send, to=1, n=1 << 24),   # more than what a socket takes
     "barrier": barrier,
 }
 LEAVES = {

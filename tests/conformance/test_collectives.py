@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, values
-from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, has_meaning
-from conformance.ranks import Ranks, seconds
+from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
+from conformance.ranks import BACKENDS, Ranks, make_ranks, seconds
 
 SIZES = range(2, 9)
-PROGRAMS, LENGTH = 100, 24   # of each size; six cases each on average
+PROGRAMS, LENGTH = {"C": 100, "Python": 25, "hosts": 25}, 24   # of each size; six cases each on average
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Part:
     outs: list[list[Held]]
 
 
-def make_part(case: Case, members: list[int], arenas: list[Arena]) -> Part:
+def make_part(case: Case, members: list[int], arenas: list[Arena], nodes: Nodes) -> Part:
     """Draw what everybody brings, and ask the oracle."""
     collective = COLLECTIVES[case.collective]
     brought = [[values(case, shape, rank, k) for k, shape in enumerate(shapes)]
                for rank, shapes in enumerate(collective.brings(case, len(members)))]
-    expected = collective.gives(brought, case)
+    expected = collective.gives(brought, case, nodes)
     if collective.in_place:
         ins: list[list[Held]] = [[] for _ in members]
         outs = [[Held(x, case.into, arena, fill=True) for x in mine] for mine, arena in zip(brought, arenas)]
@@ -50,7 +50,7 @@ def plan(case: Case, ranks: Ranks) -> list[Part]:
     """One part for the group of all, or one for each half of it."""
     halves = [list(range(parity, ranks.size, 2)) for parity in (0, 1)]
     arenas = ranks.arenas[case.halves]
-    return [make_part(case, members, [arenas[rank] for rank in members])
+    return [make_part(case, members, [arenas[rank] for rank in members], nodes_of([ranks.hosts[rank] for rank in members]))
             for members in (halves if case.halves else [list(range(ranks.size))])]
 
 
@@ -113,16 +113,17 @@ def run_and_check(ranks: Ranks, cases: list[Case], same: Callable = same_bits) -
 # ---------------------------------------------------------------- tests
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Any]:
-    """Ranks of a size, kept from one test to the next; made anew when one has failed."""
+@pytest.fixture(scope="module", params=BACKENDS)
+def ranks(request) -> Iterator[Any]:
+    """`ranks(size)`, on each backend; kept from one test to the next, and made anew when one has failed."""
     kept: dict[int, Ranks] = {}
 
     def of(size: int) -> Ranks:
         if size not in kept or kept[size].closed:
-            kept[size] = Ranks(size)
+            kept[size] = make_ranks(request.param, size)
         return kept[size]
 
+    of.programs = PROGRAMS[request.param]
     yield of
     for made in kept.values():
         made.close()
@@ -144,7 +145,7 @@ def test_every_collective_reads_and_writes_every_layout_and_can_be_waited_for_in
 
 @pytest.mark.parametrize("size", SIZES)
 def test_random_programs_give_every_rank_every_bit(ranks, size):
-    @settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=ranks.programs, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(random_case(size), min_size=1, max_size=LENGTH))
     def run(cases: list[Case]) -> None:
         run_and_check(ranks(size), cases)
@@ -155,7 +156,7 @@ def test_random_programs_give_every_rank_every_bit(ranks, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_oracle_agrees_with_gloo_where_gloo_knows_the_case(size):
     """gloo adds in another order: each of the size - 1 additions of numbers below 2 rounds by half an eps of their sum at most."""
-    gloo, bound = Ranks(size, backend="gloo"), size * size * torch.finfo(torch.float32).eps
+    gloo, bound = Ranks(size, kernel=None), size * size * torch.finfo(torch.float32).eps
     close = lambda a, b: torch.allclose(a.flatten().double(), b.flatten().double(), rtol=0, atol=bound)
     for name, collective in COLLECTIVES.items():
         ops = ("sum", "product", "min", "max") if collective.reduces else ("sum",)

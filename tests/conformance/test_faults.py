@@ -19,7 +19,11 @@ def pool():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_survivors_are_told_who_is_gone_and_nothing_is_left_behind(pool, kind, seed):
-    outcome = inject(pool, Injection.draw(10 * seed + KINDS.index(kind), kind))
-    assert not outcome.problems, outcome
+    for _ in range(3):   # where others keep the processor busy, one may be late by chance, but not three times
+        outcome = inject(pool, Injection.draw(10 * seed + KINDS.index(kind), kind))
+        assert not outcome.problems, outcome
+        if not outcome.late:
+            break
+    assert not outcome.late, outcome
     ranks = {each.process.pid for each in pool.idle}
     assert len(ranks) == POOL == len([p for p in ranks if psutil.pid_exists(p)])

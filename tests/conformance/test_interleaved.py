@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from conformance.cases import BIG, Case, begin
-from conformance.ranks import Ranks, seconds
+from conformance.ranks import BACKENDS, make_ranks, seconds
 
 LARGE = BIG // 4   # floats: more than any staging slot or ring holds
 
 
-@pytest.fixture
-def ranks():
+@pytest.fixture(params=BACKENDS)
+def ranks(request):
+    """`ranks(size)`, as often as wanted; on each backend."""
     made = []
-    yield lambda size, timeout=20.0: made.append(Ranks(size, timeout)) or made[-1]
+    yield lambda size, timeout=20.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
     for each in made:
         each.close()
 
