@@ -54,6 +54,18 @@ class Call:
         """The rank from which, or to which."""
         return self.said[3]
 
+    def lengths(self, size: int) -> list[int]:
+        """For each rank how much this one has for it, then how much it expects of it; -1: nothing to do with it.
+
+        Empty where all lengths are the same anyway.
+        """
+        if self.kind not in OWN_LENGTHS:
+            return []
+        has, expects = [x.size for x in self.inputs], [x.size for x in self.outputs]
+        if self.kind == SCATTER:
+            expects = [expects[0] if rank == self.root else -1 for rank in range(size)]
+        return [lane for lanes in (has, expects) for lane in (lanes * size if len(lanes) == 1 else lanes or [-1] * size)]
+
 
 def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
     """The call of a rank from what a kernel is told: kind, number, op and root; where to read and to write; lengths."""

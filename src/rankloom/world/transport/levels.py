@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankloom.world.transport.call import DTYPES, EMPTY, Call, address_of, as_lanes, cut
+from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, address_of, as_lanes, cut
 from rankloom.world.transport.channel import (
     ABORTED,
     ALL_GATHER,
@@ -34,6 +34,7 @@ from rankloom.world.transport.channel import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
+    WRONG_LENGTH,
 )
 from rankloom.world.transport.fallback import AVG, JOIN
 from rankloom.world.transport.lines import Message
@@ -71,6 +72,7 @@ class Levels:
         self.team = [node[self.place if self.is_even else 0] for node in nodes] if self.is_even or self.place == 0 else []
         self._deadline = 0.0
         self._under_way: list[Message] = []
+        self._rows = np.empty((0, 0), np.int64)   # what the ranks of this host have begun
 
     def perform(self, call: Call) -> int:
         """Make one call. Returns why it failed, or FINE."""
@@ -79,7 +81,7 @@ class Levels:
             try:
                 self._begin(call)
                 MAKE[call.kind](self, call)
-                self._settle()
+                self._end(call)
             except Broken as broken:
                 return broken.why
             finally:
@@ -88,13 +90,36 @@ class Levels:
         return FINE
 
     def _begin(self, call: Call) -> None:
-        """Do all make this call? The ranks of a host compare it, and so do the first ranks of the hosts."""
-        others = [node[0] for node in self.nodes if node is not self.node]
-        self._check(self._wire.begin_call(call.said, others if self.place == 0 else []))
-        mine, everyone = np.array(call.said), np.empty((len(self.node), len(call.said)), np.int64)
-        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(everyone.view(np.uint8)))
-        if differs := [other for other, words in zip(self.node, everyone) if (words != mine).any()]:
+        """Compare with the other ranks of this host what they begin; the first of them tells the other hosts."""
+        self._check(self._wire.begin_call(call.said))
+        mine = np.array([*call.said, *call.lengths(self._wire.size)])
+        self._rows = np.empty((len(self.node), mine.size), np.int64)
+        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(self._rows.view(np.uint8)))
+        if differs := [other for other, row in zip(self.node, self._rows) if tuple(row[:len(call.said)]) != call.said]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
+        if self.place == 0:
+            self._wire.tell_of_call(self._firsts(), self._rows.ravel().tolist())
+
+    def _end(self, call: Call) -> None:
+        """Here the ranks of all hosts have made the same call, and each had what the others expected of it: else nobody comes so far."""
+        self._settle()
+        if self.place == 0:
+            why, told = self._wire.hear_of_call(self._firsts(), self._deadline)
+            self._check(why)
+            if call.kind in OWN_LENGTHS:
+                self._compare_lengths(told)
+        self._inside(BARRIER, [EMPTY], [EMPTY])
+
+    def _compare_lengths(self, told: Sequence[Any]) -> None:
+        """All first ranks look at all lengths, so all find the same fault, or none."""
+        p = self._wire.size
+        others = [node for node in self.nodes if node is not self.node]
+        lengths = np.empty((p, 2, p), np.int64)
+        for node, rows in zip([self.node, *others], [self._rows, *told]):
+            lengths[list(node)] = np.reshape(rows, (len(node), -1))[:, -2 * p:].reshape(-1, 2, p)
+        has, expects = lengths[:, 0].T, lengths[:, 1]   # [to, from]
+        if (wrong := (expects >= 0) & (expects != has)).any():
+            self._check(self._wire.break_group(int(wrong.any(axis=0).argmax()), WRONG_LENGTH))
 
     # ------------------------------------------------------------------ sums
 
@@ -251,15 +276,7 @@ class Levels:
         self._inside(ALL_TO_ALL, [call.inputs[to] for to in self.node], [call.outputs[frm] for frm in self.node])
 
     def barrier(self, call: Call) -> None:
-        """The ranks of a host meet; then their first ranks; then those of the host once more."""
-        self._inside(BARRIER, [EMPTY], [EMPTY])
-        if self.place == 0:
-            firsts = [node[0] for node in self.nodes]
-            _, coming = self._receive_like(EMPTY, firsts)
-            for other in firsts:
-                self._send(other, EMPTY)
-            self._settle(coming)
-        self._inside(BARRIER, [EMPTY], [EMPTY])
+        """A call has begun on all ranks before it ends on any, and more is not asked for."""
 
     # ------------------------------------------------------------------ who carries what
 
@@ -277,6 +294,10 @@ class Levels:
         order = [self.node, *(node for node in self.nodes if node is not self.node)]
         carried = [[other for node in order for other in node if self._deputy(other, self.node) == me] for me in self.node]
         return list(zip_longest(*carried))
+
+    def _firsts(self) -> list[int]:
+        """The first ranks of the other hosts."""
+        return [node[0] for node in self.nodes if node is not self.node]
 
     def _elsewhere(self) -> list[int]:
         """The ranks on other hosts."""

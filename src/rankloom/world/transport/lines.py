@@ -179,16 +179,24 @@ class Roll:
     def __init__(self) -> None:
         self.mine = [0] * 6
         self.told: dict[int, list[int]] = {}   # what others are doing, as they said when asked
-        self._ahead: list[tuple[int, list[int]]] = []   # what others have begun that this rank has not
+        self._begun: dict[int, deque[list[int]]] = {}   # what others have told of calls that this rank has not ended
 
     def begin(self, call: Sequence[int]) -> int | None:
         """This rank begins its next call. Who has begun another one under the same number, if anybody has."""
         self.mine = [self.mine[0] + 1, *call]
-        waiting, self._ahead = self._ahead, []
-        return next((peer for peer, begun in waiting if not self.hear(peer, begun)), None)
+        return next((peer for peer in self._begun if (words := self.begun_by(peer)) and not self._fits(words)), None)
 
-    def hear(self, peer: int, begun: list[int]) -> bool:
-        """Another rank has begun a call. Returns whether that may be right."""
-        if begun[0] > self.mine[0]:
-            self._ahead.append((peer, begun))
-        return begun[0] != self.mine[0] or begun == self.mine
+    def hear(self, peer: int, words: list[int]) -> bool:
+        """Another rank has begun a call, and tells of it. Returns whether that may be right."""
+        self._begun.setdefault(peer, deque()).append(words)
+        return self._fits(words)
+
+    def begun_by(self, peer: int) -> list[int] | None:
+        """What another rank has told of the call that this rank is in, or None."""
+        calls = self._begun.get(peer, ())
+        while calls and calls[0][0] < self.mine[0]:
+            calls.popleft()
+        return calls[0] if calls and calls[0][0] == self.mine[0] else None
+
+    def _fits(self, words: list[int]) -> bool:
+        return words[0] != self.mine[0] or words[:len(self.mine)] == self.mine

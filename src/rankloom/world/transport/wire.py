@@ -80,14 +80,20 @@ class Wire:
         """
         with self.changed:
             while late := [m for m in messages if not m.done]:
-                if why := self.why():
+                if why := self._why_not([m.peer for m in late], deadline, breaks=breaks):
                     return why
-                if gone := self._find_gone(late):
-                    return self.break_group(*gone)
-                seconds = deadline - time.monotonic()
-                if seconds <= 0:
-                    return self.break_group(late[0].peer, TIMED_OUT) if breaks else TIMED_OUT
-                self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        return FINE
+
+    def _why_not(self, peers: Sequence[int], deadline: float, *, breaks: bool = True) -> int:
+        """Wait for something new. Returns why these will not come any more, or FINE. `changed` is held"""
+        if why := self.why():
+            return why
+        if gone := self._find_gone(peers):
+            return self.break_group(*gone)
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
+        self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
         return FINE
 
     def drop(self, messages: Sequence[Message]) -> None:
@@ -126,16 +132,25 @@ class Wire:
             self.break_group(self.rank, INTERRUPTED)
             raise
 
-    def begin_call(self, call: Sequence[int], listeners: Sequence[int]) -> int:
-        """Note what this rank is about to do, tell `listeners`, and compare with what they have told. Returns why not, or FINE.
-
-        call: kind, number type, operation, root, bytes
-        """
+    def begin_call(self, call: Sequence[int]) -> int:
+        """Note what this rank is about to do: kind, number type, operation, root, bytes. Returns why it cannot, or FINE."""
         with self.changed:
             other = self._roll.begin(call)
-            for peer in listeners:
-                self._tell(self._lines[peer], BEGUN, self._roll.mine)
-            return self.break_group(other, MISMATCHED) if other is not None else self.why()
+            return self.why() if other is None else self.break_group(other, MISMATCHED)
+
+    def tell_of_call(self, peers: Sequence[int], words: Sequence[int]) -> None:
+        """Tell others that this rank has begun its call: what it is, and what else they should know."""
+        with self.changed:
+            for peer in peers:
+                self._tell(self._lines[peer], BEGUN, [self._roll.mine[0], *words])
+
+    def hear_of_call(self, peers: Sequence[int], deadline: float) -> tuple[int, list[list[int]]]:
+        """Wait until others have told of the same call. Returns why they have not, or FINE; and their words."""
+        with self.changed:
+            while late := [peer for peer in peers if self._roll.begun_by(peer) is None]:
+                if why := self._why_not(late, deadline):
+                    return why, []
+            return self.why(), [words[1:] for peer in peers if (words := self._roll.begun_by(peer))]
 
     @property
     def last_call(self) -> list[int]:
@@ -267,24 +282,23 @@ class Wire:
             self._break(*words)
         elif tag == LEAVING:
             line.gone = LEFT
-            self.changed.notify_all()
         elif tag == ASKED:
             self._tell(line, TOLD, self._roll.mine)
         elif tag == TOLD:
             self._roll.told[line.peer] = words
-            self.changed.notify_all()
         elif tag == BEGUN and not self._roll.hear(line.peer, words):
             self.break_group(line.peer, MISMATCHED)
+        self.changed.notify_all()
 
     def _break(self, blamed: int, why: int) -> None:
         self.verdict = (why, blamed)
         self.changed.notify_all()
         self.on_break()
 
-    def _find_gone(self, late: Sequence[Message]) -> tuple[int, int] | None:
-        """A rank that is gone, with the reason, and without which these messages will never be done."""
-        for m in late:
-            lines = list(self._lines.values()) if m.peer == ANYONE else [self._lines[m.peer]] if m.peer != self.rank else []
+    def _find_gone(self, peers: Sequence[int]) -> tuple[int, int] | None:
+        """One of these that is gone, with the reason; for ANYONE, when all are."""
+        for peer in peers:
+            lines = list(self._lines.values()) if peer == ANYONE else [self._lines[peer]] if peer != self.rank else []
             if lines and all(line.gone for line in lines):
                 return lines[-1].peer, lines[-1].gone
         return None
