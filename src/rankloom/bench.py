@@ -50,7 +50,7 @@ class Measured:
 def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
     """Numbers of ranks, each of which fits the cluster file and may use the backend. raises: ConfigError"""
     numbers = parse_ranks(text)
-    resolve_backend(backend, torch.device("cpu"), True)
+    resolve_backend(backend, torch.device("cpu"))
     if numbers[0] < 2:
         raise ConfigError(f"--ranks {text}: one rank has nobody to talk to; give 2 or more")
     for ranks in numbers if topology else ():

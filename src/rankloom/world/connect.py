@@ -13,31 +13,29 @@ from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group, seconds
+from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.process_group import build
 
-LOOPBACK = "127.0.0.1"
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 
 
-def resolve_backend(asked: str, device: torch.device, one_host: bool) -> str:
-    """Which backend carries CPU tensors: shared memory where all ranks are on this host and the kernel runs here, else gloo.
+def resolve_backend(asked: str, device: torch.device) -> str:
+    """Which backend carries CPU tensors: shared memory (and TCP between hosts) where the kernel runs, else gloo.
 
     raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
     """
     if asked not in BACKENDS:
         raise ConfigError(f"there is no backend {asked!r}. {did_you_mean(asked, BACKENDS)}")
-    reason = why_not_shared(device, one_host)
+    reason = why_not_shared(device)
     if asked == SHARED and reason:
         raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
     return GLOO if asked == GLOO or reason else SHARED
 
 
-def why_not_shared(device: torch.device, one_host: bool) -> str | None:
+def why_not_shared(device: torch.device) -> str | None:
     """What stands against shared memory here, or None."""
     if device.type != "cpu":
         return f"it carries CPU tensors, and the ranks compute on {device.type}"
-    if not one_host:
-        return "the ranks are on several hosts"
     return None if sys.platform == "linux" else f"it needs Linux, and this is {sys.platform}"
 
 
@@ -52,8 +50,7 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     group = dist.ProcessGroup(store, rank, size)
     options = dist.ProcessGroupGloo._Options()   # type: ignore[attr-defined]
     options._timeout = seconds(timeout)
-    make = dist.ProcessGroupGloo.create_device
-    options._devices = [make(hostname=LOOPBACK) if loopback else dist.ProcessGroupGloo.create_default_device()]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK if loopback else own_address(store))]
     try:
         gloo = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
@@ -93,7 +90,7 @@ class World(Group):
                  topology: Topology | None = None, backend: str = AUTO):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
-        self.backend = resolve_backend(backend, device, loopback)
+        self.backend = resolve_backend(backend, device)
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
         super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,
