@@ -1,6 +1,7 @@
 """Trees: their shapes, and that the double tree is two trees which share the work."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,42 @@ def test_no_rank_of_the_double_tree_sends_much_more_than_another_while_half_the_
 
     assert max(sent(double_tree_all_reduce)) <= 2 * 3200 and min(sent(tree_all_reduce)) == 3200
     assert max(sent(tree_all_reduce)) >= (p - 1).bit_length() * 3200
+
+
+class Ordered:
+    """A group that notes when a block is expected, and when it is waited for."""
+
+    def __init__(self, world: rl.World):
+        self.world, self.seen = world, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world, name)
+
+    def recv(self, into: torch.Tensor, frm: int, **options: Any) -> Any:
+        handle = self.world.recv(into, frm, **options)
+        if not options.get("async_op"):
+            return handle
+        number = len([what for what in self.seen if what[0] == "expect"])
+        self.seen.append(("expect", number))
+        return Awaited(lambda: self.seen.append(("wait", number)), handle)
+
+
+class Awaited:
+    """A handle that tells when it is waited for."""
+
+    def __init__(self, told: Any, handle: Any):
+        self.told, self.handle = told, handle
+
+    def wait(self) -> torch.Tensor:
+        self.told()
+        return self.handle.wait()
+
+
+def test_the_next_block_is_expected_before_this_one_is_waited_for():
+    def body(world):
+        group = Ordered(world)
+        double_tree_all_reduce(torch.zeros(6), group, block=4)   # each half in three blocks
+        return group.seen
+
+    for seen in rl.simulate(2, body):   # of two ranks each is the root of one tree
+        assert seen == [("expect", 0), ("expect", 1), ("wait", 0), ("expect", 2), ("wait", 1), ("wait", 2)]
