@@ -218,6 +218,11 @@ class Group:
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
         pg = self._connected(label or "exchange")
+        if self._at_once:
+            self._require_contiguous(out, label or "exchange")
+            self._require_contiguous(into, label or "exchange")
+            self.ledger.enter(out.nbytes, 1)
+            return self._at_once.exchange(out, self._peer(to), into, self._peer(frm), tag=tag, label=label)
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             return self._exchange_coalesced(out, to, into, frm, label)
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)

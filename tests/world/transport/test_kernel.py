@@ -1048,3 +1048,22 @@ def test_the_first_reason_is_everyone_s_reason():
     assert peers[0].break_group(1, LOST) == ABORTED
     peers[0].memory.broken[0] = time.monotonic_ns(), 16 * 1 + LOST
     assert [peer.verdict() for peer in peers] == [(ABORTED, 1)] * 2 and len(memory)
+
+
+@both_kernels
+@pytest.mark.parametrize("nbytes", [0, 5, 1 << 20])
+def test_an_exchange_around_a_ring_never_deadlocks_however_large(kernel, nbytes):
+    p = 3
+    out, into = [np.full(nbytes, r + 1, np.uint8) for r in range(p)], [np.zeros(nbytes, np.uint8) for _ in range(p)]
+    with Team(kernel, p) as team:
+        whys = team.each(lambda link, r: link.exchange(at(out[r]), nbytes, (r + 1) % p, at(into[r]), nbytes, (r - 1) % p, 3, 10.0))
+    assert whys == [FINE] * p
+    assert all((into[r] == (r - 1) % p + 1).all() for r in range(p))
+
+
+@both_kernels
+def test_an_exchange_with_a_rank_that_has_left_fails(kernel):
+    x, y = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
+    with Team(kernel, 2) as team:
+        team.links[1].leave()
+        assert team.links[0].exchange(at(x), 4, 1, at(y), 4, 1, 0, 5.0) == LEFT

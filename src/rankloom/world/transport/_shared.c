@@ -1297,6 +1297,32 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m.peer);
 }
 
+/* exchange(address, nbytes, to, address, nbytes, from, tag, timeout) -> why: send one, receive another, in any order */
+static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
+{
+    CHECKED(8);
+    USABLE(l);
+    Message out = {.sending = 1, .at = ADDRESS(0), .nbytes = (uint64_t)NUMBER(1), .peer = (int)NUMBER(2), .tag = NUMBER(6)};
+    Message in = {.at = ADDRESS(3), .nbytes = (uint64_t)NUMBER(4), .peer = (int)NUMBER(5), .tag = NUMBER(6)};
+    double timeout = SECONDS(7);
+    if (PyErr_Occurred())
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    Wait w = {&state, now() + timeout, l->spin_us, 0};
+    pthread_mutex_lock(&l->post);
+    add_message(l, &out);
+    add_message(l, &in);
+    pthread_mutex_unlock(&l->post);
+    int why = deliver(l, &in, &w);
+    why = why ? why : deliver(l, &out, &w);
+    if (why) {
+        withdraw(l, &in);
+        withdraw(l, &out);
+    }
+    PyEval_RestoreThread(state);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+}
+
 /* post(sending, address, nbytes, peer, tag) -> handle */
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
@@ -1507,6 +1533,7 @@ static PyMethodDef link_methods[] = {
     METHOD("submit", link_submit, "A collective, in its turn, in the background. -> ticket"),
     METHOD("wait", link_await, "Until a ticket's collective has ended. -> why it failed, or 0"),
     METHOD("message", link_message, "Send or receive, now. -> from whom, or -why"),
+    METHOD("exchange", link_exchange, "Send one message and receive another. -> why it failed, or 0"),
     METHOD("post", link_post, "Send or receive in the background. -> handle"),
     METHOD("settle", link_settle, "Until a posted message has arrived. -> from whom, or -why"),
     METHOD("add_region", link_add_region, "Memory that all ranks map, a part for each."),

@@ -53,6 +53,13 @@ class AtOnce:
             raise self._channel.explain(-sender, label or "send", peer=to)
         return x
 
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> Tensor:
+        """Send one contiguous tensor while receiving another; no order of ranks can deadlock."""
+        channel = self._channel
+        if why := channel.link.exchange(out.data_ptr(), out.nbytes, to, into.data_ptr(), into.nbytes, frm, tag, channel.timeout):
+            raise channel.explain(why, label or "exchange", peer=frm)
+        return into
+
     def recv(self, x: Tensor, frm: int, tag: int, label: str) -> Tensor:
         """Receive into a contiguous tensor from a rank of the group."""
         if (sender := self._message(0, x.data_ptr(), x.nbytes, frm, tag, self._channel.timeout)) < 0:

@@ -74,6 +74,15 @@ class Link:
         with self._peers.breaking_when_interrupted():
             return self._post.message(sending, address, nbytes, peer, tag, timeout)
 
+    def exchange(self, *both: Any) -> int:
+        """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
+        out, out_bytes, to, into, in_bytes, frm, tag, timeout = both
+        handle = self.post(0, into, in_bytes, frm, tag)
+        sent = self.message(1, out, out_bytes, to, tag, timeout)
+        got = self.settle(handle, timeout) if sent >= 0 else sent
+        self.drop(handle)
+        return -min(got, 0)
+
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
         """Send or receive in the background -> handle. The memory must stay until it has settled."""
         return 0 if self._peers.is_forked() else self._post.post(sending, address, nbytes, peer, tag)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport import fallback
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
@@ -99,6 +100,8 @@ class HostsLink:
             return self._until_done(m, timeout, breaks=True)
         finally:
             self._wire.drop([m])
+
+    exchange = fallback.Link.exchange   # made of the three below
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
         """Send or receive in the background -> handle. The memory must stay until it has settled, or was dropped."""
