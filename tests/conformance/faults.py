@@ -39,13 +39,14 @@ class Injection:
     victim: int
     delay: float
     seed: int
+    hosts: str = ""   # a letter for each rank, of the host on which it pretends to be
 
     @staticmethod
-    def draw(seed: int, kind: str | None = None) -> "Injection":
-        """A random one."""
+    def draw(seed: int, kind: str | None = None, hosts: str = "") -> "Injection":
+        """A random one; on `hosts`, or on one."""
         rng = random.Random(seed)
-        size = rng.randint(2, LARGEST)
-        return Injection(kind or rng.choice(KINDS), size, rng.randrange(size), rng.uniform(0, 0.03), seed)
+        size = len(hosts) or rng.randint(2, LARGEST)
+        return Injection(kind or rng.choice(KINDS), size, rng.randrange(size), rng.uniform(0, 0.03), seed, hosts)
 
     @property
     def timeout(self) -> float:
@@ -97,7 +98,8 @@ def run_until_it_fails(pipe: Any, store: Any, held: dict, name: str, rank: int, 
     """Build a group and use it; report what ended it, and when that call began."""
     rng, began, told = random.Random(injection.seed), 0.0, ("", "", 0.0)
     try:
-        held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, PATIENT)
+        host = injection.hosts[rank] if injection.hosts else None
+        held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, PATIENT, host=host)
         held["group"].barrier().wait()
         held["group"].set_timeout(seconds(injection.timeout))
         pipe.send("ready")

@@ -8,7 +8,7 @@ How a backend must add, so that its bits do not depend on sizes, chunks or chanc
   where ranks are on several hosts: so on each host, and then the results of the hosts, in the order of their first ranks;
 - floats of 16 and 8 bits in fp32, rounded once in the end; fp32 and fp64 in themselves; complex as pairs;
 - whole numbers wrap around; for bool, a sum and a maximum are "or", a product and a minimum "and" (as NCCL and torch have it);
-- a minimum or maximum of anything and NaN is NaN, as in torch.
+- a minimum or maximum of anything and NaN is a NaN (of whatever bits: processors and torch make different ones).
 """
 
 from collections.abc import Callable, Sequence

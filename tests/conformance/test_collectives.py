@@ -3,15 +3,16 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, values
+from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, same_numbers, values
 from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
 from conformance.ranks import BACKENDS, Ranks, make_ranks, seconds
 
@@ -29,6 +30,12 @@ class Part:
     expected: Answer
     ins: list[list[Held]]
     outs: list[list[Held]]
+    ended: dict[int, list[list[tuple[Tensor, bool]]]] = field(default_factory=dict)   # by member: its ins and outs when the call ended
+
+    def end(self, at: int, work: Any) -> None:
+        """Wait, then look at once, and use the memory for other things: no other rank may need it any more."""
+        finish(work, self.case.how)
+        self.ended[at] = [[held.let_go() for held in some[at]] for some in (self.ins, self.outs)]
 
 
 def make_part(case: Case, members: list[int], arenas: list[Arena], nodes: Nodes) -> Part:
@@ -64,12 +71,12 @@ def run_program(ranks: Ranks, program: list[list[Part]]) -> None:
             group = (ranks.halves if case.halves else ranks.groups)[rank]
             work = begin(case, group, [h.x for h in part.ins[at]], [h.x for h in part.outs[at]])
             if case.late:
-                late.append((work, case.how))
+                late.append((part, at, work))
             else:
-                finish(work, case.how)
+                part.end(at, work)
         random.Random(rank).shuffle(late)
-        for work, how in late:
-            finish(work, how)
+        for part, at, work in late:
+            part.end(at, work)
 
     ranks.run(body)
 
@@ -89,19 +96,21 @@ def finish(work: Any, how: str) -> None:
         work.wait()
 
 
-def check(program: list[list[Part]], same: Callable = same_bits) -> None:
+def check(program: list[list[Part]], same: Callable = same_numbers) -> None:
     """Every promised bit is there; what was only read, and what lies around, is as it was."""
     for part in (part for parts in program for part in parts):
         for at, end in enumerate(part.expected):
             where = f"rank {at} of {len(part.members)}, {part.case}"
-            for k, (got, wanted) in enumerate(zip(part.outs[at], end or [])):
-                assert same(got.x, wanted), f"{where}: tensor {k} is {got.x}, expected {wanted}; all brought {part.brought}"
-            for held, was in zip(part.ins[at], part.brought[at]):
-                assert same_bits(held.x, was), f"{where}: what was only to be read is changed"
-            assert all(held.guards_are_whole() for held in part.ins[at] + part.outs[at]), f"{where}: written beside the tensor"
+            ins, outs = part.ended[at]
+            equal = same if COLLECTIVES[part.case.collective].reduces else same_bits
+            for k, ((got, _), wanted) in enumerate(zip(outs, end or [])):
+                assert equal(got, wanted), f"{where}: tensor {k} is {got}, expected {wanted}; all brought {part.brought}"
+            for (held, _), was in zip(ins, part.brought[at]):
+                assert same_bits(held, was), f"{where}: what was only to be read is changed"
+            assert all(whole for _, whole in ins + outs), f"{where}: written beside the tensor"
 
 
-def run_and_check(ranks: Ranks, cases: list[Case], same: Callable = same_bits) -> None:
+def run_and_check(ranks: Ranks, cases: list[Case], same: Callable = same_numbers) -> None:
     """Run the cases as one program."""
     for arena in ranks.arenas[False] + ranks.arenas[True]:
         arena.used = 0
@@ -162,5 +171,5 @@ def test_the_oracle_agrees_with_gloo_where_gloo_knows_the_case(size):
         ops = ("sum", "product", "min", "max") if collective.reduces else ("sum",)
         run_and_check(gloo, [Case(name, torch.int32, op, (5, 3)) for op in ops])
         if collective.reduces:
-            run_and_check(gloo, [Case(name, torch.float32, op, (5, 3)) for op in ("sum", "avg", "min")], close)
+            run_and_check(gloo, [Case(name, torch.float32, op, (5, 3)) for op in ("sum", "avg")], close)
     gloo.close()
