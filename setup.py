@@ -17,6 +17,7 @@ def extension(name: str, source: str, *flags: str) -> Extension:
 EXTENSIONS = [
     extension("rankloom.comm._quantize", "src/rankloom/comm/_quantize.c"),
     extension("rankloom.comm._lowrank", "src/rankloom/comm/_lowrank.c"),
+    extension("rankloom.comm._sparse", "src/rankloom/comm/_sparse.c"),
     extension("rankloom.world.transport._shared", "src/rankloom/world/transport/_shared.c", "-pthread"),
 ]
 

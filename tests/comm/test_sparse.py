@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.comm.sparse import SAMPLED, TopK, largest
+from rankloom.comm import sparse
+from rankloom.comm.sparse import SAMPLED, TopK, absorb
+
+
+@pytest.fixture(params=["C", "torch"])
+def path(request, monkeypatch):
+    """Both ways to compute."""
+    if request.param == "C" and not sparse.NATIVE:
+        pytest.skip("the part in C was not built")
+    monkeypatch.setattr(sparse, "NATIVE", request.param == "C")
 
 
 def noise(n: int) -> torch.Tensor:
@@ -25,23 +34,24 @@ def striped(n: int, step: int, offset: int) -> torch.Tensor:
     torch.zeros(SAMPLED * 2), torch.ones(SAMPLED * 3), noise(SAMPLED * 2).pow(9),
 ], ids=["few", "many", "uneven", "sample sees only large", "sample sees only small", "zeros", "equal", "heavy tails"])
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.3, 1.0])
-def test_the_largest_are_those_of_a_full_search(x, share):
-    k = max(1, int(len(x) * share))
-    found = largest(x, k)
-    assert len(found.unique()) == k
+def test_the_largest_of_values_and_errors_are_those_of_a_full_search(path, x, share):
+    k, error = max(1, int(len(x) * share)), noise(len(x)).roll(1) * x.abs().mean()
+    total = x + error
+    found = absorb(x := x.clone(), error, k).long()
+    assert torch.equal(x, total) and len(found.unique()) == k
     assert torch.equal(x[found].abs().sort().values, x.abs().topk(k).values.sort().values)
 
 
 @pytest.mark.parametrize("n", [1000, SAMPLED * 3])
-def test_what_is_not_finite_is_the_largest(n):
+def test_what_is_not_finite_is_the_largest(path, n):
     x = noise(n) * 1e30
     places = [7, n // 2, n - 1]
     x[places[0]], x[places[1]], x[places[2]] = math.nan, -math.inf, math.inf
-    assert sorted(largest(x, 3).tolist()) == places
+    assert sorted(absorb(x, torch.zeros(n), 3).tolist()) == places
 
 
 @pytest.mark.parametrize("p", [2, 3])
-def test_the_sum_holds_what_each_rank_sent_and_the_rest_waits(p):
+def test_the_sum_holds_what_each_rank_sent_and_the_rest_waits(path, p):
     n = 300   # k is 3
     def body(world):
         reduce, x = TopK(), torch.zeros(n)
@@ -63,3 +73,10 @@ def test_ranks_may_send_different_places_and_more_non_finite_values_than_fit_lea
         return apart, sick.isnan().sum().item(), reduce._error.isfinite().all().item()
 
     assert rl.simulate(2, body) == [([1.0, 1.0, 0.0], 1, True)] * 2
+
+
+@pytest.mark.skipif(not sparse.NATIVE, reason="the part in C was not built")
+def test_c_refuses_buffers_of_the_wrong_size():
+    x, places = torch.zeros(8).numpy(), torch.zeros(8, dtype=torch.int32).numpy()
+    with pytest.raises(ValueError, match="have 32, 32 and 32 bytes"):
+        sparse._sparse.absorb(x, x, 1.0, places)

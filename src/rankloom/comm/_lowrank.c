@@ -17,7 +17,7 @@
 #define INLINED static inline __attribute__((always_inline))
 #define FETCH(address) __builtin_prefetch(address)
 
-enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 4096, TOGETHER = 4, LARGE = 1 << 22, AHEAD = 256 };
+enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 4096, STRIP = 512, TOGETHER = 4, LARGE = 1 << 22, AHEAD = 256 };
 typedef Py_ssize_t Size;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef float Loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));   /* anywhere in memory */
@@ -46,11 +46,11 @@ INLINED void _mm_sfence(void) {}
     default: body(__VA_ARGS__, rank);                                                                                  \
     }
 
-/* `count` floats, zeros behind them. A stream of rows is fetched a little ahead: the processor itself stops at page ends. */
-INLINED void load(Vector *v, const float *from, int count)
+/* `count` floats, zeros behind them. What is needed next is fetched already: the processor does not foresee jumps between rows. */
+INLINED void load(Vector *v, const float *from, int count, Size ahead)
 {
     if (count == LANES) {
-        FETCH(from + AHEAD);
+        FETCH(from + ahead);
         *v = *(const Loose *)from;
     } else {
         *v = (Vector){0};
@@ -75,8 +75,8 @@ INLINED void absorb_step(const float *x, float *kept, Size columns, const float 
 {
     Vector m[TOGETHER], fresh;
     for (int r = 0; r < rows; r++) {
-        load(&fresh, x + r * columns, count);
-        load(&m[r], kept + r * columns, count);
+        load(&fresh, x + r * columns, count, AHEAD);
+        load(&m[r], kept + r * columns, count, AHEAD);
         m[r] += fresh;
     }
     for (int k = 0; k < rank; k++)
@@ -103,14 +103,17 @@ INLINED void absorb_panel(const float *x, float *kept, Size columns, const float
                           const int rows, const int rank)
 {
     Vector sums[TOGETHER][HIGHEST_RANK];
+    float factors[TOGETHER * HIGHEST_RANK];   /* a copy that no store can change, so it may stay in registers */
     for (int r = 0; r < rows; r++)
-        for (int k = 0; k < rank; k++)
+        for (int k = 0; k < rank; k++) {
             sums[r][k] = (Vector){0};
+            factors[r * rank + k] = left[r * rank + k];
+        }
     int at = 0;
     for (; at + LANES <= width; at += LANES, near += 2 * rank)
-        absorb_step(x + at, kept + at, columns, left, near, sums, LANES, rows, rank);
+        absorb_step(x + at, kept + at, columns, factors, near, sums, LANES, rows, rank);
     if (at < width)
-        absorb_step(x + at, kept + at, columns, left, near, sums, width - at, rows, rank);
+        absorb_step(x + at, kept + at, columns, factors, near, sums, width - at, rows, rank);
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < rank; k++)
             p[r * rank + k] += total_of(&sums[r][k]);
@@ -128,8 +131,8 @@ INLINED void absorb_rows(const float *x, float *kept, const float *left, const f
         for (int step = 0; step < width; step += LANES)
             for (int k = 0; k < rank; k++) {
                 Vector *const both = near + step / LANES * 2 * rank + k;
-                load(&both[0], right + k * columns + at + step, step_width(width - step));
-                load(&both[rank], q + k * columns + at + step, step_width(width - step));
+                load(&both[0], right + k * columns + at + step, step_width(width - step), 0);
+                load(&both[rank], q + k * columns + at + step, step_width(width - step), 0);
             }
         Size row = 0;
         for (; row + TOGETHER <= rows; row += TOGETHER)
@@ -147,23 +150,26 @@ CLONED static void absorb(const float *x, float *kept, const float *left, const 
     WITH_RANK(rank, absorb_rows, x, kept, left, right, q, p, rows, columns)
 }
 
-/* `count` columns of `rows` rows: sums += p^T m. */
+/* `count` columns of `rows` rows: sums += p^T m. The next as many rows are fetched meanwhile. */
 INLINED void combine_step(const float *m, Size columns, const float *p, Vector *sums, int count, const int rows, const int rank)
 {
     Vector row[TOGETHER];
     for (int r = 0; r < rows; r++)
-        load(&row[r], m + r * columns, count);
-    for (int k = 0; k < rank; k++)
-        sums[k] += rows == TOGETHER ? (p[k] * row[0] + p[rank + k] * row[1]) + (p[2 * rank + k] * row[2] + p[3 * rank + k] * row[3])
-                                    : p[k] * row[0];
+        load(&row[r], m + r * columns, count, rows * columns);
+    for (int k = 0; k < rank; k++) {
+        Vector product = p[k] * row[0];
+        for (int r = 1; r < rows; r++)
+            product += p[r * rank + k] * row[r];
+        sums[k] += product;
+    }
 }
 
-/* out = p^T m, a panel of columns after the other, rows in order. */
+/* out = p^T m, one strip of columns after the other, whose sums stay in the nearest cache; rows in order. */
 INLINED void combine_rows(const float *m, const float *p, float *out, Size rows, Size columns, const int rank)
 {
-    Vector sums[PANEL / LANES * HIGHEST_RANK];
-    for (Size at = 0; at < columns; at += PANEL) {
-        const int width = columns - at < PANEL ? (int)(columns - at) : PANEL;
+    Vector sums[STRIP / LANES * HIGHEST_RANK];
+    for (Size at = 0; at < columns; at += STRIP) {
+        const int width = columns - at < STRIP ? (int)(columns - at) : STRIP;
         for (int step = 0; step < width; step += LANES)
             for (int k = 0; k < rank; k++)
                 sums[step / LANES * rank + k] = (Vector){0};

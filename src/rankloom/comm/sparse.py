@@ -4,6 +4,9 @@ Communication plan: each rank picks its k values of largest magnitude (error add
 their places, and add them up in rank order, so all end with the same bits. The ranks pick different places, so a sum is up
 to p times as dense as what one rank sends. Unlike a sum, a gather grows with p: this is for few ranks on slow links.
 
+Finding the k largest of a large buffer is slow, so a sample first says below which magnitude none of them lies, most likely; what
+is above is searched, and where the sample was wrong, everything. The pass that finds it is in C (_sparse.c), or in torch.
+
 Read comm/lossy.py first.
 """
 
@@ -14,8 +17,14 @@ from rankloom.base.cost import Bill, all_gather_bill
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.world.group import Group
 
+try:
+    from rankloom.comm import _sparse  # type: ignore[attr-defined]
+except ImportError:   # there was no compiler when this was installed
+    _sparse = None
+
+NATIVE = _sparse is not None
 FRACTION = 0.01      # of all values
-SAMPLED = 1 << 16    # above so many values, a sample says below which magnitude none of the largest can lie, most likely
+SAMPLED = 1 << 16    # values of a sample, at least
 MARGIN = 1.25
 
 
@@ -35,8 +44,7 @@ class TopK(Compressed):
     def _sum(self, values: Tensor, group: Group) -> None:
         if self._error is None:
             self._error = torch.zeros_like(values)
-        values.add_(self._error)
-        places = largest(values, self._count(len(values)))
+        places = absorb(values, self._error, self._count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
         if values[places].isfinite().all():   # else some places hold what is not finite, and what was remembered stays
             self._error.copy_(values)[places] = 0.0
@@ -57,16 +65,23 @@ class TopK(Compressed):
         return all_gather_bill(8 * self._count(n), group.size) if group.size > 1 and n else Bill()
 
 
-def largest(x: Tensor, k: int) -> Tensor:
-    """The places of the k values of largest magnitude, in any order; NaN and infinity are the largest. x: [n] fp32 -> [k]
+def absorb(x: Tensor, error: Tensor, k: int) -> Tensor:
+    """x += error. Returns the places of the k values of largest magnitude, in any order; what is not finite is the largest.
 
-    Sorting out a large buffer is slow, so a sample first says which values can be meant; where it was wrong, all are looked at.
+    x, error: [n] fp32 -> [k]
     """
-    magnitude = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    if len(x) > SAMPLED:
-        sample = magnitude[:: len(x) // SAMPLED]
-        bound = sample.topk(min(len(sample), int(MARGIN * k * len(sample) / len(x)) + 1), sorted=False).values.min()
-        likely = (magnitude >= bound).nonzero().view(-1)
-        if len(likely) >= k:
-            return likely[magnitude[likely].topk(k, sorted=False).indices]
-    return magnitude.topk(k, sorted=False).indices
+    step = max(1, len(x) // SAMPLED)
+    sample = _magnitude(x[::step] + error[::step])
+    bound = sample.topk(min(len(sample), int(MARGIN * k / step) + 1), sorted=False).values.min().item()
+    if NATIVE and x.device.type == "cpu":
+        found = torch.empty(len(x) + 1, dtype=torch.int32)
+        likely = found[: _sparse.absorb(x.numpy(), error.numpy(), bound, found.numpy())]
+    else:
+        likely = (_magnitude(x.add_(error)) >= bound).nonzero().view(-1)
+    if len(likely) < k:
+        return _magnitude(x).topk(k, sorted=False).indices
+    return likely[_magnitude(x[likely]).topk(k, sorted=False).indices]
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
