@@ -115,7 +115,7 @@ class Channel:
     def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int, meeting: bool) -> str:
         """The ranks that have not come to the meeting (or the other end of a message), and those that cannot go on anyway."""
         behind = {rank for rank in range(self.size) if meeting and arrived[rank] < max(arrived)} or ({blamed} - {-1})
-        state = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended"}
+        state = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
         named = [f"rank {self.ranks[rank]} ({state.get(states[rank], 'slow, or it skipped this call')})"
                  for rank in range(self.size) if rank in behind or states[rank] in state]
         return f"{', '.join(named)} did not come" if named else "a rank did not come"

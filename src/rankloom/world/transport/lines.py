@@ -154,12 +154,12 @@ class Watch:
     def look_for(self, line: Line, *, reading: bool, writing: bool) -> None:
         """What to wait for on a line; for neither, when it is gone, not even for its end."""
         file, events = line.sock.fileno(), select.EPOLLIN * reading | select.EPOLLOUT * writing
-        if self._looks_for.get(file) == events:
+        if self._looks_for.get(file, events) == events:   # as it is, or no more at all
             return
         if line.gone and not events:
-            self._looks_for.pop(file, None)
+            del self._looks_for[file]
             self._poll.unregister(file)
-        elif file in self._looks_for:
+        else:
             self._looks_for[file] = events
             self._poll.modify(file, events)
 
