@@ -324,3 +324,20 @@ def test_random_messages_between_all_ranks_arrive_whole_and_at_the_right_place(r
         return all(torch.equal(x, numbered(*lane, k, n=len(x))) for lane, k, x in held)
 
     assert all(world.run(body))
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_long_sums_of_more_ranks_than_cores_are_right_although_ranks_are_often_behind(ranks, size):
+    """Many windows each, and no rank waits for another between the calls."""
+    world, n = ranks(size), BIG
+
+    def body(rank):
+        wrong = 0
+        for k in range(4):
+            x = torch.arange(n, dtype=torch.float32).remainder_(251 + k).add_(rank)
+            add_up(world.groups[rank], x, asynchronous=bool(k % 2)).wait()
+            expected = torch.arange(n, dtype=torch.float32).remainder_(251 + k).mul_(size).add_(sum(range(size)))
+            wrong += int((x != expected).sum())
+        return wrong
+
+    assert world.run(body) == [0] * size
