@@ -58,6 +58,10 @@ class CollectiveTimeout(RankLost):
     """A peer did not come in time: it is slow, stopped or wedged, or it skipped this call."""
 
 
+class DeviceError(RankloomError, RuntimeError):
+    """The driver of a device refuses what it was asked for."""
+
+
 class WrongResult(RankloomError, RuntimeError):
     """A collective has returned something else than it should; found by `rankloom bench`, which checks each of them."""
 

@@ -15,13 +15,15 @@ from rankloom.world.debug import Inspector
 from rankloom.world.group import Group, seconds
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.process_group import build
+from rankloom.world.transport.router import Router
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 
 
-def resolve_backend(asked: str, device: torch.device) -> str:
-    """Which backend carries CPU tensors: shared memory (and TCP between hosts) where the kernel runs, else gloo.
+def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False) -> str:
+    """Which backend connects the ranks: shared memory (and TCP between hosts; GPUs as router.py tells) where it runs, else gloo.
 
+    own_gpu: no other rank uses this rank's GPU: then gloo and NCCL are enough
     raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
     """
     if asked not in BACKENDS:
@@ -29,14 +31,23 @@ def resolve_backend(asked: str, device: torch.device) -> str:
     reason = why_not_shared(device)
     if asked == SHARED and reason:
         raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
-    return GLOO if asked == GLOO or reason else SHARED
+    return GLOO if asked == GLOO or reason or (asked == AUTO and own_gpu) else SHARED
 
 
 def why_not_shared(device: torch.device) -> str | None:
     """What stands against shared memory here, or None."""
-    if device.type != "cpu":
-        return f"it carries CPU tensors, and the ranks compute on {device.type}"
+    if device.type not in ("cpu", "cuda"):
+        return f"it carries tensors on the CPU and on CUDA devices, and the ranks compute on {device.type}"
     return None if sys.platform == "linux" else f"it needs Linux, and this is {sys.platform}"
+
+
+def device_for(kind: str, local_rank: int) -> torch.device:
+    """Where a rank computes. The ranks of a host take its GPUs in turns; a rank's is its process's current one from here on."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device(kind, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, timeout: float, loopback: bool,
@@ -90,7 +101,8 @@ class World(Group):
                  topology: Topology | None = None, backend: str = AUTO):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
-        self.backend = resolve_backend(backend, device)
+        self._own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
+        self.backend = resolve_backend(backend, device, self._own_gpu)
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
         super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,
@@ -119,10 +131,10 @@ class World(Group):
         if len(ranks) == 1:
             return None, None
         store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
-        own_gpu = device.type == "cuda" and self.local_size <= torch.cuda.device_count()
         if self.backend == SHARED:
-            pg: dist.ProcessGroup = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
+            shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
+            pg: dist.ProcessGroup = Router(shared, timeout) if device.type == "cuda" else shared
         else:
-            pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=own_gpu)
+            pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None

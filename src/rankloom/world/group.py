@@ -28,6 +28,7 @@ from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.transport.operands import OPS, SUM
 from rankloom.world.transport.process_group import SharedMemoryGroup
+from rankloom.world.transport.router import Router
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
@@ -193,6 +194,8 @@ class Group:
         raises: MemoryError on all ranks when there is not that much
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if isinstance(self._process_group, Router):
+            return self._process_group.buffer(sizes, dtype, self.device)
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
 
     # ------------------------------------------------------------------ one to one
@@ -264,7 +267,7 @@ class Group:
 
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
-        if shared := self._shared:
+        if isinstance(shared := self._process_group, SharedMemoryGroup | Router):
             shared.shutdown()
         self._process_group = self._at_once = None
         # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.

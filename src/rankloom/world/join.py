@@ -10,7 +10,7 @@ from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
-from rankloom.world.connect import AUTO, World
+from rankloom.world.connect import AUTO, World, device_for
 from rankloom.world.group import seconds
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught, restarts
 
@@ -35,9 +35,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         report_uncaught()
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(kind, place.local_rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    where = device_for(kind, place.local_rank)
     return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
                  topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
-from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh
+from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
 from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
@@ -31,13 +31,15 @@ SETTLE = 1.0  # seconds between the end of a rank and the news of it from those 
 GRACE = 5.0   # seconds a rank has to end after SIGTERM, before SIGKILL
 
 
-def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO) -> list[T]:
+def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO,
+          device: str = "cpu") -> list[T]:
     """Run `body(world)` in processes of this host, one a rank; their results in rank order.
 
     The first rank that raises ends the others, and its exception is raised here with its traceback as a note; one that dies
     without a word (a signal, os._exit) raises RankFailed.
     timeout: seconds after which a silent peer is taken for lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it can be had
+    device:  where the ranks compute, "cpu" or "cuda"; with more ranks than GPUs, several share one
     raises:  ConfigError when `body` cannot be pickled
     """
     mesh = as_mesh(ranks)
@@ -50,7 +52,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     port = listener.getsockname()[1]
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    children = _start(mesh, work, partial(_join, port, mesh, timeout, backend))
+    children = _start(mesh, work, partial(_join, port, mesh, timeout, backend, device))
     try:
         return _collect(children, mesh.size)
     finally:
@@ -93,11 +95,11 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
         world.close()
 
 
-def _join(port: int, mesh: Mesh, timeout: float, backend: str, rank: int) -> World:
+def _join(port: int, mesh: Mesh, timeout: float, backend: str, device: str, rank: int) -> World:
     """The world of one spawned process, which meets the others in its parent's store."""
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
-    return World(dist.PrefixStore("rankloom", store), rank, mesh, torch.device("cpu"), timeout=timeout,
+    return World(dist.PrefixStore("rankloom", store), rank, mesh, device_for(device, rank), timeout=timeout,
                  local_rank=rank, local_size=mesh.size, debug=debug_mode(), backend=backend)
 
 

@@ -7,5 +7,7 @@
     buffers.py        memory that all ranks map, to reduce in place
     operands.py       any tensor -> contiguous bytes and a number type, and back
     process_group.py  all of torch's ProcessGroup on a channel
+    router.py         CPU and CUDA tensors in one process group; CUDA tensors of ranks that share a GPU, in its memory:
+                      device_group.py, rounds.py, parcels.py, arithmetic.py on what device.py asks of a device and cuda.py is
     backend.py        the registration with torch
 """

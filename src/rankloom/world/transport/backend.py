@@ -16,12 +16,12 @@ NAME = "rankloom"
 def register() -> None:
     """Make the backend known to torch; a second time changes nothing."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
     """What torch calls for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
+    route = import_module("rankloom.world.transport.router").route
     build = import_module("rankloom.world.transport.process_group").build
-    ranks = list(where.global_ranks_in_group) or range(where.group_size)
-    return build(where.store, where.group_rank, where.group_size, where.timeout.total_seconds(), ranks=ranks,
-                 name=where.group_id or "default")
+    ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
+    return route(build(where.store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default"), timeout)

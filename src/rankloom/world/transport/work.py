@@ -56,6 +56,10 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
+    def stand_for(self, earlier: Sequence["Work"], result: Sequence[Tensor]) -> None:
+        """Whoever waits for this one gets the results of earlier calls too; all of them together are `result`."""
+        self._result = list(result)
+
     def get_future(self) -> torch.futures.Future:
         """A future of the result, already set."""
         future: torch.futures.Future = torch.futures.Future()
@@ -93,8 +97,8 @@ class Pending(Work):
         return True
 
     def stand_for(self, earlier: Sequence[Work], result: Sequence[Tensor]) -> None:
-        """Whoever waits for this one gets the results of earlier calls too; all of them together are `result`."""
-        self._result = list(result)
+        """See `Work.stand_for`."""
+        super().stand_for(earlier, result)
         self._finish = [*(work.wait for work in earlier), *self._finish]
 
     def is_completed(self) -> bool:
@@ -137,7 +141,7 @@ class Pending(Work):
 
 def last_of(works: Sequence[Work], result: Sequence[Tensor]) -> Work:
     """The last of several works of one group stands for all: they end in order. `result` is that of all."""
-    if works and isinstance(works[-1], Pending):
+    if works and works[-1] is not DONE:
         works[-1].stand_for(works[:-1], result)
     return works[-1] if works else Work(result)
 
@@ -175,7 +179,7 @@ class PendingMessage(Pending):
     def get_future(self) -> torch.futures.Future:
         """A future with a thread of its own: messages end in any order, and those behind must not wait for this one."""
         future: torch.futures.Future = torch.futures.Future()
-        threading.Thread(target=_tell, args=(self, future), name="rankloom-message", daemon=True).start()
+        threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
         return future
 
     def _await(self, seconds: float) -> int:
@@ -214,10 +218,10 @@ class Herald:
 
     def _run(self) -> None:
         while (news := self._news.get()) is not None:
-            _tell(*news)
+            tell(*news)
 
 
-def _tell(work: Pending, future: torch.futures.Future) -> None:
+def tell(work: Pending, future: torch.futures.Future) -> None:
     """Set `future` once `work` has ended."""
     try:
         work.wait()

@@ -1,0 +1,66 @@
+"""Sums and the like of tensors that lie in one memory: the same bits as the kernels of shared memory give.
+
+Pieces are combined in their order. 16-bit floats are added and multiplied in fp32, with one rounding at the end.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankloom.world.transport.fallback import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+
+JOIN: dict[int, Callable[..., Tensor]] = {
+    SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,
+    BAND: torch.bitwise_and, BOR: torch.bitwise_or, BXOR: torch.bitwise_xor}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}   # torch has no arithmetic of the former
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *HALVES)
+
+
+def combine(targets: Sequence[Tensor], pieces: Sequence[Tensor], dtype: torch.dtype, op: int) -> None:
+    """Write pieces[0] op pieces[1] op ... to every target.
+
+    targets, pieces: bytes, all equally many, that stand for numbers of `dtype`; a target may be one of the pieces
+    """
+    numbers, homes = [x.view(dtype) for x in pieces], [x.view(dtype) for x in targets]
+    sums = dtype in FLOATS and op in (SUM, AVG)
+    if sums and op == SUM and len(numbers) == 2:
+        total = torch.add(*numbers, out=homes[0])   # in fp32 inside
+    elif sums and numbers[0].is_cuda and (kernel := _sum_kernel()):
+        kernel(homes, numbers, op == AVG)   # one pass over memory, where torch would take one for each piece
+        return
+    else:
+        total = _fold(numbers, op)
+    for home in homes:
+        if home is not total:
+            home.copy_(total)
+
+
+def _fold(numbers: Sequence[Tensor], op: int) -> Tensor:
+    dtype = numbers[0].dtype
+    if dtype in SIGNED:
+        return _fold_unsigned([x.view(SIGNED[dtype]) for x in numbers], op).view(dtype)
+    wide = torch.float32 if dtype in HALVES and op in (SUM, AVG, PRODUCT) else dtype
+    total = reduce(lambda so_far, x: JOIN[op](so_far, x, out=so_far), numbers[1:], numbers[0].to(wide, copy=True))
+    return total.div_(len(numbers)) if op == AVG else total
+
+
+def _fold_unsigned(numbers: Sequence[Tensor], op: int) -> Tensor:
+    """The same on the bits of unsigned numbers. Only their order differs: with the first bit turned, it is that of signed ones."""
+    if op not in (MIN, MAX):
+        return _fold(numbers, op)
+    first_bit = torch.iinfo(numbers[0].dtype).min
+    return _fold([x ^ first_bit for x in numbers], op) ^ first_bit
+
+
+@cache
+def _sum_kernel() -> Any:
+    """One kernel for the sum of any number of pieces, where Triton can build one; else None, and torch adds them one by one."""
+    can_build = find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
+    return import_module("rankloom.world.transport.cuda_sum").add_up if can_build else None

@@ -1,0 +1,133 @@
+"""A CUDA device that the processes of several ranks share, as rounds.py and parcels.py want it.
+
+Work of a group runs in one stream of its own, behind what the caller had submitted to the current stream when it called;
+the caller's stream is put behind it when the caller waits. The host waits for no stream.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rankloom.world.transport.cuda_driver import Block, give_back, open_block, take_block, wait_value, write_value
+from rankloom.world.transport.device import RELEASED
+
+
+class CudaDevice:
+    """One GPU, and the stream of one group on it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        # Streams of one priority may share a queue of the hardware; of this priority there is one in which nothing ever waits.
+        self._rescue = torch.cuda.Stream(device, priority=-1)
+        self._blocks: dict[str, Block] = {}   # by handle
+
+    def memory(self, address: int, nbytes: int) -> Tensor:
+        """Bytes at an address, which somebody else keeps."""
+        return self._view(_Span(address, nbytes))
+
+    def export(self, nbytes: int) -> tuple[Tensor, str]:
+        """New memory of zeros, and the handle with which others open it. raises: MemoryError"""
+        try:
+            block, is_used = take_block(self.device.index, nbytes)
+        except MemoryError:
+            torch.cuda.empty_cache()   # torch may hold what is free
+            block, is_used = take_block(self.device.index, nbytes)
+        if is_used:   # what was submitted earlier may still read it, or write to it
+            self.drain()
+        self._blocks[block.handle] = block
+        mine = self.memory(block.address, nbytes).zero_()
+        self.drain()
+        return mine, block.handle
+
+    def give_back(self, handle: str) -> None:
+        """Exported memory that no rank reads or writes any more."""
+        give_back(self._blocks.pop(handle))
+
+    def lend(self, part: Tensor, on_end: Callable[[], object]) -> Tensor:
+        """The same bytes as a tensor of its own; `on_end` is called when nobody holds that any more."""
+        span = _Span(part.data_ptr(), part.nbytes)
+        weakref.finalize(span, on_end).atexit = False
+        return self._view(span)
+
+    def open(self, handle: str, nbytes: int) -> Tensor:
+        """Memory that another process has exported. raises: DeviceError"""
+        return self.memory(open_block(self.device.index, handle), nbytes)
+
+    @contextlib.contextmanager
+    def behind_caller(self) -> Iterator[None]:
+        """What is run inside comes behind what the caller has submitted to the current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Submit: the current stream is that of the group."""
+        work()
+
+    def mark(self, flag: Tensor, value: int) -> None:
+        """Write a number to a flag, in the order of the stream."""
+        write_value(self._stream.cuda_stream, flag.data_ptr(), value)
+
+    def follow(self, flag: Tensor, value: int) -> None:
+        """The stream goes on only when a flag has this number, or a greater one."""
+        wait_value(self._stream.cuda_stream, flag.data_ptr(), value)
+
+    def end(self) -> "StreamEnding":
+        """The place behind all that was run so far."""
+        return StreamEnding(self.device, self._stream)
+
+    def future(self) -> torch.futures.Future:
+        """A future of tensors on this device."""
+        return torch.futures.Future(devices=[self.device])
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """torch must not deal their memory out again before the stream has come here."""
+        for x in tensors:
+            x.record_stream(self._stream)
+
+    def release(self, flag: Tensor) -> None:
+        """Write RELEASED to a flag, now."""
+        write_value(self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
+
+    def finish(self) -> None:
+        """Block until the stream is empty."""
+        self._stream.synchronize()
+
+    def drain(self) -> None:
+        """Block until this process has nothing on its way on the device."""
+        torch.cuda.synchronize(self.device)
+
+    def _view(self, span: "_Span") -> Tensor:
+        return torch.as_tensor(span, device=self.device) if span.nbytes else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+
+class StreamEnding:
+    """A place in the stream of a group."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self._device, self._stream, self._event = device, stream, stream.record_event()
+
+    def wait(self) -> None:
+        """What the caller submits from here on comes behind it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_done(self) -> bool:
+        """Whether it is reached."""
+        return self._event.query()
+
+    def settle(self, future: torch.futures.Future, result: list[Tensor]) -> None:
+        """Set a future of this device: torch takes the current stream for the one that has made the result."""
+        with torch.cuda.stream(self._stream):
+            future.set_result(result)
+
+
+class _Span:
+    """Device memory as torch takes it, without a copy, from libraries that are not torch. The tensor holds on to this."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.nbytes = nbytes
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}

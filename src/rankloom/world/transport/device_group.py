@@ -1,0 +1,190 @@
+"""A torch process group of ranks that share one device, and whose tensors lie in its memory.
+
+What tensors a call has and what is wrong with them is seen as on the CPU (process_group.py); only the last step differs: calls
+go to rounds.py, messages to parcels.py. Both submit work to the device and return. `wait()` puts the caller's queue behind it.
+"""
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport import operands
+from rankloom.world.transport.call import read_call
+from rankloom.world.transport.channel import BARRIER, LEFT
+from rankloom.world.transport.device import Device, Ending, Flags, Regions, share_memory
+from rankloom.world.transport.operands import Finish
+from rankloom.world.transport.parcels import NOTE, Parcels
+from rankloom.world.transport.process_group import ANYONE, SharedMemoryGroup
+from rankloom.world.transport.rounds import GRAIN, Rounds
+from rankloom.world.transport.work import PendingMessage, Work, tell
+
+WATCH = 0.3   # seconds between two looks at whether all ranks still live
+
+
+class DeviceGroup(SharedMemoryGroup):
+    """The ranks of a group in shared memory, for tensors on the one device that they share."""
+
+    def __init__(self, host: SharedMemoryGroup, device: Device):
+        super().__init__(host.get_group_store(), host.rank(), host.size(), host.channel, host._buffers)
+        self._device, self._regions, self._flags = device, Regions(), Flags(host.channel, device)
+        self._turn = threading.Lock()   # one collective after the other
+        self._rounds: Rounds | None = None   # made by all ranks together, at their first collective
+        self._parcels = Parcels(host.channel, device, self._flags)
+        weakref.finalize(self, device.finish)   # others wait for what this rank has submitted; also when Python ends
+        threading.Thread(target=_watch, args=(weakref.ref(self._flags),), name="rankloom-watch", daemon=True).start()
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of zeros that all ranks map: an all-reduce sums it where it lies. Every rank must ask alike.
+
+        raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
+        """
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device=self._device.device)
+        parts, handle = share_memory(self.channel, self._device, -(-nbytes // GRAIN) * GRAIN)
+        number = self._regions.add(parts, self.rank())
+        mine = self._device.lend(parts[self.rank()], functools.partial(_end_region, self._regions, number, self._device, handle))
+        return mine[:nbytes].view(dtype).view(shape)
+
+    def abort(self) -> None:
+        """End every wait of every rank with RankLost, and let the device go on."""
+        super().abort()
+        self._flags.release()
+
+    def finish(self) -> None:
+        """Block until the device has done all that this rank has submitted."""
+        self._device.finish()
+
+    def _start(self, call: Any, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
+        if call[3]:
+            operands.expect_rank(call[3], self.size(), self._where(call[0]))
+        tensors = [*tensors_in([result, keep])]
+        self._expect_here(tensors, call[0])
+        timeout = opts.timeout.total_seconds()
+        if timeout <= 0:   # unset
+            timeout = self.channel.timeout
+        if call[0] == BARRIER:   # the one call for which the host waits
+            with self._device.behind_caller():
+                self._device.finish()
+            return super()._start(call, opts, result)
+        with self._turn:
+            self._rounds = self._rounds or Rounds(self.channel, self._device, self._regions, self._flags)
+            device = self._device
+            with device.behind_caller():
+                self._rounds.run(read_call(self.rank(), self.size(), call[:4], *call[4:], timeout=timeout))
+                for back in filter(None, backs):
+                    device.run(back)
+                ending = device.end()
+        return self._work(ending, result, tensors, waits=not opts.asyncOp)
+
+    def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
+        label = "send" if sending else "recv"
+        if self.channel.closed:
+            raise self.channel.explain(LEFT, label)
+        self._expect_here([x], label)
+        if sending or peer != ANYONE:
+            operands.expect_rank(peer, self.size(), self._where(label))
+        inside = self._device.memory(flat.data_ptr(), flat.nbytes)
+        if sending:
+            return self._work(self._parcels.send(inside, peer, tag), [x], [flat], waits=False)
+        work = Receiving(self, x, flat, inside, back)
+        work.peer = peer
+        work.handle = self.channel.link.post(0, work.note.ctypes.data, NOTE, peer, tag)
+        self._remember(work)
+        return work
+
+    def _work(self, ending: Ending, result: Sequence[Tensor], tensors: Sequence[Tensor], waits: bool) -> "DeviceWork":
+        work = DeviceWork(self._device, ending, result)
+        if waits:
+            work.wait()
+        else:   # nobody may ever wait
+            self._device.keep(tensors)
+        return work
+
+    def _expect_here(self, tensors: Sequence[Tensor], label: int | str) -> None:
+        for x in tensors:
+            if x.device != self._device.device:
+                raise ShapeMismatch(f"{self._where(label)}: a tensor on {x.device} in a call on {self._device.device}; one rank of a "
+                                    "group uses one device")
+
+
+class DeviceWork(Work):
+    """Work that has been submitted to the device."""
+
+    def __init__(self, device: Device, ending: Ending, result: Sequence[Tensor]):
+        super().__init__(result)
+        self._device, self._ending = device, ending
+
+    def wait(self, timeout: Any = None) -> bool:
+        """What the caller submits from here on comes behind it. The host waits for nothing."""
+        self._ending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it."""
+        return self._ending.is_done()
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is set: whoever takes its value comes behind the work."""
+        future = self._device.future()
+        self._ending.settle(future, self._result)
+        return future
+
+
+class Receiving(PendingMessage):
+    """A message that is received once it is waited for."""
+
+    def __init__(self, group: DeviceGroup, x: Tensor, flat: Tensor, inside: Tensor, back: Finish | None):
+        super().__init__(group.channel, group._herald, "recv", [x], [flat], [self._take])
+        self.note = np.zeros(NOTE, np.uint8)
+        self._parcels, self._device, self._inside, self._back = group._parcels, group._device, inside, back
+        self._ending: Ending | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Block until the message was submitted; what the caller submits from here on comes behind its coming."""
+        super().wait(timeout)
+        if self._ending:
+            self._ending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it."""
+        return super().is_completed() and (self._ending is None or self._ending.is_done())
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that a thread sets when the message was submitted."""
+        future = self._device.future()
+        threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
+        return future
+
+    def _take(self) -> None:
+        self._ending = self._parcels.take(self.note, self._inside, self._source, self._back)
+
+
+def _end_region(regions: Regions, number: int, device: Device, handle: str) -> None:
+    regions.drop(number)
+    device.give_back(handle)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """All tensors in lists in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _watch(flags: "weakref.ref[Flags]") -> None:
+    """Set the device free when a rank is lost: its host may be blocked where nobody looks after the others."""
+    while (watched := flags()) is not None and not watched.release_lost():
+        del watched
+        time.sleep(WATCH)

@@ -1,0 +1,115 @@
+"""Messages between ranks that share a device.
+
+A message leaves at once: its bytes are copied to a block of memory of its sender, which its receiver maps, and a note tells
+where they lie; notes travel as messages on the host (channel.py), and it is these that are matched by sender and tag. A receive
+is submitted when it is waited for: first on the host, until the note has come, then behind the mark that the sender's queue
+writes when the bytes are there. A receipt tells the sender that its block will be free, and from which mark on.
+
+So sending never waits for receiving, in whatever order both are called; messages that nobody has received yet take up memory.
+"""
+
+import json
+import threading
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveMismatch
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.device import Device, Ending, Flags
+from rankloom.world.transport.operands import Finish
+
+HEADER = 256            # bytes of a block before its message: two flags, how often it was filled and how often emptied
+SMALLEST = 1 << 20      # bytes of a message for which a block has room; others are powers of two
+NOTE = 256              # bytes
+RECEIPTS = -(1 << 40)   # tags of receipts count down from here, one for each block
+
+
+class _Parcel:
+    """A block of memory, on either side: the flags that its sender and its receiver write, and the bytes."""
+
+    def __init__(self, memory: Tensor, handle: str, number: int):
+        self.handle, self.number, self.uses = handle, number, 0
+        self.filled, self.emptied = memory[:8].view(torch.int64), memory[8:16].view(torch.int64)
+        self.bytes = memory[HEADER:]
+        self.receipt: tuple[int, np.ndarray] | None = None   # a host message that is to come, and its memory
+
+
+class Parcels:
+    """The messages of one rank."""
+
+    def __init__(self, channel: Channel, device: Device, flags: Flags):
+        self._channel, self._device, self._flags = channel, device, flags
+        self._lock = threading.Lock()
+        self._mine: list[_Parcel] = []
+        self._theirs: dict[tuple[int, int], _Parcel] = {}   # by sender and number
+        self._letters: list[tuple[int, np.ndarray]] = []    # host messages that leave, and their memory
+
+    def send(self, x: Tensor, peer: int, tag: int) -> Ending:
+        """Submit the sending of some bytes: the place in the queue behind which they may change."""
+        device = self._device
+        with self._lock, device.behind_caller():
+            parcel = self._empty_parcel(len(x))
+            if parcel.uses:
+                device.follow(parcel.emptied, parcel.uses)
+            parcel.uses += 1
+            device.run(partial(parcel.bytes[: len(x)].copy_, x))
+            device.mark(parcel.filled, parcel.uses)
+            ending = device.end()
+            self._flags.add(peer, parcel.emptied)
+            letter = np.zeros(1, np.uint8)
+            parcel.receipt = self._channel.link.post(0, letter.ctypes.data, 1, peer, RECEIPTS - parcel.number), letter
+            note = [len(x), parcel.number, parcel.uses, HEADER + len(parcel.bytes), parcel.handle]
+            self._send_letter(np.frombuffer(json.dumps(note).encode().ljust(NOTE, b"\0"), np.uint8), peer, tag)
+        return ending
+
+    def take(self, note: np.ndarray, into: Tensor, sender: int, finish: Finish | None) -> Ending:
+        """Submit the receiving of the message of a note that has come: the place behind which it is there.
+
+        raises: CollectiveMismatch when it has another length; it is gone then
+        """
+        nbytes, number, uses, size, handle = json.loads(bytes(note).rstrip(b"\0"))
+        device, fits = self._device, nbytes == len(into)
+        with self._lock, device.behind_caller():
+            parcel = self._their_parcel(sender, number, size, handle)
+            device.follow(parcel.filled, uses)
+            for work in (partial(into.copy_, parcel.bytes[:nbytes]), finish) if fits else ():
+                device.run(work) if work else None
+            device.mark(parcel.emptied, uses)
+            ending = device.end()
+            self._send_letter(np.zeros(1, np.uint8), sender, RECEIPTS - number)
+        if not fits:
+            raise CollectiveMismatch(f"{self._channel.where('recv')}: rank {self._channel.ranks[sender]} sends {nbytes} bytes, but "
+                                     f"{len(into)} are expected; compare sizes and dtypes on both sides")
+        return ending
+
+    def _empty_parcel(self, nbytes: int) -> _Parcel:
+        """A block of the right size whose receipt has come, or a new one."""
+        size, link = max(SMALLEST, 1 << (nbytes - 1).bit_length()), self._channel.link
+        for parcel in self._mine:
+            if len(parcel.bytes) == size and parcel.receipt and link.settled(parcel.receipt[0]):
+                link.drop(parcel.receipt[0])
+                parcel.receipt = None
+                return parcel
+        memory, handle = self._device.export(HEADER + size)
+        self._mine.append(_Parcel(memory, handle, len(self._mine)))
+        return self._mine[-1]
+
+    def _their_parcel(self, sender: int, number: int, size: int, handle: str) -> _Parcel:
+        if (sender, number) not in self._theirs:
+            parcel = _Parcel(self._device.open(handle, size), handle, number)
+            self._flags.add(sender, parcel.filled)
+            self._theirs[sender, number] = parcel
+        return self._theirs[sender, number]
+
+    def _send_letter(self, letter: np.ndarray, peer: int, tag: int) -> None:
+        """A short message on the host."""
+        link, under_way = self._channel.link, []
+        for handle, sent in self._letters:
+            if link.settled(handle):
+                link.drop(handle)
+            else:
+                under_way.append((handle, sent))
+        self._letters = [*under_way, (link.post(1, letter.ctypes.data, letter.nbytes, peer, tag), letter)]

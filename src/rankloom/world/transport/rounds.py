@@ -1,0 +1,221 @@
+"""Collectives of ranks that share a device: each submits work to a queue of its own, and the queues follow each other's marks.
+
+Every rank has two slots of device memory that all map. A collective is a row of windows. In each, every rank submits a copy of
+a piece of its input to its slot, and a mark behind it; all meet; each lets its queue follow the marks of the others, and then
+take what is for it out of their slots, adding in rank order where values are reduced. The slots are used in turns: whoever
+writes one again has followed marks that stand behind all reading of it, so one meeting for each window is enough.
+A mark is the number of meetings so far, written to a flag in the rank's own memory.
+
+    all-reduce, large, more than two ranks   every rank adds up a share, then all copy the shares of all
+    all-reduce of a shared buffer            every rank adds up a share where it lies, and writes it to all buffers
+
+Ranks meet on the host, in shared memory (channel.py), which costs about a microsecond when they run in step; no rank waits for
+work on the device. Queues could follow marks without a meeting. But there each rank learns what call the others make and how
+long their parts are, so that all find the same fault or none; a rank that is lost is missed there, by name; and a queue that
+only follows work which has been submitted can never wait for itself, however few queues the hardware has.
+
+device.py tells what is asked of a device; cuda.py is one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveMismatch
+from rankloom.world.transport.arithmetic import combine
+from rankloom.world.transport.call import DTYPES, Call, address_of
+from rankloom.world.transport.channel import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    KINDS,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Channel,
+    table_of_calls,
+)
+from rankloom.world.transport.device import NOWHERE, Device, Flags, Regions, share_memory
+from rankloom.world.transport.operands import BYTES, SUM
+
+HEADER = 256             # bytes before the slots: the flag
+SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer windows mean fewer changes between processes
+GRAIN = 256              # bytes: where lanes and shares begin, so that copies are wide
+IN_SHARES = 1 << 20      # from here on adding up everything on every rank is dearer than a second meeting
+REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # there is another lane for each rank
+HOME, LENGTHS = 5, 7                            # where in the row that a rank shows at the first meeting of a call
+
+
+# ------------------------------------------------------------------ plans
+
+
+def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
+    """Where the share of each rank begins and ends; the last may be short, or nothing.
+
+    >>> shares(1000, 3)
+    [(0, 512), (512, 1000), (1000, 1000)]
+    """
+    step = -(-nbytes // ranks // GRAIN) * GRAIN
+    return list(pairwise(min(rank * step, nbytes) for rank in range(ranks + 1)))
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A collective whose inputs and outputs are tensors of bytes. As in `Call`: one lane for each rank, one for all, or none."""
+
+    said: tuple[int, int, int, int, int]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    timeout: float
+
+    @property
+    def kind(self) -> int:
+        """Which collective it is."""
+        return self.said[0]
+
+    def width(self, ranks: int) -> int:
+        """How much of each lane a window has."""
+        return SLOT // (ranks if self.kind in DEALT else 1) // GRAIN * GRAIN
+
+    def sources(self, ranks: int) -> Sequence[int]:
+        """The ranks from which something comes: one for each output, or all for the only one."""
+        if not self.outputs:
+            return ()
+        return (self.said[3],) if self.kind in (BROADCAST, SCATTER) else range(ranks)
+
+    def in_shares(self, rank: int, ranks: int) -> tuple["Lanes", "Lanes"]:
+        """An all-reduce as a reduce-scatter and an all-gather of shares."""
+        x, said = self.inputs[0], self.said[1:]
+        parts = [x[begin:end] for begin, end in shares(len(x), ranks)]
+        return (Lanes((REDUCE_SCATTER, *said), parts, parts[rank:rank + 1], self.timeout),
+                Lanes((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
+
+    def row(self, home: tuple[int, int], ranks: int) -> list[int]:
+        """What all must agree on; the region of the input; how many bytes there are for each rank, and how many expected of each."""
+        lengths, wants = [len(x) for x in self.inputs], [-1] * ranks
+        outputs = self.outputs if len(self.outputs) > 1 else [*self.outputs] * ranks
+        for source, out in zip(self.sources(ranks), outputs):
+            wants[source] = len(out)
+        return [*self.said, *home, *(lengths if len(lengths) > 1 else (lengths or [0]) * ranks), *wants]
+
+
+def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
+    """What is wrong with the calls that ranks say they make, if anything: everybody finds the same.
+
+    table: the rows of all ranks     ranks: their numbers in the world
+    """
+    said, sends, wants = table[:, :HOME], table[:, LENGTHS:LENGTHS + len(ranks)], table[:, LENGTHS + len(ranks):]
+    if (said != said[0]).any():
+        return f"ranks made different calls.\n{table_of_calls(ranks, said.tolist())}"
+    for to, source in np.argwhere((wants >= 0) & (wants != sends.T))[:1]:
+        return (f"rank {ranks[source]} sends {sends[source, to]} bytes to rank {ranks[to]}, which expects {wants[to, source]}; "
+                "compare sizes and dtypes on both sides")
+    return None
+
+
+# ------------------------------------------------------------------ collectives
+
+
+class Rounds:
+    """The collectives of one group, as one rank takes part in them."""
+
+    def __init__(self, channel: Channel, device: Device, regions: Regions, flags: Flags):
+        self._channel, self._device, self._regions, self._lost = channel, device, regions, flags
+        blocks, _ = share_memory(channel, device, HEADER + 2 * SLOT)   # not given back: who knows when the last has read them?
+        self._flags = [flags.add(rank, block[:8].view(torch.int64)) for rank, block in enumerate(blocks)]
+        self._slots = [[block[begin:begin + SLOT] for block in blocks] for begin in (HEADER, HEADER + SLOT)]
+        self._met = 0
+        self._row = np.zeros(LENGTHS + 2 * channel.size, np.int64)
+        self._table = np.zeros((channel.size, self._row.size), np.int64)
+
+    def run(self, call: Call) -> None:
+        """Submit a collective. raises: RankLost, CollectiveTimeout, CollectiveMismatch on all ranks"""
+        rank, size = self._channel.rank, self._channel.size
+        inputs, outputs = ([self._device.memory(address_of(x), x.size) for x in lanes] for lanes in (call.inputs, call.outputs))
+        lanes = Lanes(call.said, inputs, outputs, call.timeout)
+        is_large = lanes.kind == ALL_REDUCE and len(inputs[0]) >= IN_SHARES
+        home = self._regions.find(inputs[0]) if is_large else NOWHERE
+        is_staged = home == NOWHERE and not (is_large and size > 2)
+        if is_staged:
+            self._stage(lanes, 0)
+        longest, homes = self._announce(lanes, home)
+        if home != NOWHERE and homes == {home}:
+            self._reduce_in_place(lanes, *home)
+        elif is_large and size > 2:
+            for half in lanes.in_shares(rank, size):
+                self._pass(half, max(map(len, (*half.inputs, *half.outputs))), is_staged=False)
+        else:
+            self._pass(lanes, longest, is_staged=homes == {NOWHERE})
+
+    def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
+        """The first meeting: the longest lane of all ranks, and the regions of their inputs."""
+        size = self._channel.size
+        self._row[:] = lanes.row(home, size)
+        self._meet(lanes, is_first=True)
+        if fault := find_fault(self._table, self._channel.ranks):
+            raise CollectiveMismatch(f"{self._channel.where(KINDS[lanes.kind])}: {fault}")
+        homes = {(region, offset) for region, offset in self._table[:, HOME:LENGTHS].tolist()}
+        return int(self._table[:, LENGTHS:LENGTHS + size].max()), homes
+
+    def _pass(self, lanes: Lanes, longest: int, is_staged: bool) -> None:
+        """Window after window; the first may be staged and met for already."""
+        for begin in range(0, max(longest, 1), lanes.width(self._channel.size)):
+            if begin or not is_staged:
+                self._stage(lanes, begin)
+                self._meet(lanes)
+            self._take(lanes, begin)
+
+    def _stage(self, lanes: Lanes, begin: int) -> None:
+        """Copy a window of what the others want to the slot of the next meeting."""
+        slot, width = self._slots[(self._met + 1) % 2][self._channel.rank], lanes.width(self._channel.size)
+        for lane, x in enumerate(lanes.inputs):
+            piece = x[begin:begin + width]
+            if len(piece):
+                self._device.run(partial(slot[lane * width:][:len(piece)].copy_, piece))
+
+    def _meet(self, lanes: Lanes, is_first: bool = False) -> None:
+        """All ranks have submitted what came before; what comes behind runs behind that of all."""
+        self._met += 1
+        self._device.mark(self._flags[self._channel.rank], self._met)
+        told = (self._row.ctypes.data, self._table.ctypes.data, self._row.nbytes) if is_first else (0, 0, 0)
+        why = self._channel.link.run(ALL_GATHER if is_first else BARRIER, BYTES, SUM, 0, *told, lanes.timeout)
+        if why:
+            self._lost.release_lost()
+            raise self._channel.explain(why, KINDS[lanes.kind], lanes.timeout)
+        for rank, flag in enumerate(self._flags):
+            if rank != self._channel.rank:
+                self._device.follow(flag, self._met)
+
+    def _take(self, lanes: Lanes, begin: int) -> None:
+        """Take a window of what is for this rank out of the slots of the last meeting."""
+        rank, width, slots = self._channel.rank, lanes.width(self._channel.size), self._slots[self._met % 2]
+        at = rank * width if lanes.kind in DEALT else 0
+        targets = [out[begin:begin + width] for out in lanes.outputs]
+        reduces = lanes.kind in REDUCING
+        sources = lanes.sources(self._channel.size)
+        pieces = [slots[source][at:][:len(target)] for source, target in zip(sources, targets * len(sources) if reduces else targets)]
+        if reduces:
+            self._combine(targets, pieces, lanes)
+            return
+        for source, target, piece in zip(sources, targets, pieces):
+            is_home = source == rank and lanes.kind == ALL_GATHER and target.data_ptr() == lanes.inputs[0].data_ptr() + begin
+            if len(target) and not is_home:
+                self._device.run(partial(target.copy_, piece))
+
+    def _reduce_in_place(self, lanes: Lanes, region: int, offset: int) -> None:
+        begin, end = (offset + at for at in shares(len(lanes.inputs[0]), self._channel.size)[self._channel.rank])
+        pieces = [part[begin:end] for part in self._regions.parts(region)]
+        self._combine(pieces, pieces, lanes)
+        self._meet(lanes)
+
+    def _combine(self, targets: list[Tensor], pieces: list[Tensor], lanes: Lanes) -> None:
+        if targets and len(targets[0]):
+            self._device.run(partial(combine, targets, pieces, DTYPES[lanes.said[1]], lanes.said[2]))

@@ -1,0 +1,313 @@
+"""One torch process group for tensors on the CPU and on CUDA devices: it decides for each call by where its tensors lie.
+
+    on the CPU                                    shared memory (and TCP between hosts)
+    on CUDA, each rank has a GPU of its own       NCCL
+    on CUDA, all ranks share the GPU of one host  its memory (device_group.py)
+    on CUDA, else                                 through the host, as tensors on the CPU
+
+Which it is on CUDA is settled at the first such call: every rank tells the others, in the store, on which GPU of which host it
+is. For a message between two ranks only those two count.
+"""
+
+import datetime
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport.cuda import CudaDevice
+from rankloom.world.transport.device_group import DeviceGroup, tensors_in
+from rankloom.world.transport.meet import this_host, wait_for
+from rankloom.world.transport.process_group import SharedMemoryGroup
+from rankloom.world.transport.through_host import ThroughHost
+from rankloom.world.transport.work import Work
+
+SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
+CUDA = torch.device("cuda")
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced")
+OF_THE_CPU = ("getBackendName", "name", "_get_backend_name", "setGroupName", "getGroupName", "setGroupDesc", "getGroupDesc",
+              "_set_group_name", "_set_group_desc", "get_group_store")   # what one group answers for all
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes."""
+
+    host: str
+    gpu: str
+    pid: int
+
+
+def choose(places: Sequence[Place]) -> str:
+    """What carries CUDA tensors between ranks at these places.
+
+    Processes only can map each other's memory, so ranks that are threads of one go through the host.
+    """
+    gpus, processes = {(place.host, place.gpu) for place in places}, {(place.host, place.pid) for place in places}
+    if len(gpus) == 1 and len(processes) == len(places):
+        return SHARED
+    return NCCL if len(gpus) == len(places) and dist.is_nccl_available() else HOST
+
+
+class Router(dist.ProcessGroup):
+    """A process group for all tensors of its ranks. `cpu` is the group of those on the CPU."""
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False   # what torch asks of a backend
+
+    def __init__(self, cpu: SharedMemoryGroup, timeout: float):
+        super().__init__(cpu.rank(), cpu.size())   # type: ignore[call-arg, arg-type]   # see SharedMemoryGroup
+        self.cpu = cpu
+        self._store, self._timeout = dist.PrefixStore("cuda", cpu.get_group_store()), timeout
+        self._lock = threading.Lock()
+        self._device: torch.device | None = None
+        self._places: dict[int, Place] = {}
+        self._carriers: dict[str, Any] = {}
+        self._batch: list[Work] | None = None   # the works of calls between _start_coalescing and _end_coalescing
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), CUDA]
+
+    def _get_backend(self, device: torch.device) -> "Router":   # type: ignore[override]
+        """torch asks which backend serves a device."""
+        return self
+
+    @property
+    def group_name(self) -> str:   # type: ignore[override]
+        """The name that torch gave."""
+        return self.cpu.getGroupName()
+
+    @property
+    def group_desc(self) -> str:   # type: ignore[override]
+        """The description that torch gave."""
+        return self.cpu.getGroupDesc()
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor of zeros that all ranks map, where there is such memory. Every rank must ask alike."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self.cpu.buffer(shape, dtype)
+        carrier = self.carrier(device)
+        return carrier.buffer(shape, dtype) if isinstance(carrier, DeviceGroup) else torch.zeros(shape, dtype=dtype, device=device)
+
+    # ------------------------------------------------------------------ what carries CUDA tensors
+
+    def carrier(self, device: torch.device, ranks: Iterable[int] = ()) -> Any:
+        """The group for CUDA tensors of some ranks, of all when left out. The first time, each of them must come.
+
+        raises: RankLost naming those that do not come, ShapeMismatch when this rank has used another device so far
+        """
+        with self._lock:
+            device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+            if self._device not in (None, device):
+                raise ShapeMismatch(f"{self.cpu.channel.where('a call')}: a tensor on {device}, but this rank has used {self._device} so "
+                                    "far; one rank of a group uses one device")
+            if self._device is None:
+                self._device = device
+                gpu = str(torch.cuda.get_device_properties(device).uuid)
+                self._store.set(f"place/{self.rank()}", json.dumps(asdict(Place(this_host(), gpu, os.getpid()))))
+            kind = choose(self._find([*ranks] or range(self.size())))
+            if kind not in self._carriers:
+                self._carriers[kind] = self._make(kind, device)
+            return self._carriers[kind]
+
+    def _find(self, ranks: Sequence[int]) -> list[Place]:
+        missing = {f"place/{rank}": rank for rank in ranks if rank not in self._places}
+        if missing:
+            wait_for(self._store, missing, self.rank(), self._timeout)
+            self._places |= {rank: Place(**json.loads(self._store.get(key))) for key, rank in missing.items()}
+        return [self._places[rank] for rank in ranks]
+
+    def _make(self, kind: str, device: torch.device) -> Any:
+        if kind == SHARED:
+            return DeviceGroup(self.cpu, CudaDevice(device))
+        return Nccl(self._store, self.rank(), self.size(), self._timeout) if kind == NCCL else ThroughHost(self.cpu)
+
+    # ------------------------------------------------------------------ calls
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when every rank has come here and, where torch asks for a CUDA barrier, what they had submitted is done."""
+        device = getattr(opts, "device", None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return self._noted(self.cpu.barrier(opts))
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
+        """Send to one rank of this group."""
+        return self._noted(self._for(tensors, (self.rank(), to)).send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Work:
+        """Receive from one rank of this group."""
+        return self._noted(self._for(tensors, (self.rank(), frm)).recv(tensors, frm, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receive from whoever sends first. NCCL does not have this."""
+        return self._noted(self._for(tensors).recv_anysource(tensors, tag))
+
+    def _collective(self, name: str, args: Any, kwargs: Any) -> Work:
+        return self._noted(getattr(self._for([args, [*kwargs.values()]]), name)(*args, **kwargs))
+
+    def _for(self, tensors: Any, ranks: Iterable[int] = ()) -> Any:
+        device = next((x.device for x in tensors_in(tensors)), None)
+        return self.cpu if device is None or device.type != "cuda" else self.carrier(device, ranks)
+
+    # ------------------------------------------------------------------ several calls as one
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """torch is about to make several calls, and will wait for all at once."""
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """One work for them all."""
+        works, self._batch = self._batch or [], None
+        return AllOf(works)
+
+    def _noted(self, work: Work) -> Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    # ------------------------------------------------------------------ life
+
+    def split_group(self, *args: Any, **kwargs: Any) -> "Router | None":
+        """A group of some of this group's ranks; None on the others. Every rank of this group calls it."""
+        part = self.cpu.split_group(*args, **kwargs)
+        return Router(part, self._timeout) if part else None
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a call waits for the other ranks, from now on."""
+        self._timeout = timeout.total_seconds()
+        for group in (self.cpu, *self._carriers.values()):
+            group.set_timeout(timeout) if not isinstance(group, ThroughHost) else None
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End every wait of every rank, at once."""
+        for group in (*self._carriers.values(), self.cpu):
+            group.abort() if not isinstance(group, ThroughHost) else None
+
+    def shutdown(self) -> None:
+        """Leave, when the device has done what this rank has submitted. A rank that waits for this one gets RankLost."""
+        if isinstance(shared := self._carriers.get(SHARED), DeviceGroup):
+            shared.finish()
+        if nccl := self._carriers.get(NCCL):
+            nccl.shutdown()
+        self.cpu.shutdown()
+
+
+def _route(name: str) -> Callable[..., Work]:
+    def method(self: Router, *args: Any, **kwargs: Any) -> Work:
+        return self._collective(name, args, kwargs)
+
+    method.__name__, method.__doc__ = name, f"`{name}` of the group that its tensors belong to."
+    return method
+
+
+def _ask_cpu(name: str) -> Callable[..., Any]:
+    def method(self: Router, *args: Any) -> Any:
+        return getattr(self.cpu, name)(*args)
+
+    method.__name__, method.__doc__ = name, f"`{name}` of the group of the CPU."
+    return method
+
+
+# torch's C++ code looks these up in the class.
+for _name in COLLECTIVES:
+    setattr(Router, _name, _route(_name))
+for _name in OF_THE_CPU:
+    setattr(Router, _name, _ask_cpu(_name))
+
+
+class AllOf(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for each."""
+        return all(work.wait(timeout) if timeout else work.wait() for work in self._works)   # each raises when it fails
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is set when all have ended, or the caller's streams come behind them."""
+        self.wait()
+        return super().get_future()
+
+
+class Nccl:
+    """NCCL, for ranks with a GPU of their own.
+
+    Messages have a connection for each direction: NCCL runs what goes over one in the order of the calls, and two ranks that
+    both receive before they send would wait for each other.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
+        self._where = store, rank, size, timeout
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._group("all"), name)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        """Send to one rank."""
+        return self._group("up" if to > self._where[1] else "down").send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Any:
+        """Receive from one rank."""
+        return self._group("up" if frm < self._where[1] else "down").recv(tensors, frm, tag)
+
+    def abort(self) -> None:
+        """End every wait of this rank."""
+        for group in self._groups.values():
+            group.abort()
+
+    def shutdown(self) -> None:
+        """Leave."""
+        for group in self._groups.values():
+            group.shutdown()
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a call may take, from now on."""
+        self._where = (*self._where[:3], timeout.total_seconds())
+        for group in self._groups.values():
+            group._get_backend(CUDA)._set_default_timeout(timeout)
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            store, rank, size, timeout = self._where
+            self._groups[name] = nccl_group(dist.PrefixStore(f"nccl {name}", store), rank, size, timeout)
+        return self._groups[name]
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
+    """A process group on NCCL alone. Ranks meet at its first call."""
+    group, options = dist.ProcessGroup(store, rank, size), dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=timeout)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(CUDA, kind, dist.ProcessGroupNCCL(store, rank, size, options))
+    return group
+
+
+def route(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:
+    """`group`, or where there is CUDA a router in front of it."""
+    return Router(group, timeout) if torch.cuda.is_available() else group

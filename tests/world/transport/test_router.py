@@ -1,0 +1,257 @@
+"""Which group carries a call, decided by where its tensors lie. CUDA is pretended: tensors stay in host memory."""
+
+import itertools
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.cases import COLLECTIVES, Case
+from conformance.ranks import Ranks
+from conformance.test_collectives import run_and_check
+from rankloom.base.errors import ConfigError, RankLost, ShapeMismatch
+from rankloom.world import connect
+from rankloom.world.transport import backend, router
+from rankloom.world.transport.device_group import DeviceGroup
+from rankloom.world.transport.router import HOST, NCCL, SHARED, Place, Router, choose
+from rankloom.world.transport.through_host import ThroughHost
+from world.transport.twin import Twin
+
+GPU = torch.device("cuda", 0)
+
+
+class Routed(Router):
+    """A router that takes all tensors for ones on a device, and notes what it was asked for."""
+
+    def __init__(self, cpu, timeout, kind):
+        super().__init__(cpu, timeout)
+        self.asked = Counter()
+        self.on_device = DeviceGroup(cpu, Twin()) if kind == SHARED else ThroughHost(cpu)
+
+    def _for(self, tensors, ranks=()):
+        self.asked[tuple(ranks)] += 1
+        return self.on_device
+
+
+class RoutedRanks(Ranks):
+    def __init__(self, size, kind):
+        self.kind = kind
+        super().__init__(size)
+
+    def group(self, members):
+        return [Routed(cpu, 20.0, self.kind) for cpu in super().group(members)]
+
+    def _arena(self, group):
+        return super()._arena(group.cpu)
+
+
+@pytest.fixture(scope="module", params=[SHARED, HOST])
+def routed(request):
+    made = RoutedRanks(3, request.param)
+    yield made
+    made.close()
+
+
+# ---------------------------------------------------------------- the choice
+
+
+PIDS = itertools.count(1)
+
+
+def place(host="a", gpu="0", pid=None):
+    return Place(host, gpu, next(PIDS) if pid is None else pid)
+
+
+@pytest.mark.parametrize("nccl_is_there", [True, False])
+def test_the_carrier_is_chosen_by_who_shares_a_gpu(monkeypatch, nccl_is_there):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl_is_there)
+    nccl = NCCL if nccl_is_there else HOST
+    assert choose([place(), place(), place()]) == SHARED
+    assert choose([place()]) == SHARED, "a rank alone needs nobody"
+    assert choose([place(gpu="0"), place(gpu="1")]) == nccl
+    assert choose([place("a"), place("b")]) == nccl, "GPUs of two hosts may have one name"
+    assert choose([place(gpu="0"), place(gpu="0"), place(gpu="1")]) == HOST
+    assert choose([place("a"), place("a"), place("b"), place("b")]) == HOST
+    assert choose([place(pid=7), place(pid=7)]) == HOST, "threads of one process cannot map each other's memory"
+
+
+def pretend_gpus(monkeypatch, gpu_of):
+    """Each thread's GPU is what `gpu_of(rank)` says; ranks look like processes."""
+    ranks = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpu_of(next(ranks))))
+    monkeypatch.setattr(os, "getpid", lambda: next(PIDS))
+    monkeypatch.setattr(router, "CudaDevice", lambda device: Twin())
+    monkeypatch.setattr(router, "Nccl", lambda *where: "nccl")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+@pytest.mark.parametrize("gpus, kind", [("aaa", DeviceGroup), ("abc", str), ("aab", ThroughHost)])
+def test_ranks_tell_each_other_their_gpus_at_the_first_call_and_agree(monkeypatch, gpus, kind):
+    plain = Ranks(3)   # before processes are pretended: they open each other's memory by process number
+    routers = [Router(group, 20.0) for group in plain.groups]
+    pretend_gpus(monkeypatch, lambda rank: gpus[rank])
+    carriers = plain.run(lambda rank: routers[rank].carrier(GPU))
+    again = plain.run(lambda rank: routers[rank].carrier(torch.device("cuda")))
+    monkeypatch.undo()
+    assert all(isinstance(carrier, kind) for carrier in carriers)
+    assert all(a is b for a, b in zip(carriers, again)), "made once"
+    plain.close()
+
+
+def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
+    plain = Ranks(3)
+    routers = [Router(group, 0.5) for group in plain.groups]
+    pretend_gpus(monkeypatch, lambda rank: "a")
+    pair = plain.run(lambda rank: routers[rank].carrier(GPU, (0, 1)) if rank < 2 else None)
+    with pytest.raises(RankLost, match="rank\\(s\\) 2 did not join"):
+        routers[0].carrier(GPU)
+    monkeypatch.undo()
+    assert isinstance(pair[0], DeviceGroup)
+    plain.close()
+
+
+def test_a_rank_that_changes_its_device_is_refused(monkeypatch):
+    plain = Ranks(1)
+    one = Router(plain.groups[0], 20.0)
+    pretend_gpus(monkeypatch, lambda rank: "a")
+    one.carrier(GPU)
+    with pytest.raises(ShapeMismatch, match="a tensor on cuda:1, but this rank has used cuda:0 so far"):
+        one.carrier(torch.device("cuda", 1))
+    monkeypatch.undo()
+    plain.close()
+
+
+# ---------------------------------------------------------------- the way
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_collective_finds_its_way_with_all_it_was_given(routed, name):
+    run_and_check(routed, [Case(name, dtype, "sum", (4, 3), layout, into, how, late)
+                           for layout, into in (("plain", "plain"), ("transposed", "gaps"), ("gaps", "transposed"))
+                           for how, late in (("at once", False), ("wait", True), ("poll", False), ("future", False))
+                           for dtype in (torch.float32, torch.int64)])
+    assert all(group.asked[()] for group in routed.groups)
+
+
+def test_messages_find_their_way_and_ask_for_their_two_ends(routed):
+    def body(rank):
+        group, right, left = routed.groups[rank], (rank + 1) % 3, (rank - 1) % 3
+        group.asked.clear()
+        coming = group.recv([x := torch.zeros(4)], left)
+        group.send([torch.full((4,), float(rank))], right).wait()
+        coming.wait()
+        if rank == 0:
+            group.recv_anysource([torch.zeros(1)], 9).wait()
+        elif rank == 1:
+            group.send([torch.ones(1)], 0, 9).wait()
+        return x.tolist(), [*group.asked]
+
+    told = routed.run(body)
+    assert [x for x, _ in told] == [[float((rank - 1) % 3)] * 4 for rank in range(3)]
+    assert all({(rank, (rank - 1) % 3), (rank, (rank + 1) % 3)} <= {*asked} for rank, (_, asked) in enumerate(told))
+    assert () in told[0][1]
+
+
+def test_calls_between_the_marks_of_a_batch_are_waited_for_as_one(routed):
+    def body(rank):
+        group = routed.groups[rank]
+        group._start_coalescing(GPU)
+        right, left = (rank + 1) % 3, (rank - 1) % 3
+        group.recv([x := torch.zeros(2)], left)
+        group.send([torch.full((2,), float(rank))], right)
+        group.allreduce([y := torch.ones(3)])
+        group._end_coalescing(GPU).wait()
+        assert group._batch is None
+        return x.tolist(), y.tolist()
+
+    assert routed.run(body) == [([float((rank - 1) % 3)] * 2, [3.0] * 3) for rank in range(3)]
+
+
+def test_tensors_on_the_cpu_never_ask_for_a_device():
+    plain = Ranks(2)
+    routers = [Router(group, 20.0) for group in plain.groups]
+
+    def body(rank):
+        group = routers[rank]
+        group.allreduce([x := torch.ones(3)]).wait()
+        group.allgather([[torch.zeros(1), torch.zeros(1)]], [torch.ones(1)]).wait()
+        group.gather([[torch.zeros(1), torch.zeros(1)]] if rank == 0 else [], [torch.ones(1)]).wait()
+        group.barrier().wait()
+        assert group.buffer((4,)).tolist() == [0.0] * 4
+        return x.tolist(), group._device, group.rank(), group.size(), group.name(), group._carriers
+
+    assert plain.run(body) == [([2.0] * 3, None, rank, 2, "rankloom", {}) for rank in (0, 1)]
+    plain.close()
+
+
+def test_nccl_has_a_connection_for_each_direction_of_messages(monkeypatch):
+    """Two ranks that both receive before they send would wait for each other on one."""
+    made = []
+
+    def group(store, rank, size, timeout):
+        made.append(store)
+        return SimpleNamespace(send=lambda *call: ("send", store), recv=lambda *call: ("recv", store),
+                               allreduce=lambda *call: ("allreduce", store), abort=lambda: None, shutdown=lambda: None)
+
+    monkeypatch.setattr(router, "nccl_group", group)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: prefix)
+    low, high = (router.Nccl("store", rank, 2, 20.0) for rank in (0, 1))
+    assert low.send([], 1)[1] == high.recv([], 0)[1] != high.send([], 0)[1] == low.recv([], 1)[1]
+    assert low.allreduce([])[1] not in (low.send([], 1)[1], low.recv([], 1)[1])
+    assert len(set(made)) == 3
+
+
+# ---------------------------------------------------------------- who gets one
+
+
+@pytest.mark.parametrize("name", ["rankloom", "cpu:rankloom,cuda:nccl"])
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_torch_gets_a_router_where_there_is_cuda(monkeypatch, name, has_cuda):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert isinstance(group, Router) == has_cuda
+        assert dist.get_backend_config().count("rankloom") == (2 if name == "rankloom" else 1)
+        dist.all_reduce(x := torch.ones(3))
+        dist.barrier()
+        half = dist.new_group([0])
+        dist.all_reduce(x, group=half)
+        assert x.tolist() == [1.0] * 3 and isinstance(half, Router) == has_cuda
+        assert [device.type for device in group._device_types] == (["cpu", "cuda"] if has_cuda else ["cpu"])
+        if has_cuda:
+            assert not group._get_backend(GPU).supports_splitting, "torch asks when it is given a device_id"
+            assert isinstance(group.split_group([0], group_name="part"), Router)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_backend_is_registered_for_both_kinds_of_tensors():
+    backend.register()
+    assert dist.Backend.backend_capability["rankloom"] == ["cpu", "cuda"]
+    assert dist.Backend.default_device_backend_map["cuda"] == "nccl", "nobody else's default changes"
+
+
+def test_a_world_on_gpus_takes_the_backend_where_ranks_share_one():
+    resolve, cuda = connect.resolve_backend, torch.device("cuda", 0)
+    assert resolve("auto", cuda, own_gpu=False) == "rankloom"
+    assert resolve("auto", cuda, own_gpu=True) == "gloo", "gloo and NCCL serve that"
+    assert resolve("rankloom", cuda, own_gpu=True) == "rankloom"
+    assert resolve("gloo", cuda, own_gpu=False) == "gloo"
+    assert resolve("auto", torch.device("cpu")) == "rankloom"
+    assert resolve("auto", torch.device("xpu", 0)) == "gloo"
+    with pytest.raises(ConfigError, match="the ranks compute on xpu"):
+        resolve("rankloom", torch.device("xpu", 0))
+
+
+def test_ranks_take_the_gpus_of_a_host_in_turns(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [connect.device_for("cuda", rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [device.index for device in chosen] == [0, 1, 0, 1, 0]
+    assert connect.device_for("cpu", 3) == torch.device("cpu")
