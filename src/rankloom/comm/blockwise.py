@@ -58,7 +58,7 @@ class Blockwise(Compressed):
         own = None if self._own is None else self._own[at : at + len(x)]
         sums = None if self._sums is None else self._sums[at // p :][: each * form.block]
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
-        records[blocks:] = 0
+        records[blocks:] = 0   # nobody reads these, but old memory is not for others
         form.quantise(x, own, records[:blocks])
         dealt = deal(records.view(p, each, form.record), group, label=LABEL)
         yield
