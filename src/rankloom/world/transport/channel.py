@@ -31,7 +31,7 @@ FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FOR
 SPIN_US = 100             # before sleeping, where every rank has a core of its own
 YIELDS = 100              # times that a rank lets others run, before sleeping, where ranks share cores
 WINDOW = 256 << 10        # bytes staged at a time: what the second-level cache holds twice
-SHARED_WINDOW = 1 << 20   # where ranks share cores, a meeting costs a change of process: fewer, longer windows
+SHARED_WINDOW = 512 << 10   # where ranks share cores, a meeting costs a change of process: fewer, longer windows
 
 
 class Channel:
