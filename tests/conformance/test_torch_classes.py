@@ -5,10 +5,14 @@ order: models are in fp64 there, and losses may differ by what five steps make o
 """
 
 import itertools
+import json
+import os
 import subprocess
 import sys
+import tempfile
 import warnings
-from functools import cache, partial
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,8 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import rankloom as rl
-import rankloom.transport  # registers the backend
+import rankloom.transport  # noqa: F401  (registers the backend, also where rankloom is not installed)
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
@@ -181,7 +184,14 @@ def groups_and_tensors(world):
     return told
 
 
-# ---------------------------------------------------------------- all of it, in few processes: to import torch's classes takes longest
+# ---------------------------------------------------------------- all of it: torch's classes are imported once, then ranks are forked
+
+
+class Rank(NamedTuple):
+    """Who a process is."""
+
+    rank: int
+    size: int
 
 
 def begin(port, world):
@@ -207,58 +217,80 @@ BODIES = {   # by the number of ranks
 }
 
 
-def on_both(port, world):
+def tell(port, world):
     """Everything on both backends in the same processes: the first is gone without a trace when the second comes."""
     told = {name: [on_backend(port, backend, body, world) for backend in ("rankloom", "gloo")]
             for name, body in BODIES[world.size].items()}
     return told | {"begin": begin(port, world) if world.size == 3 else None}
 
 
+def fork_rank(port, world):
+    """Start a rank; the file that it writes what it has to tell to."""
+    file = tempfile.TemporaryFile("w+")   # noqa: SIM115
+    if os.fork() == 0:
+        torch.set_num_threads(1)
+        json.dump(tell(port, world), file)
+        file.flush()
+        os._exit(0)
+    return file
+
+
+def main(ports):
+    """Run the ranks of every world, and print what each has to tell."""
+    worlds = {}
+    for size, port in zip(BODIES, ports):
+        files = [fork_rank(int(port), Rank(rank, size)) for rank in range(size)]
+        for _ in files:
+            os.wait()
+        worlds[size] = [file.seek(0) or json.load(file) for file in files]
+    print(json.dumps(worlds))   # noqa: T201
+
+
 @pytest.fixture(scope="module")
 def told():
-    """`told(ranks)`: what each rank has to tell of each body, on rankloom and on gloo."""
-    def run(ranks):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return rl.spawn(ranks, partial(on_both, store.port), timeout=60)
-
-    return cache(run)
+    """What each rank of a world of 2, 3 and 4 has to tell of each body, on rankloom and on gloo."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in BODIES]
+    command = [sys.executable, __file__, *(str(store.port) for store in stores)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return {int(size): ranks for size, ranks in json.loads(done.stdout).items()}
 
 
 def test_with_two_ranks_ddp_and_fsdp2_reach_gloos_losses_to_the_last_bit(told):
-    for rank in told(2):
+    for rank in told[2]:
         ours, gloos = rank["training"]
         assert ours == gloos
         assert all(losses[-1] < losses[0] for losses in ours.values()), "and they learn"
 
 
 def test_with_three_ranks_ddp_and_fsdp2_reach_gloos_losses(told):
-    for rank in told(3):
+    for rank in told[3]:
         ours, gloos = rank["training"]
         for name in ours:
             assert ours[name] == pytest.approx(gloos[name], rel=1e-12)
 
 
 def test_hybrid_shards_on_a_mesh_of_groups_reach_gloos_losses(told):
-    for rank in told(4):
+    for rank in told[4]:
         ours, gloos = rank["training"]
         assert ours == pytest.approx(gloos, rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_function_of_torch_distributed_does_what_it_does_on_gloo(told, ranks):
-    for rank in told(ranks):
+    for rank in told[ranks]:
         ours, gloos = rank["calls"]
         assert ours == gloos
 
 
 def test_groups_meshes_and_dtensors_are_those_of_gloo(told):
-    for rank in told(4):
+    for rank in told[4]:
         ours, gloos = rank["groups"]
         assert ours == gloos
 
 
 def test_the_backend_has_several_names_and_is_left_and_entered_again(told):
-    for rank in told(3):
+    for rank in told[3]:
         assert rank["begin"] == [sum(numbers(rank) for rank in range(3)).tolist()] * 3
 
 
@@ -269,3 +301,7 @@ def test_torch_knows_the_backend_without_an_import():
                "dist.all_reduce(x); print(x.tolist(), dist.get_backend())")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[1.0, 1.0] rankloom\n", done.stderr
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
