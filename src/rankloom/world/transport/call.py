@@ -4,6 +4,8 @@ The compiled kernel is told addresses and lengths. Here they become arrays, one 
 can be cut, sent and handed on to another kernel.
 """
 
+import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +17,7 @@ from rankloom.world.transport.channel import ALL_GATHER, ALL_TO_ALL, BROADCAST, 
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.operands import NUMBERS
 
+KEPT = 32 << 20   # bytes of the largest piece of scratch memory that is kept
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
 OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # what one rank has for another is their own affair
@@ -82,6 +85,24 @@ def read_call(rank: int, size: int, said: Sequence[int], source: int, target: in
     outputs = [memory_at(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
     nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
     return Call((kind, number, op, root, nbytes), inputs, outputs, timeout)
+
+
+class Scratch:
+    """Memory that is used again when nothing refers to it any more: fresh pages cost more than what is done on them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[bytearray]] = {}
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Bytes of any value."""
+        size = 1 << max(nbytes - 1, 1).bit_length()
+        if size > KEPT:
+            return np.empty(nbytes, np.uint8)
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else bytearray(size)
+        lease = (ctypes.c_ubyte * size).from_buffer(block)
+        weakref.finalize(lease, free.append, block).atexit = False
+        return np.frombuffer(memoryview(lease), np.uint8, nbytes)
 
 
 def address_of(x: np.ndarray) -> int:

@@ -25,10 +25,10 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
     deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
-        store.set(f"wire/{rank}", json.dumps([address, listener.getsockname()[1], word]))
-        wait_for(store, {f"wire/{other}": other for other in range(size)}, rank, timeout)
-        entries = [json.loads(store.get(f"wire/{other}")) for other in range(rank)]
-        lines = {other: _call(entry, other, rank, deadline) for other, entry in enumerate(entries)}
+        keys = [f"wire/{other}" for other in range(size)]
+        store.set(keys[rank], json.dumps([address, listener.getsockname()[1], word]))
+        wait_for(store, dict(zip(keys, range(size))), rank, timeout)
+        lines = {other: _call(json.loads(told), other, rank, deadline) for other, told in enumerate(store.multi_get(keys)[:rank])}
         while len(lines) < size - 1:
             lines |= _answer(listener, word, rank, [other for other in range(rank + 1, size) if other not in lines], deadline)
     for line in lines.values():

@@ -134,7 +134,7 @@ class HostsLink:
     def status(self) -> tuple[int, int, list[int], list[str]]:
         """Why the group is broken, the rank to blame or -1, how many calls each rank has begun, and a letter for its state.
 
-        X: it has ended or left; T: stopped; ?: it does not answer
+        X: it has ended or left; T: it is stopped; ?: it does not answer
         """
         told = self._wire.ask_around()
         states = ["S" if rank in told else "X" if self._wire.is_gone(rank) else "?" for rank in range(self._size)]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, address_of, as_lanes, cut
+from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut
 from rankloom.world.transport.channel import (
     ABORTED,
     ALL_GATHER,
@@ -36,7 +36,7 @@ from rankloom.world.transport.channel import (
     SCATTER,
     WRONG_LENGTH,
 )
-from rankloom.world.transport.fallback import AVG, JOIN
+from rankloom.world.transport.fallback import AVG
 from rankloom.world.transport.lines import Message
 from rankloom.world.transport.operands import BYTES, SUM, lengths_table
 from rankloom.world.transport.wire import PART, Wire
@@ -45,6 +45,7 @@ WINDOW = 4 << 20   # bytes of one share
 SMALL = 32 << 10   # bytes that are sent whole, in one step, where parts in two steps would be fewer bytes
 GRACE = 1.0        # seconds in which the reason for a break inside must come from those who know it
 NARROW = (torch.float16, torch.bfloat16)
+JOIN = (np.add, np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)   # by operation
 NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in DTYPES if dtype not in NARROW}
 
 
@@ -65,6 +66,7 @@ class Levels:
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, wire: Wire, link: Any):
         self.nodes, self.rank, self._wire, self._link = nodes, rank, wire, link
+        self._scratch = Scratch()
         self.here = next(at for at, node in enumerate(nodes) if rank in node)
         self.node = nodes[self.here]
         self.place = self.node.index(rank)
@@ -72,16 +74,15 @@ class Levels:
         self.team = [node[self.place if self.is_even else 0] for node in nodes] if self.is_even or self.place == 0 else []
         self._deadline = 0.0
         self._under_way: list[Message] = []
-        self._rows = np.empty((0, 0), np.int64)   # what the ranks of this host have begun
 
     def perform(self, call: Call) -> int:
         """Make one call. Returns why it failed, or FINE."""
         self._deadline = time.monotonic() + call.timeout
         with self._wire.breaking_when_interrupted(), np.errstate(all="ignore"):
             try:
-                self._begin(call)
+                begun = self._begin(call)
                 MAKE[call.kind](self, call)
-                self._end(call)
+                self._end(call, begun)
             except Broken as broken:
                 return broken.why
             finally:
@@ -89,25 +90,26 @@ class Levels:
                 self._under_way = []
         return FINE
 
-    def _begin(self, call: Call) -> None:
-        """Compare with the other ranks of this host what they begin; the first of them tells the other hosts."""
+    def _begin(self, call: Call) -> np.ndarray:
+        """Compare with the other ranks of this host what they begin; the first of them tells the other hosts. A row for each."""
         self._check(self._wire.begin_call(call.said))
         mine = np.array([*call.said, *call.lengths(self._wire.size)])
-        self._rows = np.empty((len(self.node), mine.size), np.int64)
-        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(self._rows.view(np.uint8)))
-        if differs := [other for other, row in zip(self.node, self._rows) if tuple(row[:len(call.said)]) != call.said]:
+        rows = np.empty((len(self.node), mine.size), np.int64)
+        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)))
+        if differs := [other for other, row in zip(self.node, rows) if tuple(row[:len(call.said)]) != call.said]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
         if self.place == 0:
-            self._wire.tell_of_call(self._firsts(), self._rows.ravel().tolist())
+            self._wire.tell_of_call(self._firsts(), rows.ravel().tolist())
+        return rows
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: Call, begun: np.ndarray) -> None:
         """Here the ranks of all hosts have made the same call, and each had what the others expected of it: else nobody comes so far."""
         self._settle()
         if self.place == 0:
             why, told = self._wire.hear_of_call(self._firsts(), self._deadline)
             self._check(why)
             if call.kind in OWN_LENGTHS:
-                self._compare_lengths(told)
+                self._compare_lengths([begun, *told])
         self._inside(BARRIER, [EMPTY], [EMPTY])
 
     def _compare_lengths(self, told: Sequence[Any]) -> None:
@@ -115,7 +117,7 @@ class Levels:
         p = self._wire.size
         others = [node for node in self.nodes if node is not self.node]
         lengths = np.empty((p, 2, p), np.int64)
-        for node, rows in zip([self.node, *others], [self._rows, *told]):
+        for node, rows in zip([self.node, *others], told):
             lengths[list(node)] = np.reshape(rows, (len(node), -1))[:, -2 * p:].reshape(-1, 2, p)
         has, expects = lengths[:, 0].T, lengths[:, 1]   # [to, from]
         if (wrong := (expects >= 0) & (expects != has)).any():
@@ -147,9 +149,8 @@ class Levels:
         pieces, moving = self._receive_like(parts[self.here], self.team)
         moving += [self._send(other, part) for other, part in zip(self.team, parts)]
         yield
-        total = self._total(call, pieces, moving)
         parts = [out] * m if whole else cut(out, m, call.dtype.itemsize)
-        parts[self.here][:] = total
+        self._total(call, pieces, moving, parts[self.here])
         if not whole:
             moving = [self._receive(other, part) for other, part in zip(self.team, parts)]
             moving += [self._send(other, parts[self.here]) for other in self.team]
@@ -164,7 +165,9 @@ class Levels:
             if self.team:
                 self._send(self.team[there], sums)
             return
-        mine = self._total(call, *self._receive_like(sums, self.team)) if self.team else EMPTY
+        mine = self._scratch.take(sums.size * call.dtype.itemsize)
+        if self.team:
+            self._total(call, *self._receive_like(sums, self.team), mine)
         shares = self._shares(call.outputs[0], call.dtype.itemsize) if self.rank == call.root else []
         self._inside(GATHER, [mine], shares, root=self.node.index(call.root))
 
@@ -176,7 +179,7 @@ class Levels:
                 lane = self._receive_like(sums, [self._deputy(self.rank, node) for node in self.nodes])
             elif to is not None:
                 self._send(to, sums)
-        call.outputs[0][:] = self._total(call, *lane)
+        self._total(call, *lane, call.outputs[0])
 
     def _sum_inside(self, call: Call, lanes: Sequence[np.ndarray]) -> np.ndarray:
         """The sum over this host of the lane at this rank's place; numbers, 16-bit floats as fp32."""
@@ -184,25 +187,33 @@ class Levels:
         if self._link is None:
             return self._widen(call, mine)
         if call.dtype in NARROW:
-            pieces = list(np.empty((len(self.node), mine.size), np.uint8))
+            pieces = np.split(self._scratch.take(len(self.node) * mine.size), len(self.node))
             self._inside(ALL_TO_ALL, lanes, pieces)
-            return reduce(JOIN[call.op], [self._widen(call, piece) for piece in pieces])
-        total = np.empty(mine.size, np.uint8)
+            return _join(call.op, [self._widen(call, piece) for piece in pieces])
+        total = self._scratch.take(mine.size)
         self._inside(REDUCE_SCATTER, lanes, [total], number=call.said[1], op=SUM if call.op == AVG else call.op)
         return self._widen(call, total)
 
-    def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None]) -> np.ndarray:
-        """The sum of the pieces of all hosts once they are here, as bytes of the call's number type."""
+    def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None], out: np.ndarray) -> None:
+        """Write the sum of the pieces of all hosts, once they are here, to `out`, in the call's number type."""
         self._settle(moving)
-        total = reduce(JOIN[call.op], pieces)
+        home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
+        # Else into one of the first two, but not this rank's own, which may be the input.
+        total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.here == 0])
         if call.op == AVG:
-            total = total / sum(map(len, self.nodes))
-        return (torch.from_numpy(total).to(call.dtype).view(torch.int16).numpy() if call.dtype in NARROW else total).view(np.uint8)
+            np.divide(total, self._wire.size, out=total)
+        if home is None:
+            torch.from_numpy(out.view(np.int16)).view(call.dtype).copy_(torch.from_numpy(total))
+        elif home is not total:
+            home[:] = total
 
     def _widen(self, call: Call, x: np.ndarray) -> np.ndarray:
-        if call.dtype in NARROW:
-            return torch.from_numpy(x.view(np.int16)).view(call.dtype).float().numpy()
-        return x.view(NUMPY[call.dtype])
+        """As numbers that can be added: 16-bit floats in fp32."""
+        if call.dtype not in NARROW:
+            return x.view(NUMPY[call.dtype])
+        wide = self._scratch.take(2 * x.size).view(np.float32)
+        torch.from_numpy(wide).copy_(torch.from_numpy(x.view(np.int16)).view(call.dtype))
+        return wide
 
     # ------------------------------------------------------------------ what only moves
 
@@ -314,7 +325,7 @@ class Levels:
 
     def _receive_like(self, mine: np.ndarray, ranks: Sequence[int]) -> tuple[list[np.ndarray], list[Message | None]]:
         """Begin to receive from each of `ranks` what is like `mine`: where to, with `mine` in its place, and the messages."""
-        pieces = [mine if frm == self.rank else np.empty_like(mine) for frm in ranks]
+        pieces = [mine if frm == self.rank else self._scratch.take(mine.nbytes).view(mine.dtype) for frm in ranks]
         return pieces, [self._receive(frm, piece) for frm, piece in zip(ranks, pieces)]
 
     def _note(self, m: Message) -> Message:
@@ -358,6 +369,12 @@ MAKE: dict[int, Callable[[Levels, Call], None]] = {
     ALL_REDUCE: Levels.all_reduce, REDUCE: Levels.reduce, BROADCAST: Levels.broadcast, ALL_GATHER: Levels.all_gather,
     GATHER: Levels.gather, REDUCE_SCATTER: Levels.reduce_scatter, SCATTER: Levels.scatter, ALL_TO_ALL: Levels.all_to_all,
     BARRIER: Levels.barrier}
+
+
+def _join(op: int, pieces: Sequence[np.ndarray], into: np.ndarray | None = None) -> np.ndarray:
+    """pieces[0] op pieces[1] op ..., in this order. `into`: where to, or None; one of the first two, or else none of them"""
+    into = pieces[0] if into is None else into
+    return reduce(lambda a, b: JOIN[op](a, b, out=into), pieces)
 
 
 def _in_turns(works: Iterable[Iterator[None]]) -> None:

@@ -12,10 +12,12 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 ANYONE = -1
+AT_ONCE = 8                    # messages that are sent with one call of the system
 HEAD = struct.Struct("<qqq")   # kind, tag, bytes
 
 
@@ -26,7 +28,7 @@ class Message:
     kind: int
     peer: int
     tag: int
-    bytes: memoryview
+    data: memoryview
     moved: int = 0                   # the sender counts the head too
     done: bool = False
     heir: "Message | None" = None    # who has asked for what was put aside
@@ -35,9 +37,22 @@ class Message:
         """Whether this receive takes such a message, or this message is for such a receive."""
         return self.kind == kind and self.tag == tag and (self.peer == peer or ANYONE in (self.peer, peer))
 
+    def to_send(self) -> list[bytes | memoryview]:
+        """What its sender has not sent yet."""
+        if self.moved < HEAD.size:
+            return [HEAD.pack(self.kind, self.tag, self.data.nbytes)[self.moved:], self.data]
+        return [self.data[self.moved - HEAD.size:]]
+
+    def advance(self, count: int) -> int:
+        """So many bytes are sent, of this message and those behind it. Returns how many of this one."""
+        sent = min(count, HEAD.size + self.data.nbytes - self.moved)
+        self.moved += sent
+        self.done = self.moved == HEAD.size + self.data.nbytes
+        return sent
+
     def let_go(self) -> None:
         """Touch its memory no more. What is on its way goes on, with bytes that nobody reads."""
-        self.bytes = np.zeros(self.bytes.nbytes, np.uint8).data
+        self.data = np.zeros(self.data.nbytes, np.uint8).data
 
 
 class Line:
@@ -47,23 +62,24 @@ class Line:
         self.peer, self.sock = peer, sock
         self.outbox: deque[Message] = deque()
         self.incoming: Message | None = None
-        self.gone = 0   # why nothing will come any more; 0: it may
+        self.gone = 0          # why nothing will come any more; 0: it may
+        self.is_full = False   # no room to send more now
         self._head, self._got = bytearray(HEAD.size), 0
 
     def push(self) -> None:
-        """Send as much as goes. raises: OSError when the connection is broken"""
+        """Send as much as goes, several messages at a time. raises: OSError when the connection is broken"""
+        self.is_full = False
         while self.outbox:
-            m = self.outbox[0]
+            pieces = [piece for m in islice(self.outbox, AT_ONCE) for piece in m.to_send()]
             try:
-                if m.moved < HEAD.size:
-                    m.moved += self.sock.sendmsg([HEAD.pack(m.kind, m.tag, m.bytes.nbytes)[m.moved:], m.bytes])
-                else:
-                    m.moved += self.sock.send(m.bytes[m.moved - HEAD.size:])
+                count = self.sock.sendmsg(pieces)
             except BlockingIOError:
+                self.is_full = True
                 return
-            if m.moved == HEAD.size + m.bytes.nbytes:
-                m.done = True
-                self.outbox.popleft()
+            while count:
+                count -= self.outbox[0].advance(count)
+                if self.outbox[0].done:
+                    self.outbox.popleft()
 
     def pull(self, open_message: Callable[[int, int, int], Message]) -> Message | None:
         """Read once more. Returns a message when it is whole.
@@ -78,9 +94,9 @@ class Line:
             self._got = 0
             self.incoming = open_message(*HEAD.unpack(self._head))
         m = self.incoming
-        if m.moved < m.bytes.nbytes:
-            m.moved += self._read(m.bytes[m.moved:])
-        if m.moved < m.bytes.nbytes:
+        if m.moved < m.data.nbytes:
+            m.moved += self._read(m.data[m.moved:])
+        if m.moved < m.data.nbytes:
             return None
         m.done, self.incoming = True, None
         return m
@@ -114,7 +130,7 @@ class Mailbox:
             if m.matches(kind, peer, tag):
                 self.receives.remove(m)
                 m.peer = peer
-                return m if m.bytes.nbytes == nbytes else None
+                return m if m.data.nbytes == nbytes else None
         self.aside.append(Message(kind, peer, tag, np.empty(nbytes, np.uint8).data))
         return self.aside[-1]
 
@@ -124,9 +140,9 @@ class Mailbox:
         if heir is None or not early.done:
             return True
         self.aside.remove(early)
-        if heir.bytes.nbytes != early.bytes.nbytes:
+        if heir.data.nbytes != early.data.nbytes:
             return False
-        heir.bytes[:] = early.bytes
+        heir.data[:] = early.data
         heir.done = True
         return True
 

@@ -52,9 +52,10 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
 
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
-    store.set(f"host/{rank}", host or this_host())
-    wait_for(store, {f"host/{other}": other for other in range(size)}, rank, timeout)
-    return Neighbours(tuple(store.get(f"host/{other}").decode() for other in range(size)), rank)
+    keys = [f"host/{other}" for other in range(size)]
+    store.set(keys[rank], host or this_host())
+    wait_for(store, dict(zip(keys, range(size))), rank, timeout)
+    return Neighbours(tuple(told.decode() for told in store.multi_get(keys)), rank)
 
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:

@@ -46,6 +46,7 @@ class Wire:
         self.closing = False
         self._lines = {peer: Line(peer, sock) for peer, sock in sockets.items()}
         self._mailbox, self._roll, self._watch = Mailbox(), Roll(), Watch(self._lines.values())
+        self._unsent: set[Line] = set()
         self._postman = threading.Thread(target=self._work, name="rankloom-postman", daemon=True)
         _wires.add(self)
         self._postman.start()
@@ -93,6 +94,8 @@ class Wire:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
+        if self._flush():   # may have taken its time
+            return FINE
         self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
         return FINE
 
@@ -139,14 +142,19 @@ class Wire:
             return self.why() if other is None else self.break_group(other, MISMATCHED)
 
     def tell_of_call(self, peers: Sequence[int], words: Sequence[int]) -> None:
-        """Tell others that this rank has begun its call: what it is, and what else they should know."""
+        """Tell others that this rank has begun its call: what it is, and what else they should know.
+
+        It leaves with the next message to them, or when this rank waits.
+        """
         with self.changed:
             for peer in peers:
-                self._tell(self._lines[peer], BEGUN, [self._roll.mine[0], *words])
+                self._lines[peer].outbox.append(_news(peer, BEGUN, [self._roll.mine[0], *words]))
+                self._unsent.add(self._lines[peer])
 
     def hear_of_call(self, peers: Sequence[int], deadline: float) -> tuple[int, list[list[int]]]:
         """Wait until others have told of the same call. Returns why they have not, or FINE; and their words."""
         with self.changed:
+            self._flush()
             while late := [peer for peer in peers if self._roll.begun_by(peer) is None]:
                 if why := self._why_not(late, deadline):
                     return why, []
@@ -210,14 +218,23 @@ class Wire:
         self._look(line)
 
     def _look(self, line: Line) -> None:
-        waits = self._mailbox.receives or sum(m.bytes.nbytes for m in self._mailbox.aside) <= ASIDE
+        waits = self._mailbox.receives or sum(m.data.nbytes for m in self._mailbox.aside) <= ASIDE
         self._watch.look_for(line, reading=bool(waits) and not line.gone, writing=bool(line.outbox))
 
     def _put(self, line: Line, m: Message) -> None:
         line.outbox.append(m)
-        if len(line.outbox) == 1:
+        if not line.is_full:
             self._push(line)
             self._look(line)
+
+    def _flush(self) -> bool:
+        """Send what was left lying for the next message. Returns whether there was anything."""
+        lines, self._unsent = self._unsent, set()
+        for line in lines:
+            if line.outbox and not line.is_full:
+                self._push(line)
+                self._look(line)
+        return bool(lines)
 
     def _push(self, line: Line) -> None:
         before = len(line.outbox)
@@ -249,7 +266,7 @@ class Wire:
     def _arrived(self, line: Line, m: Message) -> None:
         if m.kind == NEWS:
             self._mailbox.aside.remove(m)
-            self._hear(line, m.tag, array.array("q", m.bytes.tobytes()).tolist())
+            self._hear(line, m.tag, array.array("q", m.data.tobytes()).tolist())
         else:
             self._hand_over(m)
 
@@ -260,18 +277,18 @@ class Wire:
 
     def _send_to_myself(self, m: Message) -> None:
         m.done = True
-        here = self._mailbox.open(m.kind, m.peer, m.tag, m.bytes.nbytes)
+        here = self._mailbox.open(m.kind, m.peer, m.tag, m.data.nbytes)
         if here is None:
             self.break_group(self.rank, WRONG_LENGTH)
             return
-        here.bytes[:], here.done = m.bytes, True
+        here.data[:], here.done = m.data, True
         self._hand_over(here)
 
     # ------------------------------------------------------------------ news; `changed` is held
 
     def _tell(self, line: Line, tag: int, words: Sequence[int]) -> None:
         if not line.gone:
-            self._put(line, Message(NEWS, line.peer, tag, memoryview(array.array("q", words).tobytes())))
+            self._put(line, _news(line.peer, tag, words))
 
     def _tell_all(self, tag: int, words: Sequence[int]) -> None:
         for line in self._lines.values():
@@ -302,6 +319,10 @@ class Wire:
             if lines and all(line.gone for line in lines):
                 return lines[-1].peer, lines[-1].gone
         return None
+
+
+def _news(peer: int, tag: int, words: Sequence[int]) -> Message:
+    return Message(NEWS, peer, tag, memoryview(array.array("q", words).tobytes()))
 
 
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
