@@ -1,10 +1,27 @@
-"""The same promises on a CUDA device. Run there with `pytest -m gpu`; without one they are not collected as passed, but skipped."""
+"""The same promises on a CUDA device. Run there with `pytest -m gpu`; without one they are not collected as passed, but skipped.
+
+The second half has 2, 4 and 8 processes on one GPU. What their ranks run does not know the device, so that it can be tried on the CPU.
+"""
+
+import os
+import signal
+import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import rankloom as rl
-from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, train_plainly
+import rankloom.transport  # registers the backend
+from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
+from conformance.cases import COLLECTIVES, Case, begin, same_bits, values
+from conformance.oracle import OPS, has_meaning
+from conformance.test_torch_classes import on_backend
+from rankloom.base.errors import RankFailed, RankLost
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
@@ -52,3 +69,192 @@ def test_a_compiled_gpt_learns_on_a_gpu(world, precision):
     text = torch.randint(0, 256, (8, 65), generator=torch.Generator().manual_seed(0))
     losses = [engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous())).loss for _ in range(60)]
     assert losses[-1] < 0.7 * losses[0], "eight rows are learned by heart"
+
+
+# ---------------------------------------------------------------- several ranks on one GPU
+
+RANKS = [2, 4, 8]
+LIMIT = 300.0   # seconds: kernels are built at their first use, by all ranks at once
+VOCAB, SEQ, STEPS = 256, 32, 5
+
+
+def on_one_gpu(ranks, body):
+    """What `body(world)` returns on each of `ranks` processes that share GPU 0."""
+    return rl.spawn(ranks, body, device="cuda", timeout=LIMIT)
+
+
+def carrier(world):
+    """What carries the world's tensors on its device."""
+    return type(world._process_group.carrier(world.device)).__name__
+
+
+def is_same(got, wanted):
+    """To the last bit; but one NaN is as good as another."""
+    is_nan = got.dtype == wanted.dtype and got.is_floating_point() and got.isnan() & wanted.isnan()
+    return same_bits(got, wanted) or (is_nan is not False and same_bits(got.masked_fill(is_nan, 0), wanted.masked_fill(is_nan, 0)))
+
+
+def check_case(world, case):
+    """One call; what is wrong with what it left on this rank, or nothing."""
+    collective, rank, size = COLLECTIVES[case.collective], world.rank, world.size
+    brought = [[values(case, shape, frm, k) for k, shape in enumerate(shapes)] for frm, shapes in enumerate(collective.brings(case, size))]
+    expected = collective.gives(brought, case, [[*range(size)]])[rank] or []
+    here = [x.to(world.device, copy=True) for x in brought[rank]]
+    outs = here if collective.in_place else [torch.zeros_like(x, device=world.device) for x in expected]
+    begin(case, world._process_group, [] if collective.in_place else here, outs).wait()
+    if all(is_same(got.cpu(), wanted) for got, wanted in zip(outs, expected)):
+        return []
+    return [f"rank {rank}: {case}: {outs} instead of {expected}"]
+
+
+def every_collective(world):
+    """Each with several dtypes; where values are combined, with every operation."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.uint16, torch.bool,
+              torch.complex64)
+    pairs = [(dtype, op) for op in OPS for dtype in dtypes if has_meaning(op, dtype)]
+    cases = [Case(name, dtype, op, (5, 3), uneven=n % 2 == 0, root=n, how="at once" if n % 3 else "wait", seed=n)
+             for n, (name, collective) in enumerate(COLLECTIVES.items())
+             for dtype, op in (pairs if collective.reduces else [(dtype, "sum") for dtype in dtypes])]
+    large = [Case(name, torch.float32, "sum", (400_003,), seed=n) for n, name in enumerate(COLLECTIVES)]
+    return [wrong for case in cases + large for wrong in check_case(world, case)], carrier(world)
+
+
+def sums_of_large_tensors(world):
+    """All-reduces of more than two slots: in a buffer of the group, and elsewhere; whole numbers, so that sums are exact."""
+    wrong, n, total = [], 20_000_003, sum(range(1, world.size + 1))
+    expected = (torch.arange(n, device=world.device) % 1000).float() * total
+    for x in (world.buffer(n), torch.empty(n, device=world.device)):
+        for turn in range(3):
+            x.copy_(expected).mul_((world.rank + 1) / total).round_()
+            world.all_reduce(x, async_op=bool(turn)) if not turn else world.all_reduce(x, async_op=True).wait()
+            wrong += [(turn, (x != expected).sum().item())] if not x.equal(expected) else []
+    return wrong
+
+
+def sums_beside_other_work(world):
+    """Many sums on their way while the same stream goes on computing, and reads each only after its wait."""
+    device, wrong = world.device, []
+    for turn in range(20):
+        parts = [torch.full((100_000 + 1000 * k,), float(world.rank + k), device=device) for k in range(8)]
+        pending = [world.all_reduce(x, async_op=True) for x in parts]
+        busy = torch.ones(512, 512, device=device)
+        for _ in range(20):
+            busy = (busy @ busy).clamp_(max=1)
+        for k, handle in enumerate(pending):
+            expected = float(sum(range(world.size)) + k * world.size)
+            handle.wait().mul_(2)
+            wrong += [] if parts[k].eq(2 * expected).all() else [(turn, k)]
+        del parts
+    return wrong
+
+
+def messages_around_a_ring(world):
+    """Everybody receives before he sends; several tags and lengths."""
+    right, left, group = (world.rank + 1) % world.size, (world.rank - 1) % world.size, world._process_group
+    wrong = []
+    for n in (1, 1000, 3_000_000):
+        coming = [group.recv([torch.zeros(n, device=world.device)], left, tag) for tag in (1, 2)]
+        for tag in (2, 1):
+            group.send([torch.full((n,), float(10 * world.rank + tag), device=world.device)], right, tag).wait()
+        for tag, work in zip((1, 2), coming):
+            work.wait()
+            wrong += [] if work.result()[0].eq(10 * left + tag).all() else [(n, tag)]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_collective_between_ranks_that_share_a_gpu_gives_every_bit(ranks):
+    for wrong, carried_by in on_one_gpu(ranks, every_collective):
+        assert not wrong and carried_by == "DeviceGroup"
+
+
+@pytest.mark.parametrize("body", [sums_of_large_tensors, sums_beside_other_work, messages_around_a_ring])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_that_share_a_gpu_wait_for_each_other_there_and_nowhere_too_short(ranks, body):
+    assert on_one_gpu(ranks, body) == [[]] * ranks
+
+
+def train_gpt(wrap, device, dtype, world):
+    """Five steps of a GPT with torch's own classes on the default group; the losses of this rank."""
+    model = wrap(GPT(preset("1M", vocab_size=VOCAB, seq_len=SEQ, layers=2), seed=0).to(device, dtype), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(world.rank)).to(device)
+    losses = []
+    for _ in range(STEPS):
+        total, count = language_model_loss(model, (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / count).item())
+    return losses
+
+
+def ddp(model, world):
+    return DistributedDataParallel(model, bucket_cap_mb=1)
+
+
+def fsdp(model, world):
+    mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def torch_classes(port, world):
+    """Losses with DDP and fully_shard, in two precisions, on our backend on this device and on gloo on the CPU."""
+    return {(wrap.__name__, dtype): [on_backend(port, backend, partial(train_gpt, wrap, device, dtype), world)
+                                     for backend, device in (("rankloom", world.device), ("gloo", torch.device("cpu")))]
+            for wrap in (ddp, fsdp) for dtype in (torch.float64, torch.float32)}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_torch_s_ddp_and_fully_shard_on_one_gpu_reach_gloo_s_losses(ranks):
+    """In fp64 to what five steps make of last bits; fp32 multiplies in TF32 or not, sums with AVG, and is compared coarsely."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for told in on_one_gpu(ranks, partial(torch_classes, store.port)):
+        for (_, dtype), (ours, gloos) in told.items():
+            assert ours == pytest.approx(gloos, rel=1e-9 if dtype == torch.float64 else 1e-3)
+            assert ours[-1] < ours[0]
+
+
+def train_with_the_engine(world):
+    """Five steps of data parallel; losses and parameters."""
+    engine = rl.prepare(make_model(), loss=loss_sum, optimizer=adamw, world=world, accumulate=2, clip=1.0)
+    losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_batches()]
+    return losses, {name: x.cpu() for name, x in engine.full_state_dict()["model"].items()}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_data_parallel_on_one_gpu_equals_one_process(ranks):
+    truth = train_plainly(clip=1.0)
+    for losses, params in on_one_gpu(ranks, train_with_the_engine):
+        assert losses == pytest.approx(truth["losses"], rel=1e-12)
+        for name, expected in truth["params"].items():
+            torch.testing.assert_close(params[name], expected, rtol=1e-11, atol=1e-12)
+
+
+def lose_a_rank(folder, world):
+    """Rank 1 is killed with work on its way; how long the others took to find out, in a file for each."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)   # their parent ends them at once; it is patient for a few seconds
+    x = torch.ones(10_000_000, device=world.device)
+    for _ in range(5):
+        world.all_reduce(x)
+    if world.rank == 1:
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            world.all_reduce(x)
+            x.sum().item()
+    except RankLost as error:
+        took = time.time() - float((folder / "killed").read_text())
+        (folder / f"rank {world.rank}").write_text(f"{took} {error}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_is_killed_on_a_shared_gpu_is_named_within_seconds(ranks, tmp_path):
+    with pytest.raises(RankFailed, match="rank 1"):
+        on_one_gpu(ranks, partial(lose_a_rank, tmp_path))
+    for rank in set(range(ranks)) - {1}:
+        took, said = (tmp_path / f"rank {rank}").read_text().split(maxsplit=1)
+        assert float(took) < 3 and "rank 1" in said

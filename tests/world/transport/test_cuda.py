@@ -1,0 +1,253 @@
+"""What cuda.py and cuda_driver.py ask of torch and of the driver, with both pretended in host memory, where all is done at once."""
+
+import contextlib
+import ctypes
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from conformance.cases import COLLECTIVES, Case
+from conformance.ranks import Ranks
+from conformance.test_collectives import run_and_check
+from rankloom.base.errors import DeviceError
+from rankloom.world.transport import cuda, cuda_driver, rounds
+from rankloom.world.transport.cuda import CudaDevice
+from rankloom.world.transport.device import RELEASED
+from rankloom.world.transport.device_group import DeviceGroup
+
+PRIMARY, GONE, ILLEGAL = 77, 4, 700
+
+
+class Driver:
+    """libcuda on host memory. A handle is an address."""
+
+    def __init__(self):
+        self.log, self.memory, self.room, self.refused = [], [], 1 << 30, {}
+        self.contexts = threading.local()
+
+    def __getattr__(self, name):
+        work = getattr(self, "do_" + name)
+
+        def call(*args):
+            self.log.append(name)
+            if name in self.refused:
+                return self.refused[name]
+            if name.startswith(("cuMem", "cuIpc")):
+                assert self.contexts.stack == [PRIMARY], f"{name} needs a context"
+            return work(*args) or 0
+
+        return call
+
+    def do_cuGetErrorString(self, code, text):
+        text._obj.value = f"text of {code}".encode()
+
+    def do_cuDeviceGet(self, number, ordinal):
+        number._obj.value = ordinal + 10
+
+    def do_cuDevicePrimaryCtxRetain(self, context, number):
+        assert number.value == 10
+        context._obj.value = PRIMARY
+
+    def do_cuCtxPushCurrent_v2(self, context):
+        self.contexts.stack = [*getattr(self.contexts, "stack", []), context.value]
+
+    def do_cuCtxPopCurrent_v2(self, context):
+        self.contexts.stack.pop()
+
+    def do_cuMemAlloc_v2(self, address, nbytes):
+        if nbytes > self.room:
+            return cuda_driver.OUT_OF_MEMORY
+        self.memory.append(torch.full((nbytes,), 255, dtype=torch.uint8))   # not cleared
+        address._obj.value = self.memory[-1].data_ptr()
+        return 0
+
+    def do_cuIpcGetMemHandle(self, handle, address):
+        ctypes.memmove(ctypes.addressof(handle._obj), address.value.to_bytes(64, "little"), 64)
+
+    def do_cuIpcOpenMemHandle_v2(self, address, handle, flags):
+        assert flags == 1
+        address._obj.value = int.from_bytes(bytes(handle), "little")
+
+    def do_cuStreamWriteValue64_v2(self, stream, address, value, flags):
+        assert stream and not flags
+        ctypes.c_uint64.from_address(address).value = value
+
+    def do_cuStreamWaitValue64_v2(self, stream, address, value, flags):
+        deadline = time.monotonic() + 10
+        while ctypes.c_uint64.from_address(address).value < value:
+            assert time.monotonic() < deadline, "nobody writes it"
+            time.sleep(0)
+
+
+class Stream:
+    def __init__(self, device=None, priority=0):
+        self.cuda_stream, self.priority, self.waited = id(self), priority, []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def record_event(self):
+        return Event()
+
+    def synchronize(self):
+        pass
+
+
+class Event:
+    def query(self):
+        return True
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Everything pretended; torch's "cuda:0" is the CPU."""
+    pretended, current = Driver(), threading.local()
+
+    @contextlib.contextmanager
+    def stream(new):
+        before, current.stream = current_stream(), new
+        yield
+        current.stream = before
+
+    def current_stream(device=None):
+        current.stream = getattr(current, "stream", None) or Stream()
+        return current.stream
+
+    def as_tensor(span, device):
+        told = span.__cuda_array_interface__
+        (nbytes,), (address, read_only) = told["shape"], told["data"]
+        assert told["typestr"] == "|u1" and told["strides"] is None and not read_only
+        held = (ctypes.c_uint8 * nbytes).from_address(address)
+        held.span = span   # as torch does
+        return torch.frombuffer(held, dtype=torch.uint8)
+
+    for name, pretend in {"Stream": Stream, "stream": stream, "current_stream": current_stream, "empty_cache": lambda: None,
+                          "synchronize": lambda device: pretended.log.append("synchronize")}.items():
+        monkeypatch.setattr(torch.cuda, name, pretend)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: pretended)
+    monkeypatch.setattr(cuda_driver, "_idle", cuda_driver.defaultdict(list))
+    monkeypatch.setattr(cuda_driver, "_opened", {})
+    cuda_driver._context.cache_clear()
+    yield pretended
+    gc.collect()
+    cuda_driver._context.cache_clear()
+
+
+def make_device():
+    return CudaDevice(torch.device("cpu", 0))
+
+
+class CudaRanks(Ranks):
+    def group(self, members):
+        made = []
+        for host in super().group(members):
+            device = make_device()
+            device.device, device.keep = torch.device("cpu"), lambda tensors: None   # torch knows no streams of the CPU
+            made.append(DeviceGroup(host, device))
+        return made
+
+
+def test_the_handle_of_an_allocation_travels_by_value_and_opens_once(driver):
+    block, is_used = cuda_driver.take_block(0, 5)
+    assert (block.nbytes, is_used, len(block.handle)) == (cuda_driver.UNIT, False, 128)
+    assert cuda_driver.open_block(0, block.handle) == cuda_driver.open_block(0, block.handle) == block.address
+    assert driver.log.count("cuIpcOpenMemHandle_v2") == 1
+    assert driver.contexts.stack == [], "every context that was pushed is popped"
+
+
+def test_memory_that_was_given_back_is_used_again_and_never_freed(driver):
+    first, _ = cuda_driver.take_block(0, 7 << 20)
+    other, _ = cuda_driver.take_block(0, 7 << 20)
+    assert first.address != other.address
+    cuda_driver.give_back(first)
+    assert cuda_driver.take_block(0, 100)[0] != first, "twice as much as is asked for, at most"
+    assert cuda_driver.take_block(0, 5 << 20) == (first, True)
+    assert cuda_driver.take_block(0, 5 << 20)[1] is False
+    assert not any("Free" in name or "Close" in name for name in driver.log)
+
+
+def test_too_much_memory_and_other_refusals_have_words(driver):
+    with pytest.raises(MemoryError, match="4,294,967,296 bytes of device memory were asked for"):
+        cuda_driver.take_block(0, 1 << 32)
+    driver.refused["cuStreamWriteValue64_v2"] = ILLEGAL
+    with pytest.raises(DeviceError, match="the CUDA driver refused cuStreamWriteValue64_v2: text of 700 \\(error 700\\)"):
+        cuda_driver.write_value(1, 8, 1)
+    driver.refused["cuIpcGetMemHandle"] = GONE
+    with pytest.raises(DeviceError, match="error 4"):
+        cuda_driver.take_block(0, 1)
+    assert driver.contexts.stack == []
+
+
+def test_torch_gives_up_what_it_holds_before_memory_is_refused(driver, monkeypatch):
+    driver.room = 1000
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(driver, "room", 1 << 30))
+    memory, _ = make_device().export(300)
+    assert len(memory) == 300 and not memory.any()
+    driver.room = 1000
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(MemoryError):
+        make_device().export(5 << 20)
+
+
+def test_exported_memory_is_zeros_for_all_before_its_handle_is_known_also_when_it_was_used(driver):
+    device = make_device()
+    memory, handle = device.export(1000)
+    memory.fill_(7)
+    device.give_back(handle)
+    driver.log.clear()
+    again, same = device.export(900)
+    assert same == handle and not again.any()
+    assert driver.log == ["synchronize", "synchronize"], "what was submitted before is over first, and the zeros are there then"
+    assert device.open(handle, 900).data_ptr() == again.data_ptr()
+
+
+def test_memory_that_is_lent_tells_when_its_last_view_is_gone(driver):
+    device, ended = make_device(), []
+    memory, _ = device.export(1000)
+    lent = device.lend(memory, lambda: ended.append(True))
+    view = lent[10:20]
+    del lent
+    gc.collect()
+    assert not ended
+    del view
+    gc.collect()
+    assert ended == [True]
+
+
+def test_the_stream_of_a_group_waits_for_the_caller_and_the_caller_only_when_he_says_so(driver):
+    device, caller = make_device(), torch.cuda.current_stream()
+    with device.behind_caller():
+        assert torch.cuda.current_stream() is device._stream
+        ending = device.end()
+    assert torch.cuda.current_stream() is caller
+    assert device._stream.waited == [caller] and caller.waited == []
+    ending.wait()
+    assert caller.waited == [ending._event] and ending.is_done()
+
+
+def test_a_released_flag_is_written_in_a_stream_of_its_own(driver):
+    device = make_device()
+    flag = torch.zeros(1, dtype=torch.int64)
+    device.release(flag)
+    assert flag.item() == RELEASED and device._rescue.priority < 0 <= device._stream.priority
+    assert 0 < RELEASED < 2**63, "the driver compares signed numbers"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_runs_on_it(driver, monkeypatch, size):
+    monkeypatch.setattr(rounds, "SLOT", 8192)
+    monkeypatch.setattr(rounds, "IN_SHARES", 1024)
+    monkeypatch.setattr(cuda, "take_block", lambda index, nbytes: cuda_driver.take_block(0, nbytes))
+    monkeypatch.setattr(cuda, "open_block", lambda index, handle: cuda_driver.open_block(0, handle))
+    ranks = CudaRanks(size)
+    run_and_check(ranks, [Case(name, dtype, "sum", shape, into=into, how=how, seed=n) for n, name in enumerate(COLLECTIVES)
+                          for dtype in (torch.float32, torch.bfloat16) for shape in ((5, 3), (3000,))
+                          for into in ("plain", "shared", "gaps") for how in ("at once", "wait", "poll")])
+    ranks.close()
