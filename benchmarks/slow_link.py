@@ -31,6 +31,7 @@ from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.quantize import INT8
 from rankloom.comm.two_levels import TwoLevels, overlapped_all_reduce
+from rankloom.world import leash
 
 INTERFACE, PORT = "slow", 29555
 BURST = "32kb"          # what may pass at full speed after a pause: a quarter of a millisecond's worth of 1 Gbit/s
@@ -105,7 +106,8 @@ def launch(ranks_per_host: int, arguments: list[str]) -> dict:
         for rank in range(size):
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % ranks_per_host, "LOCAL_WORLD_SIZE": ranks_per_host,
                      "GROUP_RANK": rank // ranks_per_host, "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
-            inside = ["ip", "netns", "exec", host(rank // ranks_per_host)]
+            # On a leash, so that a killed benchmark leaves no ranks behind that would keep the namespaces.
+            inside = [sys.executable, leash.__file__, str(os.getpid()), "ip", "netns", "exec", host(rank // ranks_per_host)]
             command = [*inside, sys.executable, __file__, "--worker", "--out", str(out), *arguments]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()}))
         try:

@@ -96,6 +96,18 @@ def test_very_small_and_very_large_gradients_pass_too(path, size):
     torch.testing.assert_close(got / size, 2 * low(2), rtol=0, atol=1e-4 * low(2).abs().max().item())
 
 
+def test_a_sum_that_overflows_is_non_finite_once(path):
+    """Every rank's part is finite, and so is the sum of what goes in the first round; the second round's is not."""
+    def body(world):
+        reduce, x = PowerSGD([(0, (A, B))]), torch.zeros(A, B)
+        x[:, 3] = 3e37
+        first = reduce(x, world).clone()
+        return first, reduce(low(2), world)
+
+    for first, after in rl.simulate(2, body):
+        assert not first[:, 3].isfinite().any() and after.isfinite().all()
+
+
 def test_directions_are_kept_from_step_to_step_so_the_best_ones_are_found(path):
     """One random start finds the largest of many directions only roughly; three steps find them well."""
     spectrum = torch.linalg.qr(noise(A, 12)).Q @ torch.diag(2.0 ** -torch.arange(12.0)) @ torch.linalg.qr(noise(B, 12, seed=1)).Q.t()
