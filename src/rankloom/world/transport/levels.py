@@ -41,7 +41,7 @@ from rankloom.world.transport.lines import Message
 from rankloom.world.transport.operands import BYTES, SUM, lengths_table
 from rankloom.world.transport.wire import PART, Wire
 
-WINDOW = 4 << 20   # bytes of one share
+WINDOW = 2 << 20   # bytes of one share
 SMALL = 32 << 10   # bytes that are sent whole, in one step, where parts in two steps would be fewer bytes
 GRACE = 1.0        # seconds in which the reason for a break inside must come from those who know it
 NARROW = (torch.float16, torch.bfloat16)
@@ -149,13 +149,15 @@ class Levels:
         pieces, moving = self._receive_like(parts[self.here], self.team)
         moving += [self._send(other, part) for other, part in zip(self.team, parts)]
         yield
+        if whole:   # nothing will travel back, so one window more may be under way
+            yield
         parts = [out] * m if whole else cut(out, m, call.dtype.itemsize)
         self._total(call, pieces, moving, parts[self.here])
         if not whole:
             moving = [self._receive(other, part) for other, part in zip(self.team, parts)]
             moving += [self._send(other, parts[self.here]) for other in self.team]
-        yield
-        self._settle(moving)
+            yield
+            self._settle(moving)
 
     def reduce(self, call: Call) -> None:
         """The root gets the sum."""
