@@ -31,7 +31,7 @@ _HOME = {
 }
 _ERRORS = (
     "RankloomError", "ConfigError", "MeshError", "BatchError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
-    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "NonFinite", "RankFailed", "WrongResult",
+    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "DeviceError", "NonFinite", "RankFailed", "WrongResult",
 )
 _HOME |= dict.fromkeys(_ERRORS, "base.errors")
 
