@@ -20,10 +20,11 @@ from rankloom.world.transport.router import Router
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 
 
-def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False) -> str:
+def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
     """Which backend connects the ranks: shared memory (and TCP between hosts; GPUs as router.py tells) where it runs, else gloo.
 
-    own_gpu: no other rank uses this rank's GPU: then gloo and NCCL are enough
+    own_gpu:  no other rank uses this rank's GPU: then gloo and NCCL are enough
+    one_host: on several, shared memory must be asked for: over a fast network nobody has measured it
     raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
     """
     if asked not in BACKENDS:
@@ -31,7 +32,7 @@ def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False) -> 
     reason = why_not_shared(device)
     if asked == SHARED and reason:
         raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
-    return GLOO if asked == GLOO or reason or (asked == AUTO and own_gpu) else SHARED
+    return GLOO if asked == GLOO or reason or (asked == AUTO and (own_gpu or not one_host)) else SHARED
 
 
 def why_not_shared(device: torch.device) -> str | None:
@@ -102,7 +103,7 @@ class World(Group):
         self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
         self._own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
-        self.backend = resolve_backend(backend, device, self._own_gpu)
+        self.backend = resolve_backend(backend, device, self._own_gpu, loopback)
         self._groups: dict[tuple[int, ...], Group] = {}
         pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
         super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,

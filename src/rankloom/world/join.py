@@ -25,7 +25,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     timeout:  seconds after which a silent rank ends the job
     device:   "cpu", or "cuda"; left out, CUDA where there is one
     topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
-    backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto"
+    backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
+              shared memory where all ranks share a host
     raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError
     """
     place = find_place()

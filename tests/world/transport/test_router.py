@@ -243,6 +243,8 @@ def test_a_world_on_gpus_takes_the_backend_where_ranks_share_one():
     assert resolve("rankloom", cuda, own_gpu=True) == "rankloom"
     assert resolve("gloo", cuda, own_gpu=False) == "gloo"
     assert resolve("auto", torch.device("cpu")) == "rankloom"
+    assert resolve("auto", torch.device("cpu"), one_host=False) == "gloo", "over a network it must be asked for"
+    assert resolve("rankloom", torch.device("cpu"), one_host=False) == "rankloom"
     assert resolve("auto", torch.device("xpu", 0)) == "gloo"
     with pytest.raises(ConfigError, match="the ranks compute on xpu"):
         resolve("rankloom", torch.device("xpu", 0))
