@@ -103,7 +103,7 @@ import torch
 import rankloom as rl
 sums = []
 for backend in ("rankloom", "rankloom", "gloo"):
-    world = rl.init(timeout=20, device="cpu", backend=backend)
+    world = rl.init(timeout=80, device="cpu", backend=backend)
     sums.append(world.all_reduce(torch.ones(1)).item())
     world.close()
 print(world.rank, sums, flush=True)
