@@ -106,7 +106,7 @@ for backend in ("rankloom", "rankloom", "gloo"):
     world = rl.init(timeout=80, device="cpu", backend=backend)
     sums.append(world.all_reduce(torch.ones(1)).item())
     world.close()
-print(world.rank, sums, flush=True)
+print(f"{world.rank} {sums}\\n", end="", flush=True)   # in one piece
 """
 
 
