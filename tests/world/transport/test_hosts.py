@@ -1,0 +1,391 @@
+"""Groups on several hosts, pretended by threads: each bit, what travels between hosts, and life. test_namespaces.py has real ones."""
+
+import socket
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conformance.cases import Case, random_case
+from conformance.faults import KINDS, Injection, Pool, inject
+from conformance.ranks import Ranks
+from conformance.test_collectives import run_and_check
+from rankloom.base.errors import CollectiveMismatch, RankLost, ShapeMismatch
+from rankloom.world.group import Group
+from rankloom.world.transport import dial, levels, wire
+from rankloom.world.transport.dial import dial_all
+from rankloom.world.transport.hosts import HostsChannel
+from rankloom.world.transport.levels import Levels
+from rankloom.world.transport.wire import PART, Wire
+
+EVEN, UNEVEN = ["ab", "abab", "aabbcc", "abcd", "aaabbb"], ["aab", "abbcb", "aaab", "abbbcc"]   # a letter for the host of each rank
+LARGE = 3 << 18   # floats: more than one window, and than what a connection holds
+
+
+@pytest.fixture
+def ranks():
+    """`ranks(hosts)`: a rank for each letter."""
+    made = []
+    yield lambda hosts, timeout=20.0: made.append(Ranks(len(hosts), timeout, hosts=hosts)) or made[-1]
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    """So that some KiB are several windows, and not small."""
+    monkeypatch.setattr(levels, "WINDOW", 1 << 12)
+    monkeypatch.setattr(levels, "SMALL", 1 << 8)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Counts the bytes that each rank sends to each other: [from, to]."""
+    counted, send = Counter(), Wire.send
+
+    def count(self, kind, peer, tag, data):
+        counted[self.rank, peer] += data.nbytes * (kind == PART)
+        return send(self, kind, peer, tag, data)
+
+    monkeypatch.setattr(Wire, "send", count)
+    return counted
+
+
+def nodes_of(hosts):
+    return [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+
+
+def levels_of(hosts, rank):
+    return Levels(nodes_of(hosts), rank, None, None)
+
+
+def on_every_rank(world, body):
+    """body(group, rank) on all ranks."""
+    return world.run(lambda rank: body(world.groups[rank], rank))
+
+
+def all_reduce(group, x):
+    group.allreduce([x]).wait()
+    return x
+
+
+# ---------------------------------------------------------------- who carries what
+
+
+@pytest.mark.parametrize("hosts", EVEN + UNEVEN)
+def test_every_lane_is_carried_on_every_host_by_exactly_one_rank_and_at_home_by_its_own(hosts):
+    for node in nodes_of(hosts):
+        carried = [rank for row in levels_of(hosts, node[0])._rounds() for rank in row if rank is not None]
+        assert sorted(carried) == list(range(len(hosts)))
+        assert list(levels_of(hosts, node[0])._rounds()[0]) == node
+
+
+@pytest.mark.parametrize("hosts", EVEN + UNEVEN)
+def test_ranks_of_one_host_agree_on_who_carries_what_and_deputies_carry_it(hosts):
+    for node in nodes_of(hosts):
+        rounds = levels_of(hosts, node[0])._rounds()
+        assert all(levels_of(hosts, rank)._rounds() == rounds for rank in node)
+        for rank in range(len(hosts)):
+            deputy = levels_of(hosts, 0)._deputy(rank, node)
+            assert any(row[node.index(deputy)] == rank for row in rounds)
+
+
+@pytest.mark.parametrize("hosts", EVEN)
+def test_where_hosts_are_equal_every_rank_is_in_one_team_that_has_one_rank_of_each_host(hosts):
+    teams = {tuple(levels_of(hosts, rank).team) for rank in range(len(hosts))}
+    assert sorted(rank for team in teams for rank in team) == list(range(len(hosts)))
+    assert all(len({hosts[rank] for rank in team}) == len(set(hosts)) == len(team) for team in teams)
+
+
+@pytest.mark.parametrize("hosts", UNEVEN)
+def test_where_hosts_differ_in_size_their_first_ranks_are_the_only_team(hosts):
+    firsts = [node[0] for node in nodes_of(hosts)]
+    assert [levels_of(hosts, rank).team for rank in range(len(hosts))] == [firsts if rank in firsts else [] for rank in range(len(hosts))]
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("hosts", EVEN + UNEVEN)
+def test_random_programs_give_every_rank_every_bit(ranks, small_windows, hosts):
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(random_case(len(hosts)), min_size=1, max_size=24))
+    def run(cases):
+        run_and_check(world, cases)
+
+    world = ranks(hosts)
+    run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hosts", ["abab", "abc", "aab"])
+def test_sums_of_any_length_are_right_in_windows(ranks, small_windows, hosts, dtype):
+    world = ranks(hosts)
+    run_and_check(world, [Case("allreduce", dtype, "sum", (n,), seed=n) for n in (*range(1, 9), 63, 65, 127, 1023, 1025, 3001, 10007)])
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab", "abcd"])
+def test_sums_of_16_bit_floats_are_rounded_once(ranks, hosts):
+    """1 + four times 2^-9: rounded after each addition, or after those of a host, it stays 1."""
+    bits = {0: 1.0}
+    world = ranks(hosts)
+    brought = [bits.get(rank, 2.0**-9) for rank in range(len(hosts))]
+    exact = torch.tensor(sum(brought)).bfloat16()
+    for x in on_every_rank(world, lambda group, rank: all_reduce(group, torch.full((5,), brought[rank], dtype=torch.bfloat16))):
+        assert torch.equal(x, exact.expand(5))
+    assert exact > 1 or len(hosts) < 4
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab"])
+def test_a_group_works_as_torchs_and_as_ours(ranks, hosts):
+    world = ranks(hosts)
+
+    def body(group, rank):
+        ours = Group(group, rank, range(len(hosts)))
+        everyone = ours.all_gather(torch.tensor([float(rank)]))
+        ours.send(torch.tensor([rank]), (rank + 1) % len(hosts), async_op=True)
+        left = ours.recv(torch.tensor([-1]), (rank - 1) % len(hosts))
+        ours.barrier()
+        return everyone.tolist(), left.item(), ours.all_gather_object({"rank": rank})[-1]
+
+    everyone = list(map(float, range(len(hosts))))
+    assert on_every_rank(world, body) == [(everyone, (rank - 1) % len(hosts), {"rank": len(hosts) - 1}) for rank in range(len(hosts))]
+
+
+def test_a_part_of_a_group_whose_ranks_share_a_host_talks_in_memory_only(ranks, sent):
+    world = ranks("aabb")
+    pair = world.group([0, 1])
+    assert not any(isinstance(group.channel, HostsChannel) for group in pair) and isinstance(world.groups[0].channel, HostsChannel)
+    sent.clear()
+    sums = world.run(lambda rank: all_reduce(pair[rank], torch.ones(LARGE)), 2)
+    assert all((x == 2).all() for x in sums) and not sent.total()
+
+
+def test_a_buffer_may_be_summed_where_it_lies(ranks):
+    def body(group, rank):
+        memory = group.buffer((LARGE,))
+        assert not memory.any()
+        return all_reduce(group, memory.fill_(rank + 1))
+
+    assert all((x == 10).all() for x in on_every_rank(ranks("aabb"), body))
+
+
+def test_ranks_of_all_hosts_are_refused_a_buffer_when_one_asks_for_another(ranks):
+    world = ranks("aab")
+    errors = world.errors(lambda rank: world.groups[rank].buffer((4 + (rank == 2),)))
+    assert [type(error) for error in errors] == [ShapeMismatch] * 3 and "[4, 'torch.float32']" in str(errors[0])
+
+
+# ---------------------------------------------------------------- what travels between hosts
+
+
+def between_hosts(sent, hosts):
+    """Bytes that went from one host to another, by sender; and whether any went inside a host."""
+    assert not any(n for (frm, to), n in sent.items() if hosts[frm] == hosts[to]), "inside a host nothing takes the network"
+    return [sum(n for (frm, _), n in sent.items() if frm == rank) for rank in range(len(hosts))]
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaabbb"])
+def test_an_all_reduce_sends_the_tensor_once_from_a_host_in_equal_shares(ranks, sent, hosts):
+    world, n = ranks(hosts), 6 * LARGE
+    sent.clear()
+    on_every_rank(world, lambda group, rank: all_reduce(group, torch.ones(n)))
+    assert between_hosts(sent, hosts) == [4 * n * 2 // len(hosts)] * len(hosts)
+
+
+def test_with_more_hosts_an_all_reduce_sends_what_a_ring_over_them_would(ranks, sent):
+    world, n = ranks("abcd"), 4 * LARGE
+    sent.clear()
+    on_every_rank(world, lambda group, rank: all_reduce(group, torch.ones(n)))
+    assert between_hosts(sent, "abcd") == [4 * n * 2 * 3 // 4] * 4
+
+
+def test_16_bit_sums_travel_in_fp32_one_way_and_in_16_bits_back(ranks, sent):
+    world, n = ranks("aabb"), 4 * LARGE
+    sent.clear()
+    on_every_rank(world, lambda group, rank: all_reduce(group, torch.ones(n, dtype=torch.bfloat16)))
+    assert between_hosts(sent, "aabb") == [(4 + 2) * n // 4] * 4
+
+
+def test_where_hosts_differ_only_the_first_ranks_send(ranks, sent):
+    world, n = ranks("aab"), LARGE
+    sent.clear()
+    on_every_rank(world, lambda group, rank: all_reduce(group, torch.ones(n)))
+    assert between_hosts(sent, "aab") == [4 * n, 0, 4 * n]
+
+
+def test_small_sums_take_one_step_between_hosts(ranks, sent):
+    world = ranks("abcd")
+    sent.clear()
+    on_every_rank(world, lambda group, rank: all_reduce(group, torch.ones(100)))
+    assert between_hosts(sent, "abcd") == [3 * 400] * 4
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab", "aabbcc"])
+def test_what_is_gathered_goes_to_each_other_host_once(ranks, sent, hosts):
+    world, p, n = ranks(hosts), len(hosts), 1000
+    sent.clear()
+    on_every_rank(world, lambda group, rank: group._allgather_base(torch.empty(p * n), torch.ones(n)).wait())
+    assert between_hosts(sent, hosts) == [4 * n * (len(set(hosts)) - 1)] * p
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab", "aabbcc"])
+def test_what_is_scattered_and_summed_leaves_a_host_as_one_sum_for_each_rank_elsewhere(ranks, sent, hosts):
+    world, p, n = ranks(hosts), len(hosts), 1000
+    sent.clear()
+    on_every_rank(world, lambda group, rank: group._reduce_scatter_base(torch.empty(n), torch.ones(p * n)).wait())
+    leaving = between_hosts(sent, hosts)
+    for node in nodes_of(hosts):
+        assert sum(leaving[rank] for rank in node) == 4 * n * (p - len(node))
+
+
+def test_a_broadcast_leaves_the_roots_host_once_in_shares_and_the_other_hosts_trade_their_parts(ranks, sent):
+    world, n, options = ranks("aabbcc"), 12 * LARGE, dist.BroadcastOptions()
+    options.rootRank = 1
+    sent.clear()
+    got = on_every_rank(world, lambda group, rank: group.broadcast([x := torch.full((n,), float(rank))], options).wait() and x)
+    assert all((x == 1).all() for x in got)
+    assert between_hosts(sent, "aabbcc") == [2 * n, 2 * n] + [n] * 4
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aab"])
+def test_messages_to_all_go_straight(ranks, sent, hosts):
+    world, p, n = ranks(hosts), len(hosts), 10
+    sent.clear()
+    on_every_rank(world, lambda group, rank: group.alltoall_base(torch.empty(p * n), torch.ones(p * n), [], []).wait())
+    assert between_hosts(sent, hosts) == [4 * n * sum(other != host for other in hosts) for host in hosts]
+
+
+# ---------------------------------------------------------------- ranks that do not agree, and that go
+
+
+def test_no_rank_goes_on_when_one_pair_on_other_hosts_disagrees_about_a_length(ranks):
+    """Ranks 0 and 1 have nothing to do with it, and could have been done."""
+    world = ranks("abcd")
+    rows = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 3], [1, 1, 1, 1]]   # [from][to]; rank 3 expects 1 of rank 2
+
+    def deal(rank):
+        group, x = world.groups[rank], torch.ones(sum(rows[rank]))
+        group.alltoall_base(torch.empty(4), x, [1] * 4, rows[rank]).wait()
+
+    assert [type(error) for error in world.errors(deal)] == [CollectiveMismatch] * 4
+
+
+def test_no_rank_goes_on_when_roots_differ_between_hosts(ranks):
+    """Every host waits for the other: nothing would ever be sent."""
+    world = ranks("aabb", timeout=10.0)
+    begin = time.monotonic()
+
+    def collect(rank):
+        options = dist.GatherOptions()
+        options.rootRank = 0 if rank < 2 else 2
+        outputs = [[torch.empty(1) for _ in range(4)]] if rank == options.rootRank else []
+        world.groups[rank].gather(outputs, [torch.ones(1)], options).wait()
+
+    errors = world.errors(collect)
+    assert [type(error) for error in errors] == [CollectiveMismatch] * 4 and time.monotonic() - begin < 5
+    assert "rank 0: gather(sum, root 0)" in str(errors[3]) and "rank 3: gather(sum, root 2)" in str(errors[0])
+
+
+def test_a_time_out_names_the_rank_on_another_host_and_not_those_that_wait_for_it(ranks):
+    world = ranks("aabb", timeout=0.3)
+    errors = world.errors(lambda rank: rank == 3 or all_reduce(world.groups[rank], torch.ones(LARGE)))
+    for rank in range(3):
+        assert "rank 3 (slow, or it skipped this call) did not come" in str(errors[rank])
+        assert "rank 0 (" not in str(errors[rank]) and "rank 2 (" not in str(errors[rank])
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Processes to strike."""
+    made = Pool()
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "abbca"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_on_all_hosts_are_told_who_is_gone_and_nothing_is_left_behind(pool, kind, hosts):
+    for turn in range(3):   # where others keep the processor busy, one may be late by chance, but not three times
+        outcome = inject(pool, Injection.draw(7 * turn + len(hosts), kind, hosts))
+        assert not outcome.problems, outcome
+        if not outcome.late:
+            break
+    assert not outcome.late, outcome
+
+
+def test_a_receiver_that_waits_for_nothing_stops_reading_and_loses_nothing(ranks, monkeypatch):
+    monkeypatch.setattr(wire, "ASIDE", 1 << 20)
+    world = ranks("ab")
+    messages, n = 60, 1 << 20   # bytes of each: 60 MiB, far more than what two kernels hold for a connection
+    sender, receiver = world.groups
+    works = [sender.send([torch.full((n,), k, dtype=torch.uint8)], 1, 0) for k in range(messages)]
+    time.sleep(0.3)
+    aside = sum(m.data.nbytes for m in receiver.channel.link._wire._mailbox.aside)
+    assert aside <= wire.ASIDE + wire.AT_ONCE * n and not works[-1].is_completed(), "the sender waits"
+    for k in range(messages):
+        receiver.recv([x := torch.zeros(n, dtype=torch.uint8)], 0, 0).wait()
+        assert (x == k).all()
+    assert all(work.wait() for work in works)
+
+
+def test_memory_of_a_message_that_was_given_up_is_not_touched_any_more(ranks):
+    world = ranks("ab", timeout=0.2)
+    sender, receiver = (group.channel.link for group in world.groups)
+    target, given = torch.zeros(LARGE), torch.ones(LARGE)
+    assert receiver.message(0, target.data_ptr(), target.nbytes, 0, 5, 0.05) < 0, "nothing came"
+    handle = sender.post(1, given.data_ptr(), given.nbytes, 1, 5)
+    time.sleep(0.2)
+    assert not target.any()
+    sender.drop(handle)
+
+
+# ---------------------------------------------------------------- how they meet
+
+
+def test_a_stranger_is_turned_away_and_the_group_forms(monkeypatch):
+    """Somebody who found the port calls first, says the wrong word, or nothing."""
+    monkeypatch.setattr(dial, "HELLO_SECONDS", 0.2)
+    store, calls = dist.HashStore(), []
+
+    def pester():
+        _, port, word = dial.json.loads(store.get("wire/0"))
+        for hello in (dial.HELLO.pack(b"0" * 32, 1), b"", dial.HELLO.pack(word.encode(), 7)):
+            calls.append(socket.create_connection(("127.0.0.1", port)))
+            calls[-1].sendall(hello)
+        lines[1] = dial_all(store, 1, 2, "127.0.0.1", 10)
+
+    lines: dict = {}
+    threading.Thread(target=pester, daemon=True).start()
+    store.set("wire/1", "")   # rank 0 waits for it, and reads only of those before it
+    lines[0] = dial_all(store, 0, 2, "127.0.0.1", 10)
+    for _ in range(100):
+        if 1 in lines:
+            break
+        time.sleep(0.05)
+    lines[0][1].setblocking(True)
+    lines[1][0].sendall(b"us")
+    assert lines[0][1].recv(2) == b"us"
+    for line in (*calls, lines[0][1], lines[1][0]):
+        line.close()
+
+
+def test_a_rank_that_cannot_be_reached_is_named_with_its_address():
+    store = dist.HashStore()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        store.set("wire/0", dial.json.dumps(["127.0.0.1", closed.getsockname()[1], "0" * 32]))
+        with pytest.raises(RankLost, match=r"rank 1: cannot reach rank 0 at 127\.0\.0\.1, port \d+: .*GLOO_SOCKET_IFNAME"):
+            dial_all(store, 1, 2, "127.0.0.1", 2)
+
+
+def test_whoever_does_not_call_is_named():
+    store = dist.HashStore()
+    store.set("wire/1", "")
+    with pytest.raises(RankLost, match="rank 0: rank\\(s\\) 1 did not connect in time"):
+        dial_all(store, 0, 2, "127.0.0.1", 0.2)
