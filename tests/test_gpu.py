@@ -26,7 +26,7 @@ from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture

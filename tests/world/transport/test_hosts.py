@@ -319,21 +319,6 @@ def test_survivors_on_all_hosts_are_told_who_is_gone_and_nothing_is_left_behind(
     assert not outcome.late, outcome
 
 
-def test_a_receiver_that_waits_for_nothing_stops_reading_and_loses_nothing(ranks, monkeypatch):
-    monkeypatch.setattr(wire, "ASIDE", 1 << 20)
-    world = ranks("ab")
-    messages, n = 60, 1 << 20   # bytes of each: 60 MiB, far more than what two kernels hold for a connection
-    sender, receiver = world.groups
-    works = [sender.send([torch.full((n,), k, dtype=torch.uint8)], 1, 0) for k in range(messages)]
-    time.sleep(0.3)
-    aside = sum(m.data.nbytes for m in receiver.channel.link._wire._mailbox.aside)
-    assert aside <= wire.ASIDE + wire.AT_ONCE * n and not works[-1].is_completed(), "the sender waits"
-    for k in range(messages):
-        receiver.recv([x := torch.zeros(n, dtype=torch.uint8)], 0, 0).wait()
-        assert (x == k).all()
-    assert all(work.wait() for work in works)
-
-
 def test_memory_of_a_message_that_was_given_up_is_not_touched_any_more(ranks):
     world = ranks("ab", timeout=0.2)
     sender, receiver = (group.channel.link for group in world.groups)
