@@ -17,7 +17,7 @@ from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
 from rankloom.base.errors import CollectiveMismatch, RankLost, ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import dial, levels, wire
+from rankloom.world.transport import dial, levels
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.levels import Levels
