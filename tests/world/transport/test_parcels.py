@@ -166,6 +166,25 @@ def test_a_receive_has_a_future_that_is_set_when_the_message_has_come(pair):
     assert pair.each(body)[1] == numbers(0).tolist()
 
 
+def test_a_message_has_come_only_when_the_device_has_brought_it(pair):
+    def body(group, rank):
+        if rank == 0:
+            group.send([numbers(0)], 1).wait()
+            return sent.set()
+        group._device.run(lambda: stuck.wait(20))
+        work = group.recv([torch.zeros(5)], 0)
+        sent.wait(20)
+        for _ in range(100):   # its note has come by now
+            assert not work.is_completed()
+        stuck.set()
+        work.wait()
+        assert work.is_completed() and work.is_success()
+        return None
+
+    sent, stuck = threading.Event(), threading.Event()
+    pair.each(body)
+
+
 def test_a_message_that_does_not_come_in_time_leaves_the_receive_standing(pair):
     def body(group, rank):
         if rank == 0:

@@ -155,10 +155,12 @@ def test_a_buffer_that_is_shared_on_some_ranks_only_is_staged_on_all(ranks):
 def test_a_part_of_a_shared_buffer_at_the_same_place_everywhere_is_summed_where_it_lies_and_the_rest_stays(ranks):
     def body(group, rank):
         x = group.buffer((4096,)).fill_(rank)
+        group.allreduce([torch.ones(1)]).wait()   # the first makes the slots
+        group._device.log.clear()
         group.allreduce([x[1000:3000]]).wait()
-        return x.tolist()
+        return x.tolist(), group._device.log.count("run")
 
-    assert ranks(2).each(body) == [[rank] * 1000 + [1.0] * 2000 + [rank] * 1096 for rank in (0, 1)]
+    assert ranks(2).each(body) == [([rank] * 1000 + [1.0] * 2000 + [rank] * 1096, 1) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("ranks_", range(1, 9))
@@ -229,8 +231,9 @@ def test_a_queue_that_follows_a_mark_which_never_comes_is_set_free_by_an_abort(t
         if rank == 2:
             group._device.run(functools.partial(stuck.wait, 30))
         work = group.allreduce([torch.ones(3)])
-        group.channel.call(8)   # all have submitted: only rank 2's device is stuck
+        all_are_here.wait(20)   # all have submitted: only rank 2's device is stuck
         assert not work.is_completed()
+        all_are_here.wait(20)
         if rank == 0:
             group.abort()
         if rank < 2:
@@ -238,7 +241,7 @@ def test_a_queue_that_follows_a_mark_which_never_comes_is_set_free_by_an_abort(t
         with pytest.raises(RankLost):
             group.allreduce([torch.ones(3)])
 
-    stuck = threading.Event()
+    stuck, all_are_here = threading.Event(), threading.Barrier(3)
     try:
         trio.each(body)
     finally:

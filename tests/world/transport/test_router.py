@@ -110,8 +110,9 @@ def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     pair = plain.run(lambda rank: routers[rank].carrier(GPU, (0, 1)) if rank < 2 else None)
     with pytest.raises(RankLost, match="rank\\(s\\) 2 did not join"):
         routers[0].carrier(GPU)
+    trio = plain.run(lambda rank: routers[rank].carrier(GPU))
     monkeypatch.undo()
-    assert isinstance(pair[0], DeviceGroup)
+    assert isinstance(pair[0], DeviceGroup) and trio[:2] == pair[:2]
     plain.close()
 
 
@@ -155,6 +156,18 @@ def test_messages_find_their_way_and_ask_for_their_two_ends(routed):
     assert [x for x, _ in told] == [[float((rank - 1) % 3)] * 4 for rank in range(3)]
     assert all({(rank, (rank - 1) % 3), (rank, (rank + 1) % 3)} <= {*asked} for rank, (_, asked) in enumerate(told))
     assert () in told[0][1]
+
+
+def test_what_is_only_sent_is_not_written_to(routed):
+    """Elements of it may share a place, which nobody can write."""
+    def body(rank):
+        if rank == 0:
+            routed.groups[0].send([torch.ones(1).expand(4)], 1, 5).wait()
+        elif rank == 1:
+            routed.groups[1].recv([x := torch.zeros(4)], 0, 5).wait()
+            assert x.tolist() == [1.0] * 4
+
+    routed.run(body)
 
 
 def test_calls_between_the_marks_of_a_batch_are_waited_for_as_one(routed):
