@@ -1,0 +1,53 @@
+"""Where the tensors of a unit lie in its flat buffer, and which elements of that buffer each rank owns. Pure arithmetic.
+
+A buffer of `total` elements is cut in equal spans, one a rank. A tensor may be cut anywhere by that: what a rank owns of it is a
+*piece*, elements [start, stop) of the flattened tensor, maybe none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rankloom.shard.flat import ALIGN, Slot, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tensors end to end in `total` elements, cut in spans for `ranks` ranks.
+
+    >>> layout = lay_out_evenly({"a": torch.Size([3]), "b": torch.Size([5, 8])}, itemsize=4, ranks=2)
+    >>> layout.total, layout.span(1), layout.piece("b", 0), layout.piece("b", 1)
+    (64, (32, 64), (0, 16), (16, 40))
+    """
+
+    slots: tuple[Slot, ...]
+    total: int
+    ranks: int
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The elements of the flat buffer that `rank` owns."""
+        each = self.total // self.ranks
+        return rank * each, (rank + 1) * each
+
+    def slot(self, name: str) -> Slot:
+        """Where the tensor `name` lies."""
+        return next(slot for slot in self.slots if slot.name == name)
+
+    def piece(self, name: str, rank: int) -> tuple[int, int]:
+        """The elements of the tensor `name`, flattened, that `rank` owns; (0, 0) where it has none."""
+        slot, (start, stop) = self.slot(name), self.span(rank)
+        first, last = max(start, slot.start), min(stop, slot.end)
+        return (first - slot.start, last - slot.start) if first < last else (0, 0)
+
+
+def lay_out_evenly(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> Layout:
+    """Tensors in the order given, each aligned; cut wherever a span ends, at multiples of 64 bytes.
+
+    The alignment is for bits, not only for speed: a vector kernel treats the last few elements of a tensor apart, and so a
+    slice has to end where whole vectors end to be updated to the very bits of the whole.
+    memory: less than 64 bytes of padding for each tensor and each rank
+    """
+    slots, end = lay_out(shapes, itemsize)
+    step = ranks * max(1, ALIGN // itemsize)
+    return Layout(tuple(slots), -(-end // step) * step, ranks)
