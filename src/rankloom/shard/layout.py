@@ -24,6 +24,7 @@ class Layout:
     slots: tuple[Slot, ...]
     total: int
     ranks: int
+    whole_tensors: bool = False   # no tensor is cut: each lies in one rank's span
 
     def span(self, rank: int) -> tuple[int, int]:
         """The elements of the flat buffer that `rank` owns."""
