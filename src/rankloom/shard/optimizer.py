@@ -1,0 +1,199 @@
+"""Any torch optimizer over pieces of parameters.
+
+From stage 1 on, a rank updates only those elements of each parameter that lie in its slice. The user's function is called with
+parameters of the plain shapes all the same, because people group by them (weight decay for matrices only):
+
+    stand_in               the shape of a parameter, without its memory
+    make_optimizer         the user's groups of these: one optimizer, or several as one
+    needs_whole_matrices   which tensors the layout must not cut (shard/matrices.py)
+    give_owners            what this rank really updates, in the place of the stand-ins
+
+An *owner* is the nn.Parameter that the optimizer updates: a 1-D view of this rank's slice, or a whole tensor in its own shape, or
+empty. An elementwise optimizer, as most are, does the same to a slice as to the whole.
+How the state becomes one again: `shard/optimizer_state.py`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError
+
+Build = Callable[[list[nn.Parameter]], Any]
+
+# What one of these does to an element depends on that element and its own state only.
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank owns of a parameter: its elements [start, stop), flattened.
+
+    >>> Piece("w", torch.Size([2, 3]), 4, 6).cut(torch.arange(6).view(2, 3))
+    tensor([4, 5])
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        """All of the parameter is here."""
+        return (self.start, self.stop) == (0, self.shape.numel())
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of it is here."""
+        return self.start == self.stop
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This piece of a tensor of the parameter's shape, 1-D; a view where `whole` is contiguous."""
+        return whole.reshape(-1)[self.start : self.stop]
+
+
+class Optimizers:
+    """Several optimizers, each with parameters of its own, used as one: say Muon for matrices and AdamW for the rest.
+
+    It offers what the engine asks of a torch optimizer. `grad_scale` and `found_inf` are handed on where all parts take them.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self.parts = list(parts)
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, in order: the parts' own dicts, so that a rate set here is set there."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """What all parts remember, by parameter: a new dict of the parts' own."""
+        return {param: held for part in self.parts for param, held in part.state.items()}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:   # the name by which torch's own optimizers tell
+        return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
+
+    def step(self) -> None:
+        """One step of each part."""
+        for part in self.parts:
+            if self._step_supports_amp_scaling:
+                part.grad_scale, part.found_inf = self.grad_scale, self.found_inf   # type: ignore[attr-defined]
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def parts_of(optimizer: torch.optim.Optimizer | Optimizers) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that it is made of."""
+    return optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Parameter:
+    """A parameter like `plain` in shape, `requires_grad` and the user's own attributes, in no memory: one NaN for all elements.
+
+    dtype, device: those of the owner, where they are not `plain`'s
+    """
+    # NaN, not 0: who computes with the values when the optimizer is built shall notice.
+    one = torch.full((), math.nan, dtype=dtype or plain.dtype, device=device or plain.device)
+    made = nn.Parameter(one.expand(plain.shape), requires_grad=plain.requires_grad)
+    vars(made).update(vars(plain))
+    return made
+
+
+def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | Optimizers:
+    """What the user's function makes of `params`: a torch optimizer; of a list of them, `Optimizers`.
+
+    params: owners, or stand-ins for them
+    raises: ConfigError
+    """
+    if isinstance(build, torch.optim.Optimizer) or not callable(build):
+        raise ConfigError("optimizer must be a function of the parameters, for example `lambda p: torch.optim.AdamW(p, lr=3e-4)`: "
+                          "rankloom decides which tensors it updates")
+    made = build(list(params.values()))
+    parts = list(made) if isinstance(made, list | tuple) else [made]
+    if not parts or not all(hasattr(part, "param_groups") for part in parts):
+        raise ConfigError(f"the optimizer function returned {made!r}, expected a torch optimizer or a list of them")
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts):
+        raise ConfigError("LBFGS evaluates the loss many times a step and looks at all parameters at once; here the loss is evaluated "
+                          "once and each rank updates its own share. Use an optimizer that treats each tensor by itself")
+    names = {id(param): name for name, param in params.items()}
+    updated = Counter(names.get(id(param)) for part in parts for group in part.param_groups for param in group["params"])
+    if None in updated:
+        raise ConfigError("the optimizer updates tensors that it was not given; build it from the parameters it is called with")
+    if twice := [name for name, times in updated.items() if times > 1]:
+        raise ConfigError(f"{', '.join(map(str, twice))}: updated by more than one optimizer; give each parameter to one of them")
+    return parts[0] if len(parts) == 1 else Optimizers(parts)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether to update slices is the same as to update the whole.
+
+    Known of torch's own and what is derived from them. A class of the user's says so with an attribute `elementwise = True`;
+    else it gets whole tensors, which is right for every optimizer that treats each tensor by itself.
+    """
+    return bool(getattr(optimizer, "elementwise", isinstance(optimizer, ELEMENTWISE)))
+
+
+def needs_whole_matrices(optimizer: torch.optim.Optimizer | Optimizers, params: Mapping[str, nn.Parameter]) -> set[str]:
+    """The names of those `params` that must not be cut: the optimizer that updates them is not elementwise (Muon, Adafactor).
+
+    params: what the optimizer was built from, by name
+    """
+    names = {id(param): name for name, param in params.items()}
+    return {names[id(param)] for part in parts_of(optimizer) if not is_elementwise(part)
+            for group in part.param_groups for param in group["params"]}
+
+
+@torch.no_grad()
+def give_owners(optimizer: torch.optim.Optimizer | Optimizers, stand_ins: Mapping[str, nn.Parameter],
+                owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> None:
+    """Put the owners in the place of the stand-ins that `optimizer` was built from, in its groups and in its state.
+
+    State that is there from the start (Adagrad) is cut to the pieces. It is made whole, tensor by tensor, before it is cut.
+    Empty owners stay in their groups; torch passes over what has no gradient.
+    """
+    names = {id(param): name for name, param in stand_ins.items()}
+    for name in needs_whole_matrices(optimizer, stand_ins):
+        assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
+    for part in parts_of(optimizer):
+        state = {names[id(param)]: held for param, held in part.state.items()}
+        counters = counter_keys(state, pieces)
+        part.state.clear()
+        for group in part.param_groups:
+            group["params"] = [owners[names[id(param)]] for param in group["params"]]
+        for name, held in state.items():
+            if not pieces[name].is_empty:
+                part.state[owners[name]] = {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters)
+                                            for key, value in held.items()}
+
+
+def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, Piece]) -> set[str]:
+    """Keys that hold one number for a whole tensor, as "step" does. Where a parameter has no dims, shapes do not tell.
+
+    state: by parameter and key, whole
+    """
+    return {"step"} | {key for name, held in state.items() for key, value in held.items()
+                       if isinstance(value, Tensor) and value.dim() == 0 and pieces[name].shape}
+
+
+def cut_state(value: Any, piece: Piece, owner: nn.Parameter, *, is_counter: bool) -> Any:
+    """A copy of one value of the state of a whole parameter, as the owner of `piece` has it."""
+    if not isinstance(value, Tensor):
+        return value
+    if (is_counter and value.dim() == 0) or value.shape != piece.shape:
+        return value.detach().clone()
+    return piece.cut(value.detach()).view(owner.shape).clone()

@@ -1,0 +1,203 @@
+"""The state of an optimizer over pieces: gathered whole under the plain model's names, and cut to pieces again.
+
+Whole it is {"state": {name: {key: value}}, "param_groups": [{"params": [names], "lr": ...}]}, the same from any number of ranks.
+
+    gather   ranks tell each other what they hold (no tensor yet), and so all make the same calls; then, value by value,
+                 as many elements as the piece has   each rank's go to their place in the whole
+                 any other tensor, say "step"        comes from the first rank that has a piece
+                 no tensor                           has been told already
+    load     each rank cuts its pieces out of the whole; nothing is sent
+
+Where a rank has nothing of a parameter, it has no state of it. Read `shard/optimizer.py` before.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
+from rankloom.shard.optimizer import Optimizers, Piece, counter_keys, cut_state, is_elementwise, parts_of
+from rankloom.world.group import Group
+
+Told = dict[str, tuple[int, int, dict[str, list[Any]]]]   # name -> start, stop, key -> [dtype, shape, fits the piece, value]
+HOW = ("params", "fused", "foreach", "capturable", "differentiable")   # of a group: how this run computes, not what it has learned
+PLAIN_VALUES = (int, float, str, type(None))   # and bool, which is an int
+
+
+@torch.no_grad()
+def gather_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+                           pieces: Mapping[str, Piece], group: Group, *, rank: int | None = None) -> dict[str, Any] | None:
+    """The whole state in CPU memory, in the plain names and shapes. All ranks of `group` call it; its pieces make the whole.
+
+    rank:    the rank of `group` that gets it, the others get None; left out, all get it
+    sent:    each piece once to that rank, or by broadcast to all; a device holds one whole tensor at a time
+    raises:  ConfigError, ModelMismatch, on all ranks
+    """
+    names = {id(owner): name for name, owner in owners.items()}
+    told: list[Told] = group.all_gather_object(_tell(optimizer, owners, pieces), label="optimizer state")
+    _expect_one_whole(told, pieces, group)
+    held, takes, whole = optimizer.state, rank in (None, group.rank), dict[str, dict[str, Any]]()
+    for name in (names[id(owner)] for part in optimizer.param_groups for owner in part["params"]):
+        there = {at: of[name] for at, of in enumerate(told) if name in of}
+        mine = held[owners[name]] if group.rank in there else {}
+        for key in there[min(there)][2] if there else ():
+            value = _gather_value(mine.get(key), {at: (start, stop, keys[key]) for at, (start, stop, keys) in there.items()},
+                                  pieces[name].shape, group, rank=rank, label=f"optimizer state {key} of {name}")
+            if takes:
+                whole.setdefault(name, {})[key] = value
+    groups = [{key: [names[id(owner)] for owner in value] if key == "params" else _copied(value) for key, value in part.items()}
+              for part in optimizer.param_groups]
+    return {"state": whole, "param_groups": groups} if takes else None
+
+
+def _tell(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Told:
+    """What this rank has, of the parameters of which it has a piece and a state."""
+    state = optimizer.state
+    return {name: (pieces[name].start, pieces[name].stop, {key: _describe(value, owner) for key, value in state[owner].items()})
+            for name, owner in owners.items() if owner in state and not pieces[name].is_empty}
+
+
+def _describe(value: Any, owner: nn.Parameter) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), value.shape == owner.shape, None]
+    return [None, None, False, value] if isinstance(value, PLAIN_VALUES) else [type(value).__name__, None, False, None]
+
+
+def _expect_one_whole(told: list[Told], pieces: Mapping[str, Piece], group: Group) -> None:
+    """Every rank judges what all have told, so that all raise or none."""
+    for name in dict.fromkeys(name for of in told for name in of):
+        there = {at: of[name] for at, of in enumerate(told) if name in of}
+        expected = there[min(there)][2]
+        for key, (kind, shape, _, _) in expected.items():
+            if kind is not None and shape is None:
+                raise ConfigError(f"optimizer state {key} of {name} is a {kind}, which cannot be gathered; "
+                                  "keep tensors, numbers, strings or None")
+        for at, (_, _, keys) in there.items():
+            if {key: told[0] for key, told in keys.items()} != {key: told[0] for key, told in expected.items()}:
+                raise ModelMismatch(f"rank {group.ranks[at]}: the optimizer state of {name} is {_listed(keys)}, but on rank "
+                                    f"{group.ranks[min(there)]} it is {_listed(expected)}; has a step failed on one of them?")
+        covered, n = sum(stop - start for start, stop, _ in there.values()), pieces[name].shape.numel()
+        if covered != n:
+            raise ModelMismatch(f"ranks {', '.join(str(group.ranks[at]) for at in there)} have optimizer state for {covered} elements of "
+                                f"{name}, expected all {n}; has a step failed on another rank, or is it cut over another group?")
+
+
+def _listed(keys: dict[str, list[Any]]) -> str:
+    return ", ".join(f"{key} ({told[0]})" for key, told in keys.items()) or "empty"
+
+
+def _gather_value(mine: Any, there: dict[int, tuple[int, int, list[Any]]], shape: torch.Size, group: Group, *,
+                  rank: int | None, label: str) -> Any:
+    """One value of one parameter's state, whole, where it is wanted.
+
+    there: what each rank that has a piece told of it: start, stop, [dtype, shape, fits the piece, value]
+    shape: of the whole parameter
+    """
+    first = min(there)
+    kind, own_shape, _, value = there[first][2]
+    if kind is None:
+        return value
+    dtype = getattr(torch, kind)
+    spans = {at: (start * dtype.itemsize, stop * dtype.itemsize) for at, (start, stop, _) in there.items()}
+    if not all(fits for _, _, (_, _, fits, _) in there.values()):
+        shape = torch.Size(own_shape)
+        spans = {first: (0, shape.numel() * dtype.itemsize)}
+    data = mine.detach().to(group.device).contiguous().view(-1).view(torch.uint8) if group.rank in spans else None
+    whole = join(data, spans, group, rank, label)
+    return None if whole is None else whole.view(dtype).view(shape)
+
+
+def join(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Group, rank: int | None, label: str) -> Tensor | None:
+    """All ranks' bytes as one tensor in CPU memory, on `rank` or everywhere. Bytes, because backends refuse some dtypes.
+
+    spans: rank -> [start, stop) of its bytes in the whole; together they make it
+    """
+    takes = rank in (None, group.rank)
+    whole = torch.empty(sum(stop - start for start, stop in spans.values()) if takes else 0, dtype=torch.uint8, device=group.device)
+    for at, (start, stop) in spans.items():
+        part = whole[start:stop]
+        if takes and mine is not None and at == group.rank:
+            part.copy_(mine)
+        if rank is None:
+            group.broadcast(part, at, label=label)
+        elif mine is not None and at == group.rank != rank:
+            group.send(mine, rank, label=label)
+        elif at != rank and takes:
+            group.recv(part, at, label=label)
+    return whole.cpu() if takes else None
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+                         pieces: Mapping[str, Piece], full_state: Mapping[str, Any], *, rank: int) -> None:
+    """Put this rank's pieces of a whole state in place of what `optimizer` has. Nothing is sent, nothing of `full_state` is kept.
+
+    Learning rates and the like are taken over; how the optimizer computes (fused, foreach) stays as it was built.
+
+    rank:   for messages
+    raises: ModelMismatch, on all ranks if all are given the same, with the optimizer as it was before
+    """
+    state = full_state["state"]
+    names = {id(owner): name for name, owner in owners.items()}
+    _expect_same_groups(optimizer, names, full_state, f"rank {rank}")
+    for part in parts_of(optimizer):
+        _expect_same_shapes(part, names, pieces, state, f"rank {rank}")
+    for ours, saved in zip(optimizer.param_groups, full_state["param_groups"]):
+        ours.update({key: _copied(value) for key, value in saved.items() if key not in HOW})
+    counters = counter_keys(state, pieces)
+    for part in parts_of(optimizer):
+        part.state.clear()
+        for name, owner, settings in [(names[id(owner)], owner, ours) for ours in part.param_groups for owner in ours["params"]]:
+            if name in state and not pieces[name].is_empty:
+                own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in state[name].items()}
+                part.state[owner] = {key: _place(value, owner, settings, part, is_counter=key in counters) for key, value in own.items()}
+
+
+def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], part: torch.optim.Optimizer, *, is_counter: bool) -> Any:
+    """The device and the dtype that the optimizer would have made it in."""
+    if not isinstance(value, Tensor):
+        return value
+    if is_counter and value.dim() == 0:   # beside the parameter only where a kernel reads it
+        on_device = settings.get("fused") or settings.get("capturable")
+        return value.to(owner.device, torch.float32) if on_device else value.to("cpu")
+    torchs = type(part).__module__.startswith("torch.optim")   # those keep all they remember in the parameter's dtype
+    return value.to(owner.device, owner.dtype if torchs and value.is_floating_point() else value.dtype)
+
+
+def _expect_same_groups(optimizer: torch.optim.Optimizer | Optimizers, names: Mapping[int, str], full_state: Mapping[str, Any],
+                        where: str) -> None:
+    ours, saved = optimizer.param_groups, full_state["param_groups"]
+    if len(ours) != len(saved):
+        raise ModelMismatch(f"{where}: the saved optimizer has {len(saved)} parameter groups, expected {len(ours)}; build it alike")
+    for index, (our, their) in enumerate(zip(ours, saved)):
+        here, there = {names[id(owner)] for owner in our["params"]}, set(their["params"])
+        if only_saved := sorted(there - here):
+            raise ModelMismatch(f"{where}: parameter group {index} of the saved optimizer has {only_saved[0]!r}, the one here has not: "
+                                f"is it of another model? {did_you_mean(only_saved[0], here)}")
+        if only_here := sorted(here - there):
+            raise ModelMismatch(f"{where}: parameter group {index} has {only_here[0]!r}, the saved one's has not: "
+                                f"is it of another model? {did_you_mean(only_here[0], there)}")
+        more, fewer = sorted(their.keys() - our.keys()), sorted(our.keys() - their.keys())
+        if more and fewer:   # one of them alone may be another version of torch, or a scheduler's note
+            raise ModelMismatch(f"{where}: parameter group {index} of the saved optimizer has {', '.join(more)} where this one has "
+                                f"{', '.join(fewer)}: it is the state of another kind of optimizer")
+    if unknown := sorted(full_state["state"].keys() - names.values()):
+        raise ModelMismatch(f"{where}: there is saved optimizer state of {unknown[0]!r}, which this model has not: "
+                            f"is it of another model? {did_you_mean(unknown[0], names.values())}")
+
+
+def _expect_same_shapes(part: torch.optim.Optimizer, names: Mapping[int, str], pieces: Mapping[str, Piece],
+                        state: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    if not is_elementwise(part) and not isinstance(part, torch.optim.Muon):
+        return   # what the others remember may have any shape
+    for name in (names[id(owner)] for ours in part.param_groups for owner in ours["params"]):
+        for key, value in state.get(name, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != pieces[name].shape:
+                raise ModelMismatch(f"{where}: optimizer state {key} of {name} has shape {tuple(value.shape)}, "
+                                    f"expected {tuple(pieces[name].shape)}: is it of another model?")
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,191 @@
+"""State over pieces: whole it is that of one process, and any number of ranks goes on from it."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.shard.optimizer import Piece, make_optimizer
+from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state
+from shard.pieces import ELEMENTWISE, STEPS, WHOLE, Pieces, by_dims, optim, plain_state, train_whole
+
+ALL = {**ELEMENTWISE, **{f"whole {name}": build for name, build in WHOLE.items()}}
+
+
+def gathered(world: rl.World, build, rank: int | None = None, steps: int = STEPS) -> dict | None:
+    mine = Pieces(build, world.rank, world.size).train(range(steps))
+    return gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=rank)
+
+
+def expect_same_state(mine: dict, expected: dict) -> None:
+    assert mine.keys() == expected.keys()
+    for name, held in expected.items():
+        assert mine[name].keys() == held.keys(), name
+        for key, value in held.items():
+            if isinstance(value, torch.Tensor):
+                found = mine[name][key]
+                assert (found.shape, found.dtype, found.device.type) == (value.shape, value.dtype, "cpu"), f"{key} of {name}"
+                assert torch.equal(found, value), f"{key} of {name}"
+            else:
+                assert mine[name][key] == value, f"{key} of {name}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gathered_state_is_that_of_one_process(name):
+    expected = plain_state(*train_whole(ALL[name]))
+    for ranks in (1, 2, 3, 4):
+        for state in rl.simulate(ranks, lambda world: gathered(world, ALL[name])):
+            expect_same_state(state["state"], expected)
+
+
+def test_groups_are_gathered_by_name_with_their_settings():
+    params, optimizer = train_whole(by_dims)
+    names = {id(p): name for name, p in params.items()}
+    expected = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    assert rl.simulate(2, lambda world: gathered(world, by_dims))[1]["param_groups"] == expected
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_alone_can_get_the_whole(rank):
+    found = rl.simulate(3, lambda world: gathered(world, by_dims, rank))
+    assert [state is None for state in found] == [at != rank for at in range(3)]
+    expect_same_state(found[rank]["state"], plain_state(*train_whole(by_dims)))
+
+
+def test_each_piece_is_sent_once_to_the_one_rank_that_gets_it():
+    def body(world):
+        mine = Pieces(by_dims, world.rank, world.size).train()
+        tensors = sum(v.nbytes for p in mine.optimizer.state for v in mine.optimizer.state[p].values() if v.dim())
+        told = world.ledger.bytes
+        world.all_gather_object({}, label="for its price")
+        before = world.ledger.bytes
+        gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=0)
+        return tensors, world.ledger.bytes - before, told
+
+    for rank, (tensors, sent, _) in enumerate(rl.simulate(3, body)):
+        assert sent < 20_000 if rank == 0 else sent >= tensors
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_number_of_ranks_goes_on_from_the_state_of_any_other_number(name):
+    expected, _ = train_whole(ALL[name])
+    early, _ = train_whole(ALL[name], steps=3)
+    for before, after in ((1, 3), (3, 2), (2, 4)):
+        saved = rl.simulate(before, lambda world: gathered(world, ALL[name], rank=0, steps=3))[0]
+        for rank in range(after):
+            mine = Pieces(ALL[name], rank, after)
+            for owner, piece in ((mine.owners[n], mine.pieces[n]) for n in mine.owners):
+                owner.data.copy_(piece.cut(early[piece.name].detach()).view(owner.shape))
+            load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=rank)
+            mine.train(range(3, STEPS))
+            for n, owner in mine.owners.items():
+                assert torch.equal(owner.detach().view(-1), mine.pieces[n].cut(expected[n].detach())), f"{n} on rank {rank} of {after}"
+
+
+def test_what_is_loaded_is_a_copy_and_replaces_what_was_there():
+    saved = gathered_alone(by_dims)
+    mine = Pieces(by_dims, 0, 1).train(range(1))
+    mine.optimizer.state[mine.owners["unused"]] = {"step": torch.tensor(9.0)}
+    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    assert mine.owners["unused"] not in mine.optimizer.state
+    kept = saved["state"]["wide"]["exp_avg"].clone()
+    mine.train(range(1))
+    assert torch.equal(saved["state"]["wide"]["exp_avg"], kept) and saved["state"]["wide"]["step"] == STEPS
+
+
+def gathered_alone(build, steps: int = STEPS) -> dict:
+    return rl.simulate(1, lambda world: gathered(world, build, steps=steps))[0]
+
+
+def test_rates_are_taken_over_and_how_to_compute_is_not():
+    saved = gathered_alone(lambda p: optim.AdamW(p, lr=0.5, betas=(0.5, 0.75), fused=True))
+    mine = Pieces(lambda p: optim.AdamW(p, lr=0.1, foreach=True), 0, 1)
+    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    group = mine.optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["fused"], group["foreach"]) == (0.5, (0.5, 0.75), None, True)
+
+
+def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others_keeps_its_own():
+    class Wide(optim.SGD):
+        elementwise = True
+
+    saved = gathered_alone(ELEMENTWISE["sgd nesterov"])
+    for build, dtype in ((ELEMENTWISE["sgd nesterov"], torch.float64), (lambda p: Wide(p, nesterov=True, momentum=0.9), torch.float32)):
+        mine = Pieces(build, 0, 1, torch.float64)
+        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+        assert {held["momentum_buffer"].dtype for held in mine.optimizer.state.values()} == {dtype}
+    assert Pieces(ELEMENTWISE["adamw"], 0, 1, torch.float64).train().optimizer.param_groups   # and goes on
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda s: s["param_groups"].pop(), "rank 3: the saved optimizer has 1 parameter groups, expected 2"),
+    (lambda s: s["param_groups"][0]["params"].append("wider"), "rank 3: parameter group 0 .* has 'wider'.*another model.*mean 'wide'"),
+    (lambda s: s["param_groups"][1]["params"].remove("pair"), "rank 3: parameter group 1 has 'pair', the saved one's has not"),
+    (lambda s: s["state"].update(tail={}), "rank 3: there is saved optimizer state of 'tail'.*Did you mean 'tall'"),
+    (lambda s: s["state"]["wide"].update(exp_avg=torch.zeros(23, 9)), r"exp_avg of wide has shape \(23, 9\), expected \(9, 23\)"),
+    (lambda s: s["state"]["pair"].update(exp_avg_sq=torch.zeros(3)), r"rank 3: .*exp_avg_sq of pair has shape \(3,\), expected \(2,\)"),
+    (lambda s: s["param_groups"][0].update(nesterov=s["param_groups"][0].pop("betas")), "has nesterov where this one has betas"),
+], ids=["groups", "more", "fewer", "unknown", "shape", "shape elsewhere", "kind"])
+def test_the_state_of_another_model_is_refused_and_changes_nothing(spoil, said):
+    saved = gathered_alone(by_dims)
+    spoil(saved)
+    saved["param_groups"][0]["lr"] = 7.0
+    mine = Pieces(by_dims, 3, 4).train(range(2))
+    assert mine.pieces["pair"].is_empty
+    before = {id(p): {k: v.clone() for k, v in held.items()} for p, held in mine.optimizer.state.items()}
+    with pytest.raises(ModelMismatch, match=said):
+        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=3)
+    assert mine.optimizer.param_groups[0]["lr"] == 0.1
+    assert all(torch.equal(v, before[id(p)][k]) for p, held in mine.optimizer.state.items() for k, v in held.items())
+
+
+def test_state_that_a_rank_has_lost_is_told_on_all_ranks():
+    def body(world):
+        mine = Pieces(by_dims, world.rank, world.size).train()
+        if world.rank == 1:
+            del mine.optimizer.state[mine.owners["wide"]]["exp_avg"]
+        with pytest.raises(ModelMismatch, match=r"rank 1: the optimizer state of wide is .*, but on rank 0 it is .*exp_avg \(float32\)"):
+            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+        if world.rank == 1:
+            del mine.optimizer.state[mine.owners["wide"]]
+        with pytest.raises(ModelMismatch, match=r"have optimizer state for \d+ elements of wide, expected all 207"):
+            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+        return True
+
+    shared = [not Pieces(by_dims, rank, 4).pieces["wide"].is_empty for rank in range(4)]
+    assert shared[:2] == [True, True]
+    assert all(rl.simulate(4, body))
+
+
+def test_state_of_a_kind_that_cannot_be_sent_is_told_on_all_ranks():
+    def body(world):
+        mine = Pieces(by_dims, world.rank, world.size).train()
+        if world.rank == 1:
+            mine.optimizer.state[mine.owners["tall"]]["history"] = [1, 2]
+        with pytest.raises((ConfigError, ModelMismatch), match="history"):
+            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=0)
+        return True
+
+    assert all(rl.simulate(2, body))
+
+
+def test_values_of_any_kind_and_dtype_come_through():
+    values = {"flag": True, "rate": 0.1, "name": "x", "nothing": None, "bits": torch.tensor([True, False, True]),
+              "half": torch.tensor([1.0, -2.0, 3.5], dtype=torch.bfloat16), "eight": torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn),
+              "count": torch.tensor(7), "rows": torch.arange(4.0).view(2, 2), "empty": torch.zeros(0)}
+
+    def body(world):
+        piece = Piece("w", torch.Size([2, 3]), 3 * world.rank, 3 * world.rank + 3)
+        owners = {"w": nn.Parameter(torch.zeros(3))}
+        optimizer = make_optimizer(optim.SGD, owners)
+        optimizer.state[owners["w"]] = dict(values)
+        return gather_optimizer_state(optimizer, owners, {"w": piece}, world)["state"]["w"]
+
+    for found in rl.simulate(2, body):
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                expected = torch.stack((value, value)) if value.shape == (3,) else value
+                assert found[key].dtype == value.dtype and torch.equal(found[key].float(), expected.float()), key
+            else:
+                assert found[key] == value and type(found[key]) is type(value), key
