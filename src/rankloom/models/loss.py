@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORE = -100                              # a target that is not counted; the number torch itself uses
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}   # logits alive at a time: the CPU's cache; 1 GB in fp32
+from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -48,11 +47,6 @@ def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a loss is added up in: never less than fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
                           rows: int | None = None, kernel: Kernel | None = None) -> Tensor:
     """Sum of the cross-entropy of `hidden @ weight.T` against `targets`.
@@ -70,12 +64,6 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
         return torch.stack(parts).sum()
     total: Tensor = ChunkedCrossEntropy.apply(hidden, weight, targets, rows, kernel or loss_and_gradient)  # type: ignore[no-untyped-call]
     return total
-
-
-def chunk_rows(vocab_size: int, device: str) -> int:
-    """Rows whose logits fit the budget of the device, a power of two, at least 16."""
-    elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
-    return max(16, 1 << (max(1, elements // vocab_size).bit_length() - 1))
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,227 @@
+"""How one tensor lies on the ranks of a mesh, in one line that code, errors and documents share.
+
+    [out/tensor, in]              cut along `out` over the tensor axis, whole elsewhere
+    [..., width] +tensor          whole in shape, but every tensor rank holds one term of a sum that is still owed
+    [..., width] -tensor          whole, and every tensor rank uses it for a part of its own: the *gradient* is owed
+
+A gradient is laid out like its tensor with `+` and `-` exchanged (`Layout.gradient`): the gradient of a term is that of
+the sum, and the gradient of what many use is the sum over them. So a pair of layouts decides the collective between
+them *and* the one that its gradient needs, and nothing has to be remembered:
+
+    from \\ to      whole           -axis           d/axis               +axis
+    whole          nothing         nothing         slice(d)             (refused)
+    -axis          (refused)       nothing         slice(d)             (refused)
+    c/axis         all_gather(c)   all_gather(c)   all_to_all(c, d)     pad(c)
+    +axis          all_reduce      all_reduce      reduce_scatter(d)    nothing
+
+Pure arithmetic. `parallel/tensor/moves.py` executes it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
+from rankloom.base.errors import ConfigError, ShapeMismatch, did_you_mean
+from rankloom.base.mesh import Mesh
+
+ANY = "..."   # any number of dims, whole; as the first dim only
+_TEXT = re.compile(r"\[([^\[\]]*)\]((?:\s*[+-]\s*\w+)*)\s*")
+
+
+class Span(NamedTuple):
+    """Elements start..stop-1 along one dim."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What all ranks of one axis do to turn one layout into another.
+
+    >>> print(Move("all_to_all", "heads", "tokens"))
+    all_to_all(heads, tokens)
+    """
+
+    kind: str              # nothing, slice, pad, all_gather, reduce_scatter, all_reduce, all_to_all
+    dim: str | None = None
+    to: str | None = None  # of an all_to_all: the dim that is cut afterwards
+
+    def bill(self, nbytes: int, ranks: int) -> Bill:
+        """What a rank pays when it begins with `nbytes` bytes."""
+        match self.kind:
+            case "all_reduce":
+                return all_reduce_bill(nbytes, ranks)
+            case "all_gather":
+                return all_gather_bill(nbytes, ranks)
+            case "reduce_scatter" | "all_to_all":
+                return scatter_bill(nbytes, ranks)
+        return Bill()
+
+    def __str__(self) -> str:
+        dims = ", ".join(dim for dim in (self.dim, self.to) if dim)
+        return f"{self.kind}({dims})" if dims else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of the dims, the mesh axes that cut each, and the axes over which a sum is owed, of it or of its gradient.
+
+    >>> weight = Layout.parse("[out/shard/tensor, in]")
+    >>> weight.local_shape((32, 5), {"shard": 2, "tensor": 4})
+    (4, 5)
+    >>> weight.spans((32, 5), {"shard": 1, "tensor": 0}, {"shard": 2, "tensor": 4})
+    (Span(start=16, stop=20), Span(start=0, stop=5))
+    >>> print(Layout.parse("[ ..., width ]-tensor").gradient())
+    [..., width] +tensor
+    """
+
+    dims: tuple[str, ...]
+    cut: tuple[tuple[str, ...], ...]       # for each dim, the axes that cut it, outermost first
+    owed: frozenset[str] = frozenset()     # +axis
+    apart: frozenset[str] = frozenset()    # -axis
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.cut for axis in axes] + sorted(self.owed) + sorted(self.apart)
+        known = Mesh().sizes()
+        for axis in used:
+            if axis not in known:
+                raise ConfigError(f"layout {self}: no mesh axis {axis!r}. {did_you_mean(axis, known)}")
+            if used.count(axis) > 1:
+                raise ConfigError(f"layout {self}: axis {axis!r} is named twice; it can cut one dim, or be owed, once")
+        for dim in self.dims:
+            if self.dims.count(dim) > 1 or not (dim.isidentifier() or dim == ANY):
+                raise ConfigError(f"layout {self}: {dim!r} cannot name a dim; dims have names of their own, such as rows or width")
+        if ANY in self.dims[1:] or (ANY in self.dims and self.cut[0]):
+            raise ConfigError(f"layout {self}: {ANY!r} stands first, and whole; give the dim that is cut a name")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout that a line like `[rows/tensor, cols] +shard` describes.
+
+        raises: ConfigError
+        """
+        found = _TEXT.fullmatch(text.strip())
+        if not found:
+            raise ConfigError(f"{text!r} is not a layout; write it like '[rows/tensor, cols] +shard'")
+        parts = [[word.strip() for word in dim.split("/")] for dim in found[1].split(",")] if found[1].strip() else []
+        signs = re.findall(r"([+-])\s*(\w+)", found[2])
+        named = {sign: [axis for s, axis in signs if s == sign] for sign in "+-"}
+        for axis in {axis for axes in named.values() for axis in axes if axes.count(axis) > 1}:
+            raise ConfigError(f"layout {text!r}: axis {axis!r} is named twice")
+        return cls(tuple(dim for dim, *_ in parts), tuple(tuple(axes) for _, *axes in parts), frozenset(named["+"]), frozenset(named["-"]))
+
+    def __str__(self) -> str:
+        dims = ", ".join("/".join((dim, *axes)) for dim, axes in zip(self.dims, self.cut))
+        return f"[{dims}]" + "".join(f" +{axis}" for axis in sorted(self.owed)) + "".join(f" -{axis}" for axis in sorted(self.apart))
+
+    def gradient(self) -> "Layout":
+        """The layout of the gradient towards a tensor laid out like this."""
+        return Layout(self.dims, self.cut, owed=self.apart, apart=self.owed)
+
+    def place(self, dim: str) -> int:
+        """Where a dim stands, counted from the end (-1 is the last), so that leading dims do not matter."""
+        if dim not in self.dims:
+            raise ConfigError(f"layout {self} has no dim {dim!r}. {did_you_mean(dim, self.dims)}")
+        return self.dims.index(dim) - len(self.dims)
+
+    def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of one rank's part of a tensor of `shape`. sizes: of the mesh axes; one left out has one rank.
+
+        raises: ShapeMismatch when the ranks do not divide a dim, or the number of dims is another
+        """
+        return tuple(span.stop - span.start for span in self.spans(shape, {}, sizes))
+
+    def spans(self, shape: Sequence[int], coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[Span, ...]:
+        """Which elements of each dim the rank at `coords` holds.
+
+        raises: ShapeMismatch, as `local_shape`
+        """
+        return tuple(self._span(dim, length, axes, coords, sizes) for dim, length, axes in self._pairs(shape))
+
+    def _pairs(self, shape: Sequence[int]) -> list[tuple[str, int, tuple[str, ...]]]:
+        names, cut = list(self.dims), list(self.cut)
+        if names and names[0] == ANY:
+            more = len(shape) - len(names) + 1
+            names, cut = [ANY] * more + names[1:], [()] * more + cut[1:]
+        if len(names) != len(shape):
+            raise ShapeMismatch(f"a tensor of shape {tuple(shape)} has {len(shape)} dims, but layout {self} names {len(self.dims)}")
+        return list(zip(names, shape, cut))
+
+    def _span(self, dim: str, length: int, axes: tuple[str, ...], coords: Mapping[str, int], sizes: Mapping[str, int]) -> Span:
+        parts = prod(sizes.get(axis, 1) for axis in axes)
+        if length % parts:
+            ranks = " x ".join(f"{axis} {sizes.get(axis, 1)}" for axis in axes)
+            raise ShapeMismatch(f"layout {self}: {dim} has {length} elements, which {ranks} = {parts} ranks do not divide; "
+                                f"pad it to {-(-length // parts) * parts}")
+        at = 0
+        for axis in axes:
+            at = at * sizes.get(axis, 1) + coords.get(axis, 0)
+        return Span(at * (length // parts), (at + 1) * (length // parts))
+
+
+def collective(src: Layout, dst: Layout, axis: str) -> Move:
+    """The one move over `axis` that turns `src` into `dst`.
+
+    >>> go = lambda a, b: print(collective(Layout.parse(a), Layout.parse(b), "tensor"))
+    >>> go("[rows/tensor, cols]", "[rows, cols]")
+    all_gather(rows)
+    >>> go("[rows, cols] +tensor", "[rows, cols/tensor]")
+    reduce_scatter(cols)
+
+    raises: ConfigError when there is none
+    """
+    _expect_one_step(src, dst, axis)
+    match _state(src, axis), _state(dst, axis):
+        case before, after if before == after:
+            return Move("nothing")
+        case ("" | "-"), "+":
+            raise ConfigError(f"cannot turn {src} into {dst}: no sum is owed over {axis}")
+        case "-", "":
+            raise ConfigError(f"cannot turn {src} into {dst}: its gradient is owed over {axis}, that of a whole is not")
+        case "", "-":
+            return Move("nothing")
+        case "+", ("" | "-"):
+            return Move("all_reduce")
+        case "+", dim:
+            return Move("reduce_scatter", dim)
+        case ("" | "-"), dim:
+            return Move("slice", dim)
+        case dim, "+":
+            return Move("pad", dim)
+        case dim, ("" | "-"):
+            return Move("all_gather", dim)
+        case dim, to:
+            return Move("all_to_all", dim, to)
+
+
+def conjugate(src: Layout, dst: Layout, axis: str) -> Move:
+    """The move over `axis` of the gradient, backward, where `collective(src, dst, axis)` went forward.
+
+    >>> whole, used = Layout.parse("[..., width]"), Layout.parse("[..., width] -tensor")
+    >>> print(collective(whole, used, "tensor"), conjugate(whole, used, "tensor"))
+    nothing all_reduce
+    """
+    return collective(dst.gradient(), src.gradient(), axis)
+
+
+def _state(layout: Layout, axis: str) -> str:
+    """What `axis` does to the tensor: nothing (""), "+", "-", or the name of the dim it cuts."""
+    if axis in layout.owed | layout.apart:
+        return "+" if axis in layout.owed else "-"
+    return next((dim for dim, axes in zip(layout.dims, layout.cut) if axis in axes), "")
+
+
+def _expect_one_step(src: Layout, dst: Layout, axis: str) -> None:
+    def without(layout: Layout) -> tuple[object, ...]:
+        return (layout.dims, tuple(tuple(a for a in axes if a != axis) for axes in layout.cut), layout.owed - {axis}, layout.apart - {axis})
+
+    if without(src) != without(dst):
+        raise ConfigError(f"{src} and {dst} differ in more than the axis {axis!r}; go one axis at a time")
+    for layout in (src, dst):
+        for axes in layout.cut:
+            if axis in axes[:-1] and src != dst:
+                raise ConfigError(f"layout {layout}: {axis!r} is not the innermost cut; move along {axes[-1]!r} first")
