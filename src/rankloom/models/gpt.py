@@ -22,6 +22,8 @@ from rankloom.models.loss import (
     language_model_loss,
     plain_language_model_loss,
 )
+from rankloom.models.mlp import MLP
+from rankloom.models.part import WHOLE, Part
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
            "parameter_count", "plain_language_model_loss", "preset"]
@@ -56,6 +58,10 @@ class Rotary(nn.Module):
         """Cosines and sines [stop - start, 1, D/2] of some positions."""
         return self.cos[start:stop, None], self.sin[start:stop, None]
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [n, 1, D/2] of n positions in any order."""
+        return self.cos[positions, None], self.sin[positions, None]
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle. x: [B, T, heads, D]; source: Su et al. 2021."""
@@ -89,35 +95,13 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: Part = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]. The number of heads is read off the weights, whoever cut them."""
         query, key, value = (f(x).unflatten(-1, (-1, self.head_width)) for f in (self.query, self.key, self.value))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value)
-        new, known = query.shape[1], key.shape[1]
-        # one new token sees all; with no past the plain triangle does; else the triangle starts after the past
-        mask = None
-        if new not in (1, known):
-            mask = torch.ones(new, known, dtype=torch.bool, device=x.device).tril(known - new)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask,
-            is_causal=new == known and new > 1, enable_gqa=query.shape[2] != key.shape[2])
-        return self.output(mixed.transpose(1, 2).flatten(2))   # type: ignore[no-any-return]
-
-
-class MLP(nn.Module):
-    """SwiGLU: a gate decides what passes. Source: Shazeer 2020."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.gate = nn.Linear(config.width, config.ffn, bias=False)
-        self.up = nn.Linear(config.width, config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, W] -> [B, T, W]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))   # type: ignore[no-any-return]
+        return self.output(part.attend(query, key, value).flatten(2))   # type: ignore[no-any-return]
 
 
 def _dropout(config: GPTConfig) -> nn.Module:
@@ -133,12 +117,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.attention_dropout = _dropout(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.width, config.ffn)
         self.mlp_dropout = _dropout(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: Part = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]; cos and sin are those of the T positions."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache, part))
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))   # type: ignore[no-any-return]
 
 
@@ -169,9 +153,10 @@ class GPT(nn.Module):
         """The matrix [V, W] that turns hidden states into logits."""
         return self.embedding.weight if self.head is None else self.head.weight   # type: ignore[return-value]
 
-    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: Part = WHOLE) -> Tensor:
         """tokens [B, T] -> what the output matrix is applied to [B, T, W].
 
+        part:   of the sequences the tokens are, for whoever has cut them
         raises: DataError when the sequence, with what is cached, is longer than the model can read
         """
         start = caches[0].length if caches else 0
@@ -179,15 +164,15 @@ class GPT(nn.Module):
         if stop > self.config.seq_len:
             raise DataError(f"a sequence of {stop} tokens, but the model reads at most {self.config.seq_len}; "
                             "raise seq_len or cut the sequence")
-        cos, sin = self.rotary(start, stop)
+        cos, sin = self.rotary(start, stop) if part.positions is None else self.rotary.at(part.positions)
         x = self.embedding_dropout(self.embedding(tokens))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, caches[i] if caches else None)
+            x = block(x, cos, sin, caches[i] if caches else None, part)
         return self.norm(x)   # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, part: Part = WHOLE) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted)."""
-        hidden = self.hidden(tokens)
+        hidden = self.hidden(tokens, part=part)
         if targets is None:
             return F.linear(hidden, self.output_weight)
         total = chunked_cross_entropy(hidden, self.output_weight, targets, kernel=self.loss_kernel)

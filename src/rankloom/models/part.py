@@ -1,0 +1,56 @@
+"""What a model must know when its sequences go on elsewhere: the positions of its tokens, and how they see the others.
+
+A plain model is handed `WHOLE`, for which there is no elsewhere. Shapes as in gpt.py.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Part(Protocol):
+    """The tokens that are here, of sequences that may go on elsewhere. Whoever cuts sequences hands in one that knows the rest."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Of the tokens that are here, [T]; None: one after the other."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention over whole sequences. query [B, T, H, D], key and value [B, T, K, D] of what is here -> [B, T, H, D]."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What all tokens of the sequences have: [B, T, ...] of what is here -> [B, all, ...], without a gradient."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """The way back: what the tokens that are here have of [B, all, ...]."""
+
+
+class Whole:
+    """Sequences that are all here."""
+
+    positions = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Part.attend`; keys and values may be more than the queries, which are then the last ones."""
+        new, known = query.shape[1], key.shape[1]
+        # one new token sees all; with no past the plain triangle does; else the triangle starts after the past
+        mask = None
+        if new not in (1, known):
+            mask = torch.ones(new, known, dtype=torch.bool, device=query.device).tril(known - new)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask,
+            is_causal=new == known and new > 1, enable_gqa=query.shape[2] != key.shape[2])
+        return mixed.transpose(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All there is, is here."""
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """All there is, is here."""
+        return x
+
+
+WHOLE = Whole()

@@ -1,0 +1,313 @@
+"""Context parallel: one sequence over many ranks, each of which holds the activations of its own tokens only.
+
+Two ways to let a query see keys that another rank owns:
+
+    ring          keys and values travel once around the ring, p-1 hops; every rank takes what its queries see of each block
+                  into a running softmax (parallel/tiles.py). Backward they travel again, and their gradients behind them.
+    all_to_all    every rank trades the tokens of all heads for all tokens of some heads, attends alone, and trades back.
+                  Less to send (a p-th of the ring's), but no more ranks than heads.
+
+No rank ever holds the scores of all tokens against all, nor, in a ring, the keys of all. Nothing is padded: the shares of a length
+that the ranks do not divide differ by a token or two, so that no token that is not there is counted or routed.
+
+A loss of (sum, count) over a rank's own tokens is a part of the whole one: sums, counts and gradients are added over the ranks.
+Read parallel/sequences.py (who owns what) and parallel/tiles.py (the arithmetic) before this file.
+
+source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.cost import Bill
+from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
+from rankloom.parallel.deal import deal_rows
+from rankloom.parallel.sequences import Documents, Spans, Tile, cut_sequence, document_cuts, tiles
+from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
+from rankloom.world.group import Group
+
+RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
+
+
+def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Module:
+    """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
+
+    model: one whose forward takes `tokens` [B, T], `targets` and a `part`, as models/gpt.py does; logits and (sum, count) that it
+           returns are those of this rank's tokens. It takes `documents` too (see `document_cuts`): attention then stays inside them
+    kind:  "ring" or "all_to_all"
+    sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
+    raises: ConfigError for another kind, for a model without a `part`, and the second time; on a call, DataError for a row that
+           is longer than the model reads, or shorter than there are ranks
+    """
+    _expect_kind(kind)
+    if "part" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
+                          "attention about tokens on other ranks; see Part in models/gpt.py")
+    if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
+        raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
+    model.register_forward_pre_hook(_OwnTokens(group, kind), with_kwargs=True, prepend=True)
+    return model
+
+
+def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
+    """This rank's share of whole rows, in the order of positions. x: [B, T, ...] -> [B, about T/p, ...]"""
+    return Context(group, x.shape[1], kind, causal).own(x)
+
+
+def _expect_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"there is no context parallelism {kind!r}. {did_you_mean(kind, KINDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnTokens:
+    """A hook before a model's forward: cuts what comes, and hands in the part it is."""
+
+    group: Group
+    kind: str
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        documents = kwargs.pop("documents", None)
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        length, limit = given["tokens"].shape[1], model.config.seq_len   # type: ignore[union-attr]
+        if length > limit:   # type: ignore[operator]
+            raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
+        part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
+        cut = {name: part.own(value) if isinstance(value, Tensor) else value for name, value in given.items()}
+        return (), {**cut, "part": part}
+
+
+@dataclass(frozen=True)
+class Context:
+    """Rows of `length` tokens, cut over the ranks of a group: what is here, and how it attends to the rest."""
+
+    group: Group
+    length: int
+    kind: str = RING
+    causal: bool = True
+    documents: Documents | None = None   # one row stands for all; None: no row is cut
+    device: torch.device | None = None   # of `positions`
+
+    def __post_init__(self) -> None:
+        _expect_kind(self.kind)
+        if self.length < self.group.size:
+            raise DataError(f"{self.group.where('context parallel')}: a sequence of {self.length} tokens leaves some of {self.group.size} "
+                            "ranks without any; use longer sequences, or fewer context ranks")
+
+    @cached_property
+    def spans(self) -> tuple[Spans, ...]:
+        """The positions that each rank owns."""
+        return cut_sequence(self.length, self.group.size, zigzag=self.kind == RING and self.causal)
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens each rank owns."""
+        return tuple(sum(map(len, spans)) for spans in self.spans)
+
+    @cached_property
+    def tiles(self) -> tuple[list[Tile], ...]:
+        """For each rank, what this rank's queries see of its keys."""
+        mine, documents = self.spans[self.group.rank], self.documents or document_cuts(None, self.length)
+        return tuple(tiles(mine, theirs, causal=self.causal, documents=documents) for theirs in self.spans)
+
+    @cached_property
+    def alone(self) -> "Context":
+        """The same rows on a group of this rank only."""
+        return replace(self, group=Group(None, 0, (0,), device=self.group.device))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of this rank's tokens, [T/p]."""
+        return torch.cat([torch.arange(span.start, span.stop, device=self.device) for span in self.spans[self.group.rank]])
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's share of whole rows [B, T, ...], contiguous."""
+        if x.dim() < 2 or x.shape[1] != self.length:
+            raise ShapeMismatch(f"{self.group.where('own tokens')}: x has shape {tuple(x.shape)}, expected rows of {self.length} tokens")
+        return torch.cat([x[:, span.start:span.stop] for span in self.spans[self.group.rank]], dim=1)
+
+    @torch.no_grad()
+    def gather(self, x: Tensor) -> Tensor:
+        """The whole rows [B, T, ...] of which every rank has its share `x`; no gradient. sent: p-1 messages, n(p-1)"""
+        longest, mine = max(self.tokens), x.transpose(0, 1)
+        padded = mine.new_zeros((longest, *mine.shape[1:]))
+        padded[:len(mine)] = mine
+        shares = self.group.all_gather(padded, label="rows of all context ranks").split(longest)
+        whole = x.new_empty((x.shape[0], self.length, *x.shape[2:]))
+        for spans, share in zip(self.spans, shares, strict=True):
+            starts = accumulate(map(len, spans), initial=0)
+            for span, start in zip(spans, starts):
+                whole[:, span.start:span.stop] = share[start:start + len(span)].transpose(0, 1)
+        return whole
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention over whole rows: query [B, T/p, H, D], key and value [B, T/p, K, D] of this rank's tokens -> [B, T/p, H, D].
+
+        raises: ShapeMismatch; ConfigError where all_to_all has more ranks than heads
+        """
+        self._expect(query, key, value)
+        attend = ring_attention if self.kind == RING else all_to_all_attention
+        return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self).transpose(1, 2)
+
+    def _expect(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        rows, tokens = len(self.documents or [()]), self.tokens[self.group.rank]
+        if {x.shape[1] for x in (query, key, value)} != {tokens} or key.shape != value.shape or rows not in (1, query.shape[0]):
+            raise ShapeMismatch(
+                f"{self.group.where('context parallel attention')}: query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+                f"{tuple(value.shape)}; expected {tokens} of {self.length} tokens here, and documents for 1 row or for all, not {rows}")
+
+
+# ---------------------------------------------------------------------- ring
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+    """Attention in which keys and values go around a ring, with its own backward.
+
+    query: [B, H, T/p, D], key and value: [B, K, T/p, D] -> [B, H, T/p, D]
+    sent:  p-1 messages, keys and values of p-1 ranks; backward p-1 more of those, and p-1 of their gradients, in fp32 at least
+    memory: three blocks of keys and values at a time, and one tile
+    source: Liu, Zaharia & Abbeel 2023
+    """
+    out: Tensor = _RingAttention.apply(query, key, value, context)   # type: ignore[no-untyped-call]
+    return out
+
+
+def ring_attention_bill(tokens: Sequence[int], token_bytes: int, rank: int) -> Bill:
+    """What `rank` sends forward. tokens: of each rank; token_bytes: of the keys and values of one token, in all rows."""
+    p = len(tokens)
+    return Bill(sum(tokens[(rank - hop) % p] for hop in range(p - 1)) * token_bytes, p - 1)
+
+
+def ring_attention_backward_bill(tokens: Sequence[int], token_bytes: int, rank: int, *, wide: int = 1) -> Bill:
+    """What `rank` sends backward. wide: how many times larger the gradients' numbers are, 2 for 16-bit attention."""
+    p = len(tokens)
+    gradients = sum(tokens[(rank - hop) % p] for hop in range(1, p)) * token_bytes * wide
+    return ring_attention_bill(tokens, token_bytes, rank) + Bill(gradients, p - 1)
+
+
+def _shift(block: Tensor, context: Context, owner: int, label: str) -> Tensor:
+    """Pass a block to the right; returns the one from the left, of the tokens of rank `owner`."""
+    group = context.group
+    into = block.new_empty((*block.shape[:3], context.tokens[owner], block.shape[4]))
+    return group.exchange(block, (group.rank + 1) % group.size, into, (group.rank - 1) % group.size, label=label)
+
+
+def _around(block: Tensor, context: Context, label: str) -> Iterator[tuple[int, Tensor]]:
+    """This rank's block, then those of the ranks to its left, nearest first, each with its owner."""
+    for hop in range(context.group.size):
+        owner = (context.group.rank - hop) % context.group.size
+        block = block if hop == 0 else _shift(block, context, owner, label)
+        yield owner, block
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        out = torch.zeros_like(query, dtype=sums_in(query.dtype))
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=out.dtype, device=query.device)
+        for owner, block in _around(torch.stack((key, value)), context, "keys and values"):
+            for rows, asking, asked, causal in context.tiles[owner]:
+                keys, values = block[:, rows, :, asked]
+                part = tile_forward(query[rows, :, asking], keys, values, causal)
+                merge(out[rows, :, asking], lse[rows, :, asking], *part)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.context = context
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        context: Context = ctx.context
+        of_query = torch.zeros_like(query, dtype=lse.dtype)
+        own, travelling = None, None
+        for owner, block in _around(torch.stack((key, value)), context, "keys and values, again"):
+            # A block's gradients begin one hop from home and end there, so the owner's own share never travels.
+            arrived = _shift(travelling, context, owner, "gradients of keys and values") if travelling is not None else None
+            of_block = torch.zeros_like(block, dtype=lse.dtype) if arrived is None else arrived
+            for rows, asking, asked, causal in context.tiles[owner]:
+                saved = query[rows, :, asking], *block[:, rows, :, asked], out[rows, :, asking], lse[rows, :, asking]
+                shares = tile_backward(grad[rows, :, asking], saved, causal)
+                of_query[rows, :, asking] += shares[0]
+                of_block[:, rows, :, asked] += torch.stack(shares[1:])
+            own, travelling = (of_block, None) if own is None else (own, of_block)
+        assert own is not None, "a ring has at least this rank"
+        if travelling is not None:
+            own += _shift(travelling, context, context.group.rank, "gradients of keys and values")
+        of_key, of_value = own.to(key.dtype)
+        return of_query.to(query.dtype), of_key, of_value, None
+
+
+# ---------------------------------------------------------------------- all to all
+
+
+def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+    """Attention in which every rank attends for all tokens, but for some heads only.
+
+    query: [B, H, T/p, D], key and value: [B, K, T/p, D] -> [B, H, T/p, D]; p need not divide H, and may be more than K
+    sent:  4(p-1) messages, see `all_to_all_attention_bill`; backward the same the other way
+    raises: ConfigError when there are more ranks than query heads
+    source: Jacobs et al. 2023
+    """
+    group, heads, shared = context.group, query.shape[1], query.shape[1] // key.shape[1]
+    if group.size > heads:
+        raise ConfigError(f"{group.where('all_to_all attention')}: {heads} query heads cannot be dealt to {group.size} ranks; "
+                          "use kind='ring', or fewer context ranks")
+    askers, asked = deal_heads(heads, key.shape[1], group.size)
+    query, key, value = (_tokens_for_heads(x, wanted, context) for x, wanted in ((query, askers), (key, asked), (value, asked)))
+    mine = [head // shared - asked[group.rank].start for head in askers[group.rank]]
+    if len(mine) % key.shape[1] or mine != [i * key.shape[1] // len(mine) for i in range(len(mine))]:
+        index = torch.tensor(mine, device=key.device)     # some key-value heads serve more queries here than others
+        key, value = key.index_select(1, index), value.index_select(1, index)
+    return _heads_for_tokens(ring_attention(query, key, value, context.alone), askers, context)
+
+
+def deal_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """The query heads of each rank, and the key-value heads that they read; some of those on more than one rank.
+
+    >>> deal_heads(heads=6, kv_heads=2, ranks=4)[1]
+    (range(0, 1), range(0, 2), range(1, 2), range(1, 2))
+    """
+    askers = tuple(span for (span,) in cut_sequence(heads, ranks, zigzag=False))
+    shared = heads // kv_heads
+    return askers, tuple(range(own.start // shared, (own.stop - 1) // shared + 1) for own in askers)
+
+
+def all_to_all_attention_bill(tokens: Sequence[int], heads: int, kv_heads: int, head_bytes: int, rank: int) -> Bill:
+    """What `rank` sends forward: its tokens' queries, keys and values, then what the others' tokens got from its heads.
+
+    tokens: of each rank; head_bytes: of one head of one token, in all rows
+    """
+    askers, asked = deal_heads(heads, kv_heads, len(tokens))
+    others = [other for other in range(len(tokens)) if other != rank]
+    there = sum(len(askers[other]) + 2 * len(asked[other]) for other in others) * tokens[rank]
+    back = sum(tokens[other] for other in others) * len(askers[rank])
+    return Bill((there + back) * head_bytes, 4 * len(others))
+
+
+def _tokens_for_heads(x: Tensor, wanted: Sequence[range], context: Context) -> Tensor:
+    """[B, all heads, own tokens, D] -> [B, own heads, all tokens, D]; rank r wants the heads wanted[r]."""
+    rank, tokens = context.group.rank, context.tokens
+    index = torch.tensor([head for heads in wanted for head in heads], device=x.device)
+    rows = x.permute(1, 2, 0, 3).index_select(0, index).flatten(0, 1)
+    received = [len(wanted[rank]) * there for there in tokens]
+    dealt = deal_rows(rows, context.group, [len(heads) * tokens[rank] for heads in wanted], received, "tokens for heads")
+    blocks = [block.unflatten(0, (len(wanted[rank]), -1)) for block in dealt.split(received)]
+    return torch.cat(blocks, dim=1).permute(2, 0, 1, 3)
+
+
+def _heads_for_tokens(x: Tensor, owned: Sequence[range], context: Context) -> Tensor:
+    """[B, own heads, all tokens, D] -> [B, all heads, own tokens, D]; rank r brings the heads owned[r]."""
+    rank, tokens = context.group.rank, context.tokens
+    rows = torch.cat([block.flatten(0, 1) for block in x.permute(1, 2, 0, 3).split(tokens, dim=1)])
+    received = [len(heads) * tokens[rank] for heads in owned]
+    dealt = deal_rows(rows, context.group, [len(owned[rank]) * there for there in tokens], received, "heads for tokens")
+    return torch.cat([block.unflatten(0, (-1, tokens[rank])) for block in dealt.split(received)]).permute(2, 0, 1, 3)

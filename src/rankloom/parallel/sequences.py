@@ -1,0 +1,117 @@
+"""Who owns which tokens of a sequence that is cut over ranks, and which of them look at which. Pure arithmetic.
+
+Under a causal mask late tokens look at more than early ones. So a causal sequence is dealt in zig-zag: cut in 2p chunks, and
+rank r owns chunks r and 2p-1-r, an early one and a late one. All ranks then have equal work, in every step of a ring too.
+Documents that are packed in one sequence see only themselves; they are cut where the ranks are cut, and nowhere else.
+
+The answer is a list of tiles: some queries of this rank against some keys of another, all of which see each other, or, where they are
+the same tokens, the earlier ones. No mask is ever made: a tile that nobody sees is left out.
+
+source: Liu et al. 2023 (rings); Zhu 2024 (zig-zag)
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rankloom.base.errors import DataError
+
+Spans = tuple[range, ...]            # positions that a rank owns, in order
+Documents = tuple[tuple[int, ...], ...]   # for each row: where its documents begin, and the length of the row
+
+
+class Tile(NamedTuple):
+    """Queries of one rank against keys of another: slices of their rows and of their own tokens."""
+
+    rows: slice
+    query: slice
+    key: slice
+    causal: bool
+
+
+class _Piece(NamedTuple):
+    document: int
+    positions: range
+    here: slice       # where they are among the tokens of their rank
+
+
+def cut_sequence(length: int, ranks: int, *, zigzag: bool) -> tuple[Spans, ...]:
+    """The positions that each rank owns. Where the chunks do not divide the length, the first are one longer.
+
+    >>> cut_sequence(8, 2, zigzag=True)
+    ((range(0, 2), range(6, 8)), (range(2, 6),))
+    >>> cut_sequence(7, 2, zigzag=False)
+    ((range(0, 4),), (range(4, 7),))
+    """
+    chunks = 2 * ranks if zigzag else ranks
+    ends = accumulate((length // chunks + (i < length % chunks) for i in range(chunks)), initial=0)
+    cuts = [range(start, stop) for start, stop in pairwise(ends)]
+    if not zigzag:
+        return tuple((cut,) for cut in cuts)
+    return tuple(_joined(cuts[rank], cuts[-1 - rank]) for rank in range(ranks))
+
+
+def _joined(early: range, late: range) -> Spans:
+    return (range(early.start, late.stop),) if early.stop == late.start else (early, late)
+
+
+def tiles(mine: Spans, theirs: Spans, *, causal: bool, documents: Documents) -> list[Tile]:
+    """What the queries of `mine` see of the keys of `theirs`; the spans are equal or have no token in common.
+
+    documents: one row stands for all rows
+    """
+    found = []
+    for row, cuts in enumerate(documents):
+        rows = slice(None) if len(documents) == 1 else slice(row, row + 1)
+        keys: dict[int, list[_Piece]] = {}
+        for piece in _pieces(theirs, cuts):
+            keys.setdefault(piece.document, []).append(piece)
+        found += [Tile(rows, query.here, key.here, causal and query.positions == key.positions)
+                  for query in _pieces(mine, cuts) for key in keys.get(query.document, ())
+                  if not causal or key.positions.start <= query.positions.start]
+    return found
+
+
+def _pieces(spans: Spans, cuts: tuple[int, ...]) -> list[_Piece]:
+    """`spans`, cut where documents begin."""
+    pieces, here = [], 0
+    for span in spans:
+        for document in range(bisect_right(cuts, span.start) - 1, len(cuts) - 1):
+            part = range(max(span.start, cuts[document]), min(span.stop, cuts[document + 1]))
+            if not part:
+                break
+            start = here + part.start - span.start
+            pieces.append(_Piece(document, part, slice(start, start + len(part))))
+        here += len(span)
+    return pieces
+
+
+def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int) -> Documents:
+    """Where the documents of each row begin, and where the row ends. None: every row is one document.
+
+    documents: numbers [B, T], equal for the tokens of one document; or for each row its cumulative lengths, (0, ..., T)
+    raises:    DataError when they are not those of a row of `length` tokens, or a document is in two places
+
+    >>> import torch
+    >>> document_cuts(torch.tensor([[7, 7, 7, 2, 2]]), 5)
+    ((0, 3, 5),)
+    """
+    if documents is None:
+        return ((0, length),)
+    rows = [_cuts_of(row) for row in documents.tolist()] if isinstance(documents, Tensor) else [list(map(int, row)) for row in documents]
+    for number, row in enumerate(rows):
+        if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a >= b for a, b in pairwise(row)):
+            raise DataError(f"row {number}: documents that end at {row} are not those of {length} tokens; "
+                            f"cumulative lengths rise from 0 to {length}")
+    return tuple(map(tuple, rows))
+
+
+def _cuts_of(numbers: list[int]) -> list[int]:
+    begins = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1]]
+    if len(begins) != len(set(numbers)):
+        raise DataError(f"a document number comes back after another document ({len(begins)} stretches, {len(set(numbers))} numbers); "
+                        "give every document its own")
+    return [*begins, len(numbers)]

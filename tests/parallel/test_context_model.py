@@ -1,0 +1,125 @@
+"""A model under context parallel: its loss and gradients are those of one process, whatever the rows are and who holds them."""
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.models.generate import generate
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.parallel.context import KINDS, context_parallel, own_tokens
+
+RTOL = 1e-12   # fp64: the same terms in another order
+RANKS = [1, 2, 3, 4]
+CONFIG = GPTConfig(vocab_size=37, seq_len=24, width=24, layers=2, heads=4, kv_heads=2, ffn=24)
+
+
+def documents_of(rows, length):
+    """Each row packed in its own way; documents of one token too."""
+    cut = random.Random(length)
+    ends = [sorted(cut.sample(range(1, length), min(row + 1, length - 1))) for row in range(rows)]
+    return torch.tensor([[sum(at >= end for end in row) for at in range(length)] for row in ends])
+
+
+def batch_of(rows=3, length=21, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(0, 37, (rows, length), generator=make) for _ in range(2))
+    targets[:, :4] = -100
+    return tokens, targets
+
+
+def loss_and_gradients(model, batch, **kwargs):
+    total, count = model(batch[0], targets=batch[1], **kwargs)
+    total.backward()
+    return total.detach(), count, {name: p.grad for name, p in model.named_parameters()}
+
+
+def one_document_at_a_time(model, batch, numbers):
+    """The truth for packed rows: every document is a row of its own."""
+    for row in range(len(numbers)):
+        for number in numbers[row].unique():
+            at = numbers[row] == number
+            total, _ = model(batch[0][row:row + 1, at], targets=batch[1][row:row + 1, at])
+            total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_model_over_context_ranks_has_the_loss_and_gradients_of_one_process(ranks, kind, tie):
+    model, batch = GPT(dataclasses.replace(CONFIG, tie=tie), dtype=torch.float64), batch_of()
+    truth = loss_and_gradients(copy.deepcopy(model), batch)
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world, kind)
+        total, count, grads = loss_and_gradients(mine, batch)
+        assert count == (own_tokens(batch[1], world, kind) != -100).sum()
+        assert world.all_reduce(count) == truth[1]
+        torch.testing.assert_close(world.all_reduce(total.clone()), truth[0], rtol=RTOL, atol=0)
+        for name, grad in grads.items():
+            torch.testing.assert_close(world.all_reduce(grad), truth[2][name], rtol=RTOL, atol=RTOL)
+
+    rl.simulate(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_as_if_each_were_a_row_of_its_own(ranks, kind):
+    model, batch, numbers = GPT(CONFIG, dtype=torch.float64), batch_of(), documents_of(3, 21)
+    truth = one_document_at_a_time(copy.deepcopy(model), batch, numbers)
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world, kind)
+        _, _, grads = loss_and_gradients(mine, batch, documents=numbers)
+        for name, grad in grads.items():
+            torch.testing.assert_close(world.all_reduce(grad), truth[name], rtol=RTOL, atol=RTOL)
+
+    rl.simulate(ranks, body)
+
+
+def test_logits_are_those_of_the_own_tokens_and_generation_stays_whole():
+    model, (tokens, _) = GPT(CONFIG, dtype=torch.float64), batch_of()
+    truth, text = model(tokens), generate(model, tokens[:, :3], max_new_tokens=5, temperature=0)
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world)
+        torch.testing.assert_close(mine(tokens), own_tokens(truth, world), rtol=RTOL, atol=RTOL)
+        assert torch.equal(generate(mine, tokens[:, :3], max_new_tokens=5, temperature=0), text)
+
+    rl.simulate(3, body)
+
+
+def test_recomputed_blocks_of_an_older_batch_still_know_how_it_was_cut():
+    model, batches = GPT(CONFIG, dtype=torch.float64), [batch_of(length=20), batch_of(length=9, seed=1)]
+    truth = copy.deepcopy(model)
+    sum(truth(tokens, targets=targets)[0] for tokens, targets in batches).backward()
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world)
+        for block in mine.blocks:
+            plain = block.forward
+            block.forward = lambda *args, plain=plain: torch.utils.checkpoint.checkpoint(plain, *args, use_reentrant=False)
+        losses = [mine(tokens, targets=targets)[0] for tokens, targets in batches]
+        for loss in losses:
+            loss.backward()
+        for (_, mine_p), (name, p) in zip(mine.named_parameters(), truth.named_parameters(), strict=True):
+            torch.testing.assert_close(world.all_reduce(mine_p.grad), p.grad, rtol=RTOL, atol=RTOL, msg=name)
+
+    rl.simulate(2, body)
+
+
+def in_a_process(world):
+    model, batch = GPT(CONFIG, dtype=torch.float64), batch_of()
+    total, count = language_model_loss(context_parallel(model, world), batch)
+    return world.all_reduce(total.detach()).item() / world.all_reduce(count).item()
+
+
+def test_real_processes_agree_with_one():
+    total, count = language_model_loss(GPT(CONFIG, dtype=torch.float64), batch_of())
+    for mean in rl.spawn(2, in_a_process):
+        assert mean == pytest.approx(total.item() / count.item(), rel=RTOL)
