@@ -1,4 +1,4 @@
-"""The command line: `rankloom train`, `scale`, `bench`, `generate`, `presets`. The only file that prints.
+"""The command line: `rankloom train`, `scale`, `bench`, `schedule`, `generate`, `presets`. The only file that prints.
 
 Importing it, and `rankloom --help`, imports neither torch nor pydantic: each command imports what it needs when it
 runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
@@ -25,6 +25,7 @@ from rankloom.base.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from rankloom.bench import Measured
     from rankloom.comm.bench import Study
@@ -315,7 +316,7 @@ def bench(
         _show(command.report(study, measured, folder, save))
 
 
-def _show(parts: "Iterable[str | Table]") -> None:
+def _show(parts: "Iterable[str | Text | Table]") -> None:
     from rich.console import Console
 
     console = Console()
@@ -344,6 +345,53 @@ def _bench_as_rank(study: "Study", topology: Path | None, backend: str) -> "Meas
         return join(study, topology, backend)
     except KeyboardInterrupt:
         _leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
+
+
+schedule = App(name="schedule", help="Pipeline schedules: who computes what, when, and who waits. See `rankloom schedule show --help`.")
+app.command(schedule)
+
+
+@schedule.command(name="list")
+def list_schedules() -> None:
+    """List the schedules that are known."""
+    from rankloom.schedule import known
+
+    _show([known()])
+
+
+@schedule.command
+def show(
+    name: str, /, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None, costs: str | None = None,
+    svg: Path | None = None, trace: Path | None = None, save: Path | None = None,
+) -> None:
+    """Draw a schedule, prove that it comes to its end, and say what it costs in waiting and memory.
+
+    Parameters
+    ----------
+    name
+        A name from `rankloom schedule list`; or a .txt file with a line of actions for each rank, such as --save writes.
+    stages
+        Into how many pieces the model is cut; 4 when left out.
+    microbatches
+        How many micro-batches a step has; 8 when left out.
+    chunks
+        How many stages each rank holds; as few as the schedule allows when left out.
+    costs
+        What forward, backward towards the input and towards the weights of a stage take, and a message: 18.5,18.1,9.3,0.6;
+        or a .json file with a list for each. 1,1,1,0 when left out.
+    svg
+        Also draw to this file.
+    trace
+        Also write a trace for ui.perfetto.dev to this file (.json).
+    save
+        Also write the schedule itself to this file (.txt), messages and all, to edit and to show again.
+    """
+    from rich.console import Console
+
+    from rankloom.schedule import show as drawn
+
+    _show(drawn(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=Console().width,
+                svg=svg, trace=trace, save=save))
 
 
 @app.command

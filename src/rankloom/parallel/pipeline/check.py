@@ -1,0 +1,119 @@
+"""Prove a plan before it runs: everything is done once, in an order in which nobody waits for ever.
+
+`walk` runs a plan without computing anything: each rank goes on as far as it can. The simulator goes the same way with a clock.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan, finishes, needs
+from rankloom.parallel.pipeline.passes import with_messages
+
+
+def check(plan: Plan) -> None:
+    """Raise ConfigError unless every stage does every forward and backward once, on one rank, and the plan comes to its end.
+
+    A plan without messages is taken as if they were there; `with_messages` adds them.
+    """
+    for rank, actions in enumerate(plan.ranks):
+        for action in actions:
+            if plan.owner[action.stage] != rank:
+                raise ConfigError(f"rank {rank} does {action}, but stage {action.stage} is on rank {plan.owner[action.stage]}: "
+                                  "a stage is on one rank")
+        _expect_gathered(rank, actions)
+    done = Counter(part for actions in plan.ranks for action in actions for part in finishes(action))
+    wanted = {Action(kind, stage, m) for kind in ("F", "I", "W") for stage in range(plan.stages) for m in range(plan.microbatches)}
+    missing = sorted(wanted - done.keys(), key=str)
+    if missing:
+        raise ConfigError(f"{_listed(missing)} missing: every micro-batch goes forward and backward (B, or I and W) through every stage")
+    twice = sorted((action for action, times in done.items() if times > 1 and action.kind != "GATHER"), key=str)
+    if twice:
+        raise ConfigError(f"{_listed(twice)} done more than once; note that B is I and W in one")
+    plan = with_messages(plan)
+    received = {need for actions in plan.ranks for action in actions if action.kind.startswith("RECV") for need in needs(action, plan)}
+    for rank, actions in enumerate(plan.ranks):
+        unwanted = [action for action in actions if action.kind.startswith("SEND") and action not in received]
+        if unwanted:
+            raise ConfigError(f"rank {rank}: nobody receives {unwanted[0]}")
+    for _ in walk(plan):
+        pass
+
+
+def walk(plan: Plan) -> Iterator[tuple[int, Action]]:
+    """(rank, action) in an order that needs no waiting: each rank as far as it can, in turns.
+
+    raises: ConfigError that tells who waits for whom, when nobody can go on
+    """
+    done: set[Action] = set()
+    at = [0] * len(plan.ranks)
+    ready = deque(range(len(plan.ranks)))
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)   # for what, and who
+    while ready:
+        rank = ready.popleft()
+        for action in islice(plan.ranks[rank], at[rank], None):
+            missing = [need for need in needs(action, plan) if need not in done]
+            if missing:
+                waiting[missing[0]].append(rank)
+                break
+            yield rank, action
+            at[rank] += 1
+            for part in finishes(action):
+                done.add(part)
+                ready.extend(waiting.pop(part, ()))
+    blocked = {rank: actions[at[rank]:] for rank, actions in enumerate(plan.ranks) if at[rank] < len(actions)}
+    if blocked:
+        raise ConfigError(_explain_deadlock(plan, blocked, done))
+
+
+def _explain_deadlock(plan: Plan, blocked: dict[int, tuple[Action, ...]], done: set[Action]) -> str:
+    """Follow who waits for whom until a rank comes again: that is the cycle."""
+    rank = next(iter(blocked))
+    links: dict[int, tuple[int, str]] = {}
+    while rank not in links:
+        head = blocked[rank][0]
+        missing = next(need for need in needs(head, plan) if need not in done)
+        other = next((r for r, left in blocked.items() if any(missing in finishes(a) for a in left)), None)
+        if other is None:
+            return f"rank {rank} waits in {head} for {missing}, which no rank does"
+        links[rank] = (other, f"rank {rank} is at {head} and waits for {missing}, which rank {other} does after {blocked[other][0]}")
+        rank = other
+    told: list[str] = []
+    start = rank
+    while not told or rank != start:
+        rank, link = links[rank]
+        told.append(link)
+    return "deadlock: " + "; ".join(told)
+
+
+def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
+    """Where a plan gathers at all, only the stage gathered last can compute."""
+    actions, whole = tuple(actions), None
+    if not any(action.kind == "GATHER" for action in actions):
+        return
+    for action in actions:
+        whole = action.stage if action.kind == "GATHER" else whole
+        if action.kind in COMPUTES and action.stage != whole:
+            raise ConfigError(f"rank {rank} does {action} while its stage is not whole: put GATHER@{action.stage} before it")
+
+
+def peak_live(actions: Iterable[Action], kept: float = 1.0) -> float:
+    """The most activations of one micro-batch and stage that a rank holds at a time.
+
+    kept: what is left of them between the backward towards the input and the one towards the weights, as a share
+
+    >>> peak_live([Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2)], kept=0.5)
+    2.5
+    """
+    change = {"F": 1.0, "B": -1.0, "I": kept - 1.0, "W": -kept}
+    live = peak = 0.0
+    for action in actions:
+        live += change.get(action.kind, 0.0)
+        peak = max(peak, live)
+    return peak
+
+
+def _listed(actions: list[Action]) -> str:
+    shown = ", ".join(map(str, actions[:4])) + (f" and {len(actions) - 4} more" if len(actions) > 4 else "")
+    return f"{shown} {'is' if len(actions) == 1 else 'are'}"

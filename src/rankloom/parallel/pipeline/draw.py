@@ -1,0 +1,114 @@
+"""Draw a timeline: coloured rows for a terminal, an SVG for a page, a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+A row is a rank, time goes to the right; a cell shows its micro-batch. Where a rank holds several stages, later ones are darker.
+"""
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from rich.text import Text
+
+from rankloom.parallel.pipeline.actions import MEANING, Action, finishes, needs
+from rankloom.parallel.pipeline.simulate import Span, Timeline
+
+# Told apart by colour-blind readers too: of the first stage of a rank, and of its later ones.
+COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d9bb", "#00694d"), "W": ("#e8bcd9", "#8a3f6e")}
+INKS = ("#000000", "#ffffff")
+WIDEST = 4                   # columns of the shortest action in a terminal
+ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: how wide a step is
+TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
+
+
+def colour_of(timeline: Timeline, span: Span) -> tuple[str, str]:
+    """The colours of a cell and of what is written on it."""
+    later = span.action.stage != timeline.plan.held_by(span.rank)[0]
+    return COLOURS[span.action.kind][later], INKS[later]
+
+
+def grid(timeline: Timeline, columns: int = 100) -> Text:
+    """A row for each rank, at most `columns` wide, in colours where the terminal has them; dots where a rank waits."""
+    shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
+    label = len(f"rank {len(timeline.plan.ranks) - 1}  ")
+    scale = min((columns - label) / timeline.makespan, WIDEST / shortest)
+    if scale * shortest >= 1:   # whole columns: equal actions look equal
+        scale = int(scale * shortest) / shortest
+    rows = []
+    for rank, spans in enumerate(timeline.by_rank):
+        row, at = Text(f"rank {rank}  ".rjust(label)), 0
+        for span in spans:
+            start, end = round(span.start * scale), round(span.end * scale)
+            fill, ink = colour_of(timeline, span)
+            row.append("." * (start - at), style="dim").append(_cell(span.action, end - start), style=f"{ink} on {fill}")
+            at = end
+        rows.append(row.append("." * (round(timeline.makespan * scale) - at), style="dim"))
+    return Text("\n").join(rows)
+
+
+def _cell(action: Action, width: int) -> str:
+    names = [f"{action.kind}{action.microbatch}", str(action.microbatch), ""]
+    return next(name for name in names if len(name) <= width).ljust(width)
+
+
+def legend(timeline: Timeline) -> Text:
+    """What the colours mean."""
+    kinds = {span.action.kind for span in timeline.spans}
+    parts = [Text(f" {kind} ", style=f"{INKS[0]} on {COLOURS[kind][0]}").append(f" {MEANING[kind]}", style="default on default")
+             for kind in COLOURS if kind in kinds]
+    return Text("   ").join(parts)
+
+
+def as_svg(timeline: Timeline, title: str) -> str:
+    """The same as a picture of its own."""
+    ranks, scale = len(timeline.plan.ranks), INCH / timeline.makespan
+    width, height = LEFT + INCH + 12, TOP + ROW * ranks + 40
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+             'font-family="sans-serif" font-size="12">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+             f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>']
+    for rank, spans in enumerate(timeline.by_rank):
+        top = TOP + ROW * rank
+        parts.append(f'<text x="{LEFT - 8}" y="{top + 17}" text-anchor="end">rank {rank}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{top}" width="{INCH}" height="{ROW - 2}" fill="#eeeeee"/>')
+        parts += [_svg_cell(timeline, span, top, scale) for span in spans]
+    parts += _svg_legend(timeline, TOP + ROW * ranks + 14)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _svg_cell(timeline: Timeline, span: Span, top: float, scale: float) -> str:
+    left, width = LEFT + span.start * scale, (span.end - span.start) * scale
+    fill, ink = colour_of(timeline, span)
+    number = str(span.action.microbatch)
+    text = f'<text x="{left + width / 2:.2f}" y="{top + 16}" text-anchor="middle" fill="{ink}">{number}</text>'
+    return (f'<g><title>{span.action}: {span.start:g} to {span.end:g}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
+            f'height="{ROW - 2}" fill="{fill}" stroke="#ffffff" stroke-width="0.8"/>{text if width > 8 * len(number) else ""}</g>')
+
+
+def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:
+    left = float(LEFT)
+    kinds = {span.action.kind for span in timeline.spans}
+    for kind in (kind for kind in COLOURS if kind in kinds):
+        yield f'<rect x="{left}" y="{top}" width="14" height="14" fill="{COLOURS[kind][0]}"/>'
+        yield f'<text x="{left + 20}" y="{top + 12}">{MEANING[kind]}</text>'
+        left += 44 + 7 * len(MEANING[kind])
+
+
+def as_trace(timeline: Timeline) -> dict[str, Any]:
+    """Chrome's trace format, as a value to write as JSON: a thread for each rank, an arrow for each message."""
+    names: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+                                   for rank in range(len(timeline.plan.ranks))]
+    events = [{"ph": "X", "name": str(span.action), "cat": MEANING[span.action.kind], "pid": 0, "tid": span.rank,
+               "ts": span.start * TRACE_UNIT, "dur": (span.end - span.start) * TRACE_UNIT, "args": span.action._asdict()}
+              for span in timeline.spans]
+    return {"traceEvents": [*names, *events, *_arrows(timeline)], "displayTimeUnit": "ms"}
+
+
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    makers = {part: span for span in timeline.spans for part in finishes(span.action)}
+    for number, span in enumerate(timeline.spans):
+        received = [need for need in needs(span.action, timeline.plan) if need.kind.startswith("RECV")]
+        for sent in (sent for need in received for sent in needs(need, timeline.plan)):
+            maker = makers[needs(sent, timeline.plan)[0]]
+            message = {"cat": "message", "name": str(sent), "pid": 0, "id": number}
+            leaves = maker.end - 0.01 * (maker.end - maker.start)   # inside the slice, or the arrow would begin at the next one
+            yield message | {"ph": "s", "tid": maker.rank, "ts": leaves * TRACE_UNIT}
+            yield message | {"ph": "f", "bp": "e", "tid": span.rank, "ts": span.start * TRACE_UNIT}

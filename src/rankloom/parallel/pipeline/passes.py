@@ -1,0 +1,73 @@
+"""Passes: from a list of actions to a longer one. Whatever is not arithmetic is added here, never by a flag inside a loop."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan
+
+Pass = Callable[[list[Action]], list[Action]]
+
+
+def apply_pass(plan: Plan, change: Pass) -> Plan:
+    """The plan with every rank's list changed."""
+    return Plan.of(*(change(list(actions)) for actions in plan.ranks))
+
+
+def with_messages(plan: Plan) -> Plan:
+    """The plan with sends and receives; as it is, if it has some."""
+    if any(action.kind.startswith(("SEND", "RECV")) for actions in plan.ranks for action in actions):
+        return plan
+    return apply_pass(plan, lambda actions: add_messages(actions, plan.owner))
+
+
+def add_messages(actions: Iterable[Action], owner: Mapping[int, int]) -> list[Action]:
+    """A receive right before what needs it, a send right after what makes it; nothing between stages of one rank.
+
+    >>> add_messages([Action("F", 1, 0), Action("B", 1, 0)], {0: 0, 1: 1, 2: 0})
+    [RECV_F0@1, F0@1, SEND_F0@1, RECV_B0@1, B0@1, SEND_B0@1]
+    """
+    longer: list[Action] = []
+    for action in actions:
+        way = {"F": "F", "B": "B", "I": "B"}.get(action.kind)
+        here, source, target = action.stage, action.stage - 1, action.stage + 1
+        if way == "B":
+            source, target = target, source
+        if way and owner.get(source, owner[here]) != owner[here]:
+            longer.append(action._replace(kind=f"RECV_{way}"))
+        longer.append(action)
+        if way and owner.get(target, owner[here]) != owner[here]:
+            longer.append(action._replace(kind=f"SEND_{way}"))
+    return longer
+
+
+def add_gathers(actions: Iterable[Action]) -> list[Action]:
+    """Before a rank turns to a stage, make its parameters whole. Only the stage gathered last is whole.
+
+    A schedule that stays long with a stage gathers seldom: breadth-first twice a stage and step, 1F1B over several stages often.
+
+    >>> add_gathers([Action("F", 0, 0), Action("F", 0, 1), Action("F", 2, 0)])
+    [GATHER@0, F0@0, F1@0, GATHER@2, F0@2]
+    """
+    longer: list[Action] = []
+    whole = None
+    for action in actions:
+        if action.kind in COMPUTES and action.stage != whole:
+            whole = action.stage
+            longer.append(Action("GATHER", whole))
+        longer.append(action)
+    return longer
+
+
+def add_reductions(actions: Iterable[Action]) -> list[Action]:
+    """After the last backward of a stage, sum its gradients over replicas, while other stages still compute.
+
+    >>> add_reductions([Action("B", 2, 0), Action("B", 0, 0), Action("SEND_B", 0, 0)])
+    [B0@2, REDUCE@2, B0@0, REDUCE@0, SEND_B0@0]
+    """
+    actions = list(actions)
+    last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
+    longer: list[Action] = []
+    for place, action in enumerate(actions):
+        longer.append(action)
+        if last.get(action.stage) == place:
+            longer.append(Action("REDUCE", action.stage))
+    return longer

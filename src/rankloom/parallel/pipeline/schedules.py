@@ -1,0 +1,210 @@
+"""The known schedules, each a function from a rank to its list of actions. No communication yet: passes.py adds it.
+
+p ranks, m micro-batches, v stages on each rank. Looped: rank r holds stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r,
+so that a micro-batch ends on the rank where it began.
+
+Where a schedule wants more micro-batches than there are, or a multiple of p, it is written for those, and the actions of
+those that do not exist are left out. That never makes a deadlock: whatever is left waits for fewer things than before.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.parallel.pipeline.actions import Action, Plan
+
+
+def gpipe(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """All forwards, then all backwards; with several stages on a rank, one stage after the other: looped breadth-first.
+
+    bubble: (p-1)/v of a stage's forward and backward   keeps: m activations of each stage
+    source: Huang et al. 2019 (GPipe); Lamy-Poirier 2023 (breadth-first)
+
+    >>> gpipe(rank=0, ranks=2, microbatches=2)
+    [F0@0, F1@0, B0@0, B1@0]
+    """
+    stages = _looped(rank, ranks, chunks)
+    return [*_sweep("F", stages, microbatches), *_sweep("B", stages[::-1], microbatches)]
+
+
+def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """Warm up, alternate, drain.
+
+    bubble: (p-1) forwards and backwards   keeps: at most p - rank activations
+    source: Harlap et al. 2018; Narayanan et al. 2021
+
+    >>> one_f_one_b(rank=1, ranks=3, microbatches=4)
+    [F0@1, F1@1, B0@1, F2@1, B1@1, F3@1, B2@1, B3@1]
+    """
+    forwards, backwards = _sweep("F", [rank], microbatches), _sweep("B", [rank], microbatches)
+    return _alternate(forwards, backwards, warmup=ranks - rank - 1)
+
+
+def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+    """1F1B over v stages on each rank, p micro-batches at a time: a bubble v times smaller, and v times the messages.
+
+    keeps:  at most (v-1)p + 2(p-rank) - 1 activations of one stage
+    source: Narayanan et al. 2021
+    """
+    stages, groups = _looped(rank, ranks, chunks), range(0, microbatches, ranks)
+    forwards = [a for first in groups for a in _sweep("F", stages, ranks, first)]
+    backwards = [a for first in groups for a in _sweep("B", stages[::-1], ranks, first)]
+    return _existing(_alternate(forwards, backwards, warmup=(chunks - 1) * ranks + 2 * (ranks - rank - 1)), microbatches)
+
+
+def zero_bubble_h1(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """1F1B with the backward in two parts: the one that others wait for at once, the weights' later, where a bubble was.
+
+    bubble: (p-1)(F + I - W)   keeps: p activations, of which r wait for their weights only
+    source: Qi et al. 2023, ZB-H1
+
+    >>> zero_bubble_h1(rank=1, ranks=2, microbatches=3)
+    [F0@1, I0@1, F1@1, I1@1, W0@1, F2@1, I2@1, W1@1, W2@1]
+    """
+    return _split_backward(rank, microbatches, warmup=ranks - rank - 1, lag=rank)
+
+
+def zero_bubble_h2(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """ZB-H1 with twice the warm-up and twice the lag of the weights: no bubble if F = I = W and no rank waits for the others' last.
+
+    bubble: (p-1)(F + I - 2W)   keeps: 2p - 1 activations
+    source: Qi et al. 2023, ZB-H2
+    """
+    return _split_backward(rank, microbatches, warmup=2 * (ranks - rank - 1), lag=2 * rank)
+
+
+def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+    """Two stages on each rank, folded: as little memory as 1F1B, and no bubble if F = I = W.
+
+    keeps:  2p activations of half stages   sent: twice the messages of 1F1B
+    source: Qi et al. 2023, ZB-V
+    """
+    p, write = ranks, _Writer(rank, ranks)
+    write.repeat(2 * (p - rank) - 1, "F near")
+    write.repeat(rank, "F far", "F near")
+    write.repeat(p - rank, "F far", "I far", "W far")
+    steady = max(microbatches, 2 * p - 1) - p      # what is left of the far forwards
+    new = steady - (p - 1 - rank)                  # and of the near ones, which are that much ahead
+    write.repeat(new, "F near", "I near", "W near", "F far", "I far", "W far")
+    write.repeat(steady - new, "I near", "W near", "F far", "I far", "W far")
+    write.repeat(rank, "I near", "I far")
+    write.repeat(p - rank, "I near", "W near")
+    write.repeat(rank, "W far")
+    write.repeat(rank, "W near")
+    return _existing(write.actions, microbatches)
+
+
+def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+    """Two stages on each rank, folded; in the middle a forward stands beside each backward, so that their messages may overlap.
+
+    bubble: (p-1)(F with B beside it + B - 3W)   keeps: 2p + 1 activations of half stages
+    source: DeepSeek-AI 2024 (DualPipe); cut in half by Qi et al.
+    """
+    p, write = ranks, _Writer(rank, ranks)
+    write.repeat(2 * (p - rank - 1), "F near")
+    write.repeat(rank + 1, "F near", "F far")
+    write.repeat(p - rank - 1, "I far", "W far", "F far")
+    write.repeat(max(microbatches, 2 * p) - 2 * p + rank + 1, "F near", "B far", "F far", "B near")
+    write.repeat(p - rank - 1, "B far", "F far", "B near")
+    whole, parts = ["B far", "B near"] * (rank + 1), ["I far", "I near"] * (rank + 1)
+    late = parts[rank + 1:]     # their weights wait for the bubbles to come
+    write.repeat(1, *whole[:rank + 1], *late)
+    waiting = [word.replace("I", "W") for word in late] + ["W near"] * (p - rank - 1)
+    for weight in waiting[:p - rank - 1]:
+        write.repeat(1, weight, "I near")
+    write.repeat(1, *waiting[p - rank - 1:])
+    return _existing(write.actions, microbatches)
+
+
+class _Writer:
+    """Writes the actions of a rank that holds two stages, `near` and `far`; micro-batches are numbered as they come."""
+
+    def __init__(self, rank: int, ranks: int):
+        self.actions: list[Action] = []
+        self.stages = {"near": rank, "far": 2 * ranks - 1 - rank}
+        self.next: Counter[tuple[str, int]] = Counter()
+
+    def repeat(self, times: int, *words: str) -> None:
+        """Append `F near`, `I far` ... so many times over."""
+        for word in words * times:
+            kind, _, place = word.partition(" ")
+            parts = ("I", "W") if kind == "B" else (kind,)   # whole or in parts, a backward is the next one of both
+            stage = self.stages[place]
+            self.actions.append(Action(kind, stage, self.next[parts[0], stage]))
+            self.next.update((part, stage) for part in parts)
+
+
+def _looped(rank: int, ranks: int, chunks: int) -> list[int]:
+    return [rank + chunk * ranks for chunk in range(chunks)]
+
+
+def _sweep(kind: str, stages: Sequence[int], microbatches: int, first: int = 0) -> list[Action]:
+    """Micro-batches first, first + 1 ... through one stage after the other."""
+    return [Action(kind, stage, first + m) for stage in stages for m in range(microbatches)]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    warmup = min(warmup, len(forwards))
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards))
+    return forwards[:warmup] + list(steady) + backwards[len(backwards) - warmup:]
+
+
+def _split_backward(rank: int, microbatches: int, warmup: int, lag: int) -> list[Action]:
+    """As `_alternate`, with the weights of a micro-batch `lag` backwards behind its input."""
+    def steps() -> Iterator[Action]:
+        for m in range(-warmup, microbatches + lag):
+            yield from (Action(kind, rank, number) for kind, number in (("F", m + warmup), ("I", m), ("W", m - lag)) if number >= 0)
+    return _existing(list(steps()), microbatches)
+
+
+def _existing(actions: list[Action], microbatches: int) -> list[Action]:
+    return [action for action in actions if action.microbatch is not None and action.microbatch < microbatches]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A function above, and how many stages a rank holds under it."""
+
+    rank_actions: Callable[[int, int, int, int], list[Action]]
+    says: str
+    fewest: int = 1     # stages on a rank
+    most: int | None = 1
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
+    "1f1b": Schedule(one_f_one_b, "a forward, a backward; the least memory"),
+    "interleaved": Schedule(interleaved, "1F1B over several stages on each rank: smaller bubble, more messages", 2, None),
+    "breadth-first": Schedule(gpipe, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
+    "zb-h1": Schedule(zero_bubble_h1, "1F1B with the weights' gradients in the bubbles; its memory, a third of its bubble"),
+    "zb-h2": Schedule(zero_bubble_h2, "nearly no bubble, for twice the memory"),
+    "zb-v": Schedule(zero_bubble_v, "two stages on each rank, folded: nearly no bubble in 1F1B's memory", 2, 2),
+    "dualpipe-v": Schedule(dual_pipe_v, "two stages on each rank, folded: a forward beside each backward", 2, 2),
+}
+
+
+def make_plan(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
+    """The plan of a known schedule, without communication.
+
+    stages: pieces that the model is cut into; chunks: how many of them each rank holds, left out: as few as the schedule allows
+    raises: ConfigError
+
+    >>> print(make_plan("gpipe", stages=2, microbatches=2))
+    F0@0 F1@0 B0@0 B1@0
+    F0@1 F1@1 B0@1 B1@1
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"there is no schedule {name!r}. {did_you_mean(name, SCHEDULES)}")
+    schedule = SCHEDULES[name]
+    chunks = schedule.fewest if chunks is None else chunks
+    if stages < 1 or microbatches < 1:
+        raise ConfigError(f"{stages} stages and {microbatches} micro-batches: expected 1 or more of each")
+    if chunks < schedule.fewest or (schedule.most and chunks > schedule.most):
+        raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for "
+                          f"{schedule.fewest}{'' if schedule.most else ' or more'}")
+    if stages % chunks:
+        raise ConfigError(f"schedule {name!r}: {stages} stages cannot be dealt out {chunks} to a rank; give a multiple of {chunks}")
+    ranks = stages // chunks
+    return Plan.of(*(schedule.rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)))

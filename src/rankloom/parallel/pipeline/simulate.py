@@ -1,0 +1,112 @@
+"""What a plan takes: run it on paper with the time of every action, and see when each rank computes and when it waits.
+
+A message leaves when what it carries is finished and takes no time of the sender; it arrives `message` seconds later.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan, finishes, needs
+from rankloom.parallel.pipeline.check import peak_live, walk
+from rankloom.parallel.pipeline.passes import with_messages
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, or any other unit, of each part of each stage, for one micro-batch.
+
+    >>> Costs.even(stages=2, weight=0.5).of(Action("B", 1, 0))
+    1.5
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]      # backward towards the input
+    weight: tuple[float, ...]     # backward towards the weights
+    message: float = 0.0          # from one rank to another
+    kept: float = 1.0             # of a stage's activations, the share held until the weights' backward
+
+    def __post_init__(self) -> None:
+        stages = {len(self.forward), len(self.input), len(self.weight)}
+        if len(stages) > 1 or min((*self.forward, *self.input, *self.weight, self.message, self.kept)) < 0:
+            raise ConfigError(f"{self}: expected one cost of each kind for each stage, and none below 0")
+        if not sum((*self.forward, *self.input, *self.weight)):
+            raise ConfigError("costs of 0 for everything leave nothing to draw; give some time to F, I or W")
+
+    @classmethod
+    def even(cls, stages: int, *, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, message: float = 0.0) -> "Costs":
+        """The same for each stage."""
+        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, message)
+
+    def of(self, action: Action) -> float:
+        """How long an action keeps its rank busy."""
+        table = {"F": self.forward, "I": self.input, "W": self.weight}
+        return sum(table[part.kind][action.stage] for part in finishes(action) if part.kind in table)
+
+
+class Span(NamedTuple):
+    """An action with its time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What came out: who did what when."""
+
+    plan: Plan
+    spans: tuple[Span, ...]       # of what takes time, rank by rank, in order
+    kept: float
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank."""
+        return tuple(tuple(span for span in self.spans if span.rank == rank) for rank in range(len(self.plan.ranks)))
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last rank has ended."""
+        return max(span.end for span in self.spans)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.by_rank)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait, where all begin and end a step together."""
+        return 1 - sum(self.busy) / (self.makespan * len(self.busy))
+
+    @property
+    def own_bubble(self) -> float:
+        """The same where a rank may begin the next step before others have ended: of the rank that takes longest, begin to end."""
+        longest = max(spans[-1].end - spans[0].start for spans in self.by_rank)
+        return 1 - sum(self.busy) / len(self.busy) / longest
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """The most activations that each rank holds, in those of one stage and micro-batch."""
+        return tuple(peak_live(actions, self.kept) for actions in self.plan.ranks)
+
+
+def simulate_plan(plan: Plan, costs: Costs) -> Timeline:
+    """When everything happens. raises: ConfigError for a plan that comes to no end, or costs of another number of stages"""
+    if len(costs.forward) != plan.stages:
+        raise ConfigError(f"the costs are of {len(costs.forward)} stages, the schedule has {plan.stages}")
+    plan = with_messages(plan)
+    ended: dict[Action, float] = {}
+    clock = [0.0] * len(plan.ranks)
+    spans = []
+    for rank, action in walk(plan):
+        begin = max([clock[rank], *(ended[need] for need in needs(action, plan))])
+        busy = costs.of(action)
+        ended.update(dict.fromkeys(finishes(action), begin + busy + (costs.message if action.kind.startswith("SEND") else 0.0)))
+        clock[rank] = begin + busy
+        if action.kind in COMPUTES:
+            spans.append(Span(rank, action, begin, begin + busy))
+    return Timeline(plan, tuple(sorted(spans, key=lambda span: (span.rank, span.start))), costs.kept)

@@ -1,0 +1,116 @@
+"""What `rankloom schedule` does apart from printing: make or read a schedule, prove it, price it, draw it, write it down.
+
+Nothing here computes on tensors, so nothing imports torch. Read parallel/pipeline/ in the order actions, schedules, passes, check,
+simulate, draw.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.actions import Plan, parse_plan
+from rankloom.parallel.pipeline.check import check
+from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_plan
+
+STAGES, MICROBATCHES = 4, 8
+
+
+def known() -> Table:
+    """Every schedule by name, with how many stages a rank holds under it."""
+    table = Table("schedule", "stages a rank", "in short")
+    for name, schedule in SCHEDULES.items():
+        table.add_row(name, f"{schedule.fewest}{'' if schedule.most else ' or more'}", schedule.says)
+    return table
+
+
+def find_plan(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Plan:
+    """A known schedule, or one read from a .txt file, proven. raises: ConfigError"""
+    if not name.endswith(".txt"):
+        plan = make_plan(name, STAGES if stages is None else stages, MICROBATCHES if microbatches is None else microbatches, chunks)
+        check(plan)
+        return plan
+    given = [word for word, value in (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks)) if value is not None]
+    if given:
+        raise ConfigError(f"{name} says itself how many stages and micro-batches there are; leave out {', '.join(given)}")
+    plan = parse_plan(_read(Path(name)))
+    try:
+        check(plan)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return plan
+
+
+def read_costs(text: str | None, stages: int) -> Costs:
+    """F,I,W of one stage, and perhaps a message, with commas between them; or a .json file with a list for each. raises: ConfigError
+
+    >>> read_costs("2,2,1,0.1", stages=2)
+    Costs(forward=(2.0, 2.0), input=(2.0, 2.0), weight=(1.0, 1.0), message=0.1, kept=1.0)
+    """
+    if text is None:
+        return Costs.even(stages)
+    try:
+        if text.endswith(".json"):
+            said = json.loads(_read(Path(text)))
+            forward, back, weight = (tuple(map(float, said[key])) for key in ("forward", "input", "weight"))
+            return Costs(forward, back, weight, float(said.get("message", 0)))
+        numbers = [float(word) for word in text.split(",")]
+        if not 3 <= len(numbers) <= 4:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--costs {text}: expected F,I,W or F,I,W,message, such as 18.5,18.1,9.3,0.6; or a .json file with lists "
+                          "forward, input and weight (a number for each stage), and perhaps message") from None
+    return Costs.even(stages, forward=numbers[0], input=numbers[1], weight=numbers[2], message=sum(numbers[3:]))
+
+
+def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
+    """The rows, what the colours mean, and the numbers."""
+    yield grid(timeline, columns)
+    yield legend(timeline)
+    table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
+    for rank, actions in enumerate(timeline.plan.ranks):
+        stages, sends = ", ".join(map(str, timeline.plan.held_by(rank))), sum(a.kind.startswith("SEND") for a in actions)
+        times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
+        table.add_row(str(rank), stages, *times, str(sends), f"{timeline.peaks[rank]:g}")
+    yield table
+    yield f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
+    if timeline.own_bubble < timeline.bubble - 0.0005:
+        yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"
+
+
+def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
+    """Write the files that are asked for, and say so. raises: ConfigError"""
+    texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.plan}\n"}
+    for path, make in texts.items():
+        if path is None:
+            continue
+        try:
+            path.write_text(make(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        yield f"saved {path}"
+
+
+def show(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
+         svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
+    """All of it, for `rankloom schedule show`."""
+    plan = find_plan(name, stages, microbatches, chunks)
+    timeline = simulate_plan(plan, read_costs(costs, plan.stages))
+    title = f"{name}: {plan.stages} stages on {len(plan.ranks)} ranks, {plan.microbatches} micro-batches"
+    yield title
+    yield from picture(timeline, columns)
+    yield from written(timeline, title, svg, trace, save)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None

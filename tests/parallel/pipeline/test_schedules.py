@@ -1,0 +1,85 @@
+"""Schedules: each is proven for many sizes, and holds what its docstring says."""
+
+import pytest
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.actions import COMPUTES
+from rankloom.parallel.pipeline.check import check, peak_live
+from rankloom.parallel.pipeline.passes import add_gathers, apply_pass
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+
+CASES = [(name, chunks) for name, schedule in SCHEDULES.items()
+         for chunks in range(schedule.fewest, (schedule.most or 4) + 1)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_everything_is_done_once_and_nobody_waits_for_ever(name, chunks, ranks):
+    for microbatches in [*range(1, 10), 16, 19]:
+        plan = make_plan(name, ranks * chunks, microbatches, chunks)
+        check(plan)
+        assert (len(plan.ranks), plan.stages, plan.microbatches) == (ranks, ranks * chunks, microbatches)
+        assert all(len(plan.held_by(rank)) == chunks for rank in range(ranks))
+        assert {a.kind for actions in plan.ranks for a in actions} <= set(COMPUTES), "messages are added by a pass"
+
+
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+def test_micro_batches_go_through_a_stage_in_order(name, chunks):
+    """So that sums over micro-batches do not depend on the schedule."""
+    for actions in make_plan(name, 4 * chunks, 9, chunks).ranks:
+        for kinds in ("F", "BI", "BW"):
+            for stage in {action.stage for action in actions}:
+                numbers = [a.microbatch for a in actions if a.kind in kinds and a.stage == stage]
+                assert numbers == sorted(numbers) and len(numbers) == 9
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_gpipe_keeps_everything_and_1f1b_at_most_stages_minus_stage(microbatches):
+    gpipe, one_f_one_b = make_plan("gpipe", 4, microbatches), make_plan("1f1b", 4, microbatches)
+    assert [peak_live(actions) for actions in gpipe.ranks] == [microbatches] * 4
+    assert [peak_live(actions) for actions in one_f_one_b.ranks] == [min(4 - stage, microbatches) for stage in range(4)]
+
+
+@pytest.mark.parametrize(("name", "chunks", "peaks"), [
+    ("interleaved", 2, [11, 9, 7, 5]), ("interleaved", 3, [15, 13, 11, 9]), ("breadth-first", 2, [32] * 4),
+    ("zb-h1", 1, [4] * 4), ("zb-h2", 1, [7] * 4), ("zb-v", 2, [8] * 4), ("dualpipe-v", 2, [9] * 4),
+])
+def test_the_others_keep_what_they_say(name, chunks, peaks):
+    plan = make_plan(name, 4 * chunks, 16, chunks)
+    assert [peak_live(actions) for actions in plan.ranks] == peaks
+
+
+def test_zero_bubble_h1_keeps_fewer_where_the_weights_need_less():
+    assert [peak_live(actions, kept=0.5) for actions in make_plan("zb-h1", 4, 16).ranks] == [4, 3.5, 3, 2.5]
+
+
+def test_folded_stages_meet_on_the_last_rank_and_end_on_the_first():
+    assert make_plan("zb-v", 6, 4).owner == make_plan("dualpipe-v", 6, 4).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+    assert make_plan("interleaved", 6, 4).owner == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
+
+
+def test_the_middle_of_dual_pipe_has_a_forward_beside_each_backward():
+    kinds = "".join(a.kind for a in make_plan("dualpipe-v", 8, 20).ranks[3] if a.kind in "FB")
+    assert "FBFB" * 16 in kinds
+
+
+def test_breadth_first_gathers_twice_a_stage_where_interleaved_gathers_often():
+    def gathers(name):
+        plan = apply_pass(make_plan(name, 8, 16), add_gathers)
+        check(plan)
+        return [sum(a.kind == "GATHER" for a in actions) for actions in plan.ranks]
+
+    assert gathers("breadth-first") == [3] * 4, "the last stage of a rank stays whole between its sweeps"
+    assert min(gathers("interleaved")) > 2 * 3
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("1f1v", 4, 8), "there is no schedule '1f1v'. Did you mean '1f1b'?"),
+    (("1f1b", 0, 8), "0 stages and 8 micro-batches"), (("1f1b", 4, 0), "4 stages and 0 micro-batches"),
+    (("1f1b", 4, 8, 2), "'1f1b' with 2 stages on each rank: it is made for 1$"),
+    (("interleaved", 4, 8, 1), "'interleaved' with 1 stages on each rank: it is made for 2 or more"),
+    (("zb-v", 12, 8, 3), "it is made for 2$"), (("zb-v", 7, 8), "7 stages cannot be dealt out 2 to a rank; give a multiple of 2"),
+])
+def test_what_cannot_be_is_refused_with_the_reason(words, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(*words)

@@ -1,0 +1,87 @@
+"""`rankloom schedule`: makes, reads, proves, prices and draws; and does so without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.schedules import SCHEDULES
+from rankloom.parallel.pipeline.simulate import Costs
+from rankloom.schedule import find_plan, known, read_costs, show
+
+NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, svg=None, trace=None, save=None)
+
+
+def rankloom(*words):
+    argv = [sys.executable, "-m", "rankloom", *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
+    svg, trace, save = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.txt"
+    done = rankloom("schedule", "show", "1f1b", "--stages", 4, "--microbatches", 8, "--svg", svg, "--trace", trace, "--save", save)
+    assert done.returncode == 0, done.stderr
+    assert "1f1b: 4 stages on 4 ranks, 8 micro-batches" in done.stdout and "\x1b" not in done.stdout
+    assert "rank 3  " in done.stdout and "backward, both parts" in done.stdout
+    assert "a step takes 33; bubble: ranks wait 27.3% of the time" in done.stdout
+    assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
+    assert find_plan(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
+
+
+def test_list_names_every_schedule():
+    done = rankloom("schedule", "list")
+    assert done.returncode == 0 and all(name in done.stdout for name in SCHEDULES)
+    assert known().row_count == len(SCHEDULES)
+
+
+def test_a_schedule_edited_into_a_deadlock_is_one_message_with_the_cycle(tmp_path):
+    (tmp_path / "mine.txt").write_text("F0@0 B0@0 F1@0 B1@0\nF0@1 F1@1 B0@1 B1@1\n")
+    done = rankloom("schedule", "show", tmp_path / "mine.txt")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "mine.txt: deadlock: rank 0 is at RECV_B0@0 and waits for SEND_B0@1, which rank 1 does after RECV_F1@1; rank 1 is" in done.stderr
+
+
+def test_drawing_a_schedule_imports_no_torch():
+    code = f"import sys, rankloom.schedule as s; list(s.show('zb-v', **{NOTHING | {'stages': 4}})); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
+    assert read_costs(None, 3) == Costs.even(3)
+    assert read_costs("2,1.5,1", 2) == Costs.even(2, forward=2.0, input=1.5)
+    measured = {"forward": [1, 2], "input": [2, 4], "weight": [1, 1], "message": 0.5}
+    (tmp_path / "costs.json").write_text(json.dumps(measured))
+    assert read_costs(str(tmp_path / "costs.json"), 2) == Costs((1.0, 2.0), (2.0, 4.0), (1.0, 1.0), 0.5)
+    shown = list(show("1f1b", **{**NOTHING, "stages": 2, "microbatches": 2, "costs": str(tmp_path / "costs.json")}))
+    assert any("a step takes 19;" in str(part) for part in shown)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"costs": "1,2"}, "--costs 1,2: expected F,I,W"), ({"costs": "1,2,x"}, "expected F,I,W"), ({"costs": "1,2,3,4,5"}, "expected F,I,W"),
+    ({"costs": "none.json"}, "none.json: cannot be read"), ({"costs": "1,-2,3"}, "none below 0"),
+    ({"costs": "0,0,0"}, "give some time to F, I or W"),
+    ({"stages": 3, "chunks": 2}, "made for 1"), ({"svg": "/none/x.svg"}, "cannot be written"),
+])
+def test_a_mistake_is_refused_with_what_was_expected(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {key: Path(value) if key == "svg" else value for key, value in options.items()}
+    with pytest.raises(ConfigError, match=message):
+        list(show("1f1b", **{**NOTHING, **options}))
+
+
+def test_a_file_says_itself_how_large_it_is(tmp_path):
+    (tmp_path / "one.txt").write_text("F0@0 B0@0\n")
+    with pytest.raises(ConfigError, match="leave out --stages, --chunks"):
+        find_plan(str(tmp_path / "one.txt"), 4, None, 2)
+    with pytest.raises(ConfigError, match="none.txt: cannot be read"):
+        find_plan("none.txt", None, None, None)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"forward": 1}', '{"forward": ["x"], "input": [1], "weight": [1]}', "not json"])
+def test_a_file_of_costs_that_is_none_is_refused(text, tmp_path):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ConfigError, match="expected F,I,W"):
+        read_costs(str(tmp_path / "c.json"), 1)
