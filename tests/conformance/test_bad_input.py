@@ -294,6 +294,18 @@ def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
     assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0]) and 0.2 <= took[0] < 0.2 + SOON
 
 
+def test_a_receive_from_anyone_that_times_out_blames_all_who_might_have_sent_and_not_its_own_rank(ranks):
+    world = ranks(3, timeout=0.4)
+
+    def body(rank):
+        group = world.groups[rank]
+        group.recv_anysource([torch.zeros(1)], 5).wait() if rank == 1 else all_reduce(group, timeout=20)
+
+    silent = "rank 1 waited for a message of anyone, and none came from rank 0 (slow, or it skipped this call), rank 2 (slow"
+    for error in world.errors(body):
+        assert isinstance(error, CollectiveTimeout) and silent in str(error) and "rank 1 (" not in str(error)
+
+
 def test_a_slow_rank_is_waited_for_as_long_as_the_time_out_allows(ranks):
     world = ranks(2)
     errors, _ = raised(world, all_reduce, lambda group: (time.sleep(1.5), all_reduce(group)))

@@ -10,7 +10,6 @@ Read `world/connect.py` for how groups come to be, `base/cost.py` for the bills.
 
 import datetime
 import json
-import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,10 +21,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
-from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.errors import ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.ledger import Ledger as Ledger
+from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.operands import OPS, SUM
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import Router
@@ -198,6 +198,22 @@ class Group:
             return self._process_group.buffer(sizes, dtype, self.device)
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
 
+    def common_buffer(self, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, bool]:
+        """A flat tensor of n zeros that exists once for all ranks, where they share the memory of one host; and whether it is so.
+
+        If so, what one rank writes all see, once they have met at a barrier; rank r of p writes [r * n / p : (r + 1) * n / p],
+        and nothing is left to be gathered. If not, each rank has its own.
+        raises: ShapeMismatch when n is not divisible by p, or ranks ask for different ones; MemoryError on all ranks
+        """
+        if n % self.size:
+            raise ShapeMismatch(f"{self.where('common_buffer')}: {n} elements cannot be cut in {self.size} equal slices; pad them")
+        common = shared.common_buffer(n, dtype) if (shared := self._shared) else None
+        return (torch.zeros(n, dtype=dtype, device=self.device), False) if common is None else (common, True)
+
+    def alone(self) -> "Group":
+        """This rank as a group of its own: every collective is the identity."""
+        return Group(None, 0, (self.ranks[self.rank],), name="alone", device=self.device, timeout=self.timeout, one_host=True)
+
     # ------------------------------------------------------------------ one to one
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
@@ -275,9 +291,9 @@ class Group:
             if handle := reference():
                 handle.works = None
 
-    def translated_errors(self, label: str) -> "_TranslatedErrors":
+    def translated_errors(self, label: str) -> TranslatedErrors:
         """A context that turns a backend's failure into an error that names rank, group and label."""
-        return _TranslatedErrors(self, label)
+        return TranslatedErrors(self.where, label, self.timeout, self._inspector)
 
     # ------------------------------------------------------------------ inside
 
@@ -351,37 +367,6 @@ class Group:
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
-
-    def _explain(self, label: str, error: Exception) -> RankloomError:
-        text = str(error).splitlines()[0]
-        if "imeout" in text or "imed out" in text:
-            who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
-                " RANKLOOM_DEBUG=1 says which rank was where.")
-            return CollectiveTimeout(f"{self.where(label)} did not finish within {self.timeout:g} s: "
-                                     f"a rank is slow, stopped, or skipped this call.{who}")
-        if "scalar type" in text or "complex" in text:
-            return ShapeMismatch(f"{self.where(label)}: the backend cannot carry this dtype ({text}); "
-                                 "send x.view(torch.uint8), or convert it")
-        plain = re.sub(r"^\[\S+\] ", "", text).split(". ")[0]   # gloo puts its source file before it, and advice behind
-        return RankLost(f"{self.where(label)} lost its connection to another rank, which has ended or failed: {plain}")
-
-
-class _TranslatedErrors:
-    """See `Group.translated_errors`. A class, because a generator context costs more than the call it guards."""
-
-    __slots__ = ("group", "label")
-
-    def __init__(self, group: Group, label: str):
-        self.group, self.label = group, label
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RankLost | CollectiveMismatch) and self.label not in str(error):   # shared memory's own words
-            raise type(error)(str(error).replace(": ", f": {self.label}: ", 1)) from error.with_traceback(None)
-        if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
-            raise self.group._explain(self.label, error) from error.with_traceback(None)   # its frames hold the connection
 
 
 def _add_in_order(dealt: Tensor, ranks: int, total: Tensor) -> Tensor:

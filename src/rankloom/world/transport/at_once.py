@@ -27,21 +27,23 @@ class AtOnce:
         return True
 
     def all_gather(self, x: Tensor, out: Tensor, label: str) -> bool:
-        """All ranks' `x`, in rank order. x: [n, ...]  out: [p*n, ...]"""
-        return self._call(ALL_GATHER, x, out, x.nbytes, label)
+        """All ranks' `x`, in rank order; it may be its part of `out`. x: [n, ...]  out: [p*n, ...]"""
+        return self._call(ALL_GATHER, x, out, nbytes := x.nbytes, -self._channel.rank * nbytes, label)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, label: str) -> bool:
-        """The sum over ranks of this rank's slice of `x`. x: [p*n, ...]  out: [n, ...]"""
-        return self._call(REDUCE_SCATTER, x, out, out.nbytes, label)
+        """The sum over ranks of this rank's slice of `x`, which may be `out`. x: [p*n, ...]  out: [n, ...]"""
+        return self._call(REDUCE_SCATTER, x, out, nbytes := out.nbytes, self._channel.rank * nbytes, label)
 
     def all_to_all(self, x: Tensor, out: Tensor, label: str) -> bool:
         """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
-        return self._call(ALL_TO_ALL, x, out, x.nbytes // self._channel.size, label)
+        return self._call(ALL_TO_ALL, x, out, x.nbytes // self._channel.size, x.nbytes, label)
 
-    def _call(self, kind: int, x: Tensor, out: Tensor, nbytes: int, label: str) -> bool:
+    def _call(self, kind: int, x: Tensor, out: Tensor, nbytes: int, home: int, label: str) -> bool:
+        """home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share"""
         number, source, target = NUMBERS.get(x.dtype), x.data_ptr(), out.data_ptr()
-        apart = source + x.nbytes <= target or target + out.nbytes <= source
-        if number is None or not (apart and x.is_cpu and x.is_contiguous()):
+        behind = target - source
+        is_safe = behind == home or behind >= x.nbytes or -behind >= out.nbytes
+        if number is None or not (is_safe and x.is_cpu and x.is_contiguous()):
             return False
         if why := self._run(kind, number, SUM, 0, source, target, nbytes, self._channel.timeout):
             raise self._channel.explain(why, label or KINDS[kind])

@@ -2,6 +2,8 @@
 
 A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. Every rank tells in each call which pieces
 it still maps, so one that has given a piece back is never read through it. A piece that a call may be reading is given back later.
+
+A common tensor is another thing: there is one for all ranks, who write and read it as their own. Collectives do not know of it.
 """
 
 import ctypes
@@ -38,7 +40,7 @@ class Buffers:
             return torch.empty(shape, dtype=dtype)
         self._sweep()
         stride = -(-numel * dtype.itemsize // PAGE) * PAGE
-        free = self._agree(stride)
+        free = self._agree(stride, self._channel.size)
         mapping = self._map(stride * self._channel.size)
         part = (ctypes.c_char * stride).from_buffer(mapping, self._channel.rank * stride)
         if free:
@@ -47,16 +49,27 @@ class Buffers:
             weakref.finalize(part, _give_back, weakref.ref(self), free).atexit = False
         return torch.frombuffer(part, dtype=dtype, count=numel).view(shape)
 
-    def _agree(self, stride: int) -> int:
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat tensor of zeros of which there is one for all ranks; every rank must call this alike. Raises as `new` does.
+
+        The memory is given back when the tensors of all ranks are gone. Its pages come when they are first touched: ranks that
+        fill a slice each do so at the same time, and reading what others have filled costs next to nothing.
+        """
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        self._agree(nbytes := numel * dtype.itemsize, 1)
+        return torch.frombuffer(self._map(nbytes), dtype=dtype, count=numel)
+
+    def _agree(self, stride: int, parts: int) -> int:
         """The first number that is free on all ranks, or 0: then the piece is only memory, staged like any other."""
         channel = self._channel
         asked = channel.gather_json([stride, available_memory(), list(self._pieces)])
         strides, memory = [asks for asks, _, _ in asked], min(free for _, free, _ in asked)
         if len(set(strides)) > 1:
             raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {strides}")
-        if stride * channel.size > memory:
-            raise MemoryError(f"{channel.where('buffer')}: {stride * channel.size:,} bytes of shared memory were asked for "
-                              f"({channel.size} ranks x {stride:,}), {memory:,} are free on this host")
+        if stride * parts > memory:
+            raise MemoryError(f"{channel.where('buffer')}: {stride * parts:,} bytes of shared memory were asked for "
+                              f"({parts} x {stride:,}), {memory:,} are free on this host")
         taken = {number for _, _, numbers in asked for number in numbers}
         return next((number for number in NUMBERS if number not in taken), 0)
 

@@ -28,6 +28,8 @@ KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_sc
 ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
 FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
 
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
+
 SPIN_US = 100             # before sleeping, where every rank has a core of its own
 YIELDS = 100              # times that a rank lets others run, before sleeping, where ranks share cores
 WINDOW = 256 << 10        # bytes staged at a time: what the second-level cache holds twice
@@ -70,9 +72,9 @@ class Channel:
         """End every wait of every rank with RankLost, at once. The group is of no use afterwards; build another."""
         self.link.break_off(self.rank, ABORTED)
 
-    def give_up_on(self, peer: int | None) -> None:
-        """End every wait of every rank: `peer` did not come in time."""
-        self.link.break_off(self.rank if peer is None or peer < 0 else peer, TIMED_OUT)
+    def give_up_on(self, peer: int) -> None:
+        """End every wait of every rank: `peer` did not come in time; where this rank waited for anyone, none of the others."""
+        self.link.break_off(self._number_of(peer), TIMED_OUT)
 
     def close(self) -> None:
         """This rank makes no call any more; a rank that waits for it gets RankLost."""
@@ -90,12 +92,13 @@ class Channel:
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
 
     def explain(self, why: int, label: str, timeout: float | None = None, peer: int | None = None) -> RankloomError:
-        """The error for a call that failed; `peer` is the other end of a message."""
+        """The error for a call that failed; `peer` is the other end of a message, -1 for anyone."""
         _, blamed, arrived, states = self.link.status()
-        who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"
         if why == TIMED_OUT:
-            return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: "
-                                     f"{self._who_is_missing(arrived, states, blamed if peer is None else peer, peer is None)}")
+            late = blamed if peer is None or peer < 0 <= blamed else self._number_of(peer)
+            missing = self._who_was_silent(late, states) if late >= self.size else self._who_is_missing(arrived, states, late, peer is None)
+            return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: {missing}")
+        who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"
         if why == MISMATCHED:
             return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{table_of_calls(self.ranks, self.link.calls())}")
         reasons = {
@@ -115,10 +118,21 @@ class Channel:
     def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int, meeting: bool) -> str:
         """The ranks that have not come to the meeting (or the other end of a message), and those that cannot go on anyway."""
         behind = {rank for rank in range(self.size) if meeting and arrived[rank] < max(arrived)} or ({blamed} - {-1})
-        state = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
-        named = [f"rank {self.ranks[rank]} ({state.get(states[rank], 'slow, or it skipped this call')})"
-                 for rank in range(self.size) if rank in behind or states[rank] in state]
-        return f"{', '.join(named)} did not come" if named else "a rank did not come"
+        missing = [rank for rank in range(self.size) if rank in behind or states[rank] in STATES]
+        return f"{self._with_states(missing, states)} did not come" if missing else "a rank did not come"
+
+    def _number_of(self, peer: int) -> int:
+        """Whom to blame for a message: a rank; or for one of anyone, all but this rank, which has a number above those of ranks."""
+        return peer if peer >= 0 else self.size + self.rank
+
+    def _who_was_silent(self, number: int, states: list[str]) -> str:
+        """All but one, from whom that one got no message."""
+        lonely = number - self.size
+        others = [rank for rank in range(self.size) if rank != lonely]
+        return f"rank {self.ranks[lonely]} waited for a message of anyone, and none came from {self._with_states(others, states)}"
+
+    def _with_states(self, ranks: Sequence[int], states: list[str]) -> str:
+        return ", ".join(f"rank {self.ranks[rank]} ({STATES.get(states[rank], 'slow, or it skipped this call')})" for rank in ranks)
 
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int]]) -> str:

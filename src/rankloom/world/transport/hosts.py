@@ -63,6 +63,10 @@ class HostsBuffers(Buffers):
             raise MemoryError(f"{where}, said a rank: {problems[0]}")
         return made
 
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """There is no memory that the ranks of several hosts map."""
+        return None
+
 
 class HostsLink:
     """One rank's end of a group on several hosts, with the methods of _shared.Link. Reasons (`why`) are numbers; 0: none."""

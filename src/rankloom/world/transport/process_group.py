@@ -2,7 +2,7 @@
 
 Every method turns its tensors into addresses and lengths (operands.py), makes one call (channel.py) and returns work
 (work.py): at once when the caller waits anyway, else in the background.
-torch has had two generations of names for some methods; both are here, because both are called.
+torch has had two generations of names for some methods; both are here, because both are called. So are both forms (forms.py).
 """
 
 import datetime
@@ -32,6 +32,7 @@ from rankloom.world.transport.channel import (
     SCATTER,
     Channel,
 )
+from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
@@ -101,6 +102,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """A tensor that all ranks map: collectives read and write it where it lies. Every rank must ask alike."""
         return self._buffers.new(shape, dtype)
 
+    def common_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """A flat tensor of which there is one for all ranks, or None where they are on several hosts. Every rank must ask alike."""
+        return self._buffers.common(numel, dtype)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks, from now on."""
         self.channel.timeout = timeout.total_seconds()
@@ -118,6 +123,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ collectives that reduce
 
+    @in_either_form
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine over the ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
@@ -129,6 +135,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or c10d.AllreduceCoalescedOptions()
         return last_of([self._reduce(ALL_REDUCE, x, opts) for x in tensors], tensors)
 
+    @in_either_form
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine over the ranks; the root ends with the result."""
         opts = opts or c10d.ReduceOptions()
@@ -141,6 +148,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         address = flat.data_ptr()
         return self._start((kind, number, op, root, address, address, flat.nbytes), opts, [x], [flat], back)
 
+    @in_either_form
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         """Rank r ends with the combination of all ranks' r-th tensors; lengths may differ between r."""
         opts = opts or c10d.ReduceScatterOptions()
@@ -175,6 +183,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ collectives that only move
 
+    @in_either_form
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Overwrite with the root's."""
         opts = opts or c10d.BroadcastOptions()
@@ -196,6 +205,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     all_gather_single = _allgather_base
 
+    @in_either_form
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, each into its place of a list; lengths may differ between ranks."""
         return self._into_list(ALL_GATHER, _only(outputs, "all_gather"), _only(inputs, "all_gather"),
@@ -212,6 +222,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         works = [self.allgather([[row[at] for row in output_lists]], [x], opts) for at, x in enumerate(inputs)]
         return last_of(works, [x for row in output_lists for x in row])
 
+    @in_either_form
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, into the root's list."""
         opts = opts or c10d.GatherOptions()
@@ -229,6 +240,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         table = operands.lengths_table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
         return self._start((kind, number_of(x), SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
 
+    @in_either_form
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         """The root's r-th tensor goes to rank r."""
         opts = opts or c10d.ScatterOptions()
@@ -243,6 +255,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         table = operands.lengths_table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
         return self._start((SCATTER, number_of(out), SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
 
+    @in_either_form
     def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
         """Deal rows out; left empty, splits are equal."""
         where = self._where(ALL_TO_ALL)
@@ -276,6 +289,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._start((ALL_TO_ALL, number_of(outputs[0]), SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs,
                            [given, targets], *backs)
 
+    @in_either_form
     def barrier(self, opts: Any = None) -> Work:
         """Return when every rank has come here; the error names those that did not."""
         return self._start((BARRIER, BYTES, SUM, 0, 0, 0, 0), opts or c10d.BarrierOptions(), [])
@@ -346,7 +360,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 back()
             return DONE
         work = PendingCollective(self.channel, self._herald, KINDS[call[0]], result, (result, keep), list(filter(None, backs)))
-        work.ticket = self.channel.link.submit(*call, timeout)
+        work.ticket, work.timeout = self.channel.link.submit(*call, timeout), timeout
         return self._remember(work)
 
     def _remember(self, work: Pending) -> Pending:

@@ -24,6 +24,7 @@ from torch import Tensor
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.cuda import CudaDevice
 from rankloom.world.transport.device_group import DeviceGroup, tensors_in
+from rankloom.world.transport.forms import SECOND, first_form, in_either_form
 from rankloom.world.transport.meet import this_host, wait_for
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
@@ -136,6 +137,7 @@ class Router(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ calls
 
+    @in_either_form
     def barrier(self, opts: Any = None) -> Work:
         """Return when every rank has come here and, where torch asks for a CUDA barrier, what they had submitted is done."""
         device = getattr(opts, "device", None)
@@ -156,6 +158,8 @@ class Router(dist.ProcessGroup):
         return self._noted(self._for(tensors).recv_anysource(tensors, tag))
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> Work:
+        if name in SECOND:
+            args, kwargs = first_form(name, args, kwargs), {}
         return self._noted(getattr(self._for([args, [*kwargs.values()]]), name)(*args, **kwargs))
 
     def _for(self, tensors: Any, ranks: Iterable[int] = ()) -> Any:

@@ -77,6 +77,7 @@ class Pending(Work):
     """
 
     peer: int | None = None   # the other end, if it is a message
+    timeout: float | None = None   # seconds that the call itself may take; None: what the group allows
 
     def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
                  finish: Sequence[Finish]):
@@ -122,7 +123,7 @@ class Pending(Work):
         with self._lock:
             if self._ended:
                 return
-            error = self._channel.explain(why, self._label, seconds if seconds != FOREVER else None, self.peer) if why else None
+            error = self._channel.explain(why, self._label, self.timeout if seconds == FOREVER else seconds, self.peer) if why else None
             if error and not self._has_ended():
                 raise error   # only this wait is over
             self._error, self._ended = error, True
@@ -165,6 +166,7 @@ class PendingMessage(Pending):
     """A message on its way, known by its handle."""
 
     handle = 0
+    peer: int = -1   # anyone
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
