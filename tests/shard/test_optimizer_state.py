@@ -56,15 +56,23 @@ def test_one_rank_alone_can_get_the_whole(rank):
 def test_each_piece_is_sent_once_to_the_one_rank_that_gets_it():
     def body(world):
         mine = Pieces(by_dims, world.rank, world.size).train()
-        tensors = sum(v.nbytes for p in mine.optimizer.state for v in mine.optimizer.state[p].values() if v.dim())
-        told = world.ledger.bytes
-        world.all_gather_object({}, label="for its price")
-        before = world.ledger.bytes
-        gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=0)
-        return tensors, world.ledger.bytes - before, told
+        sent, send = [], world.send
+        world.send = lambda x, to, **more: (sent.append((to, x.nbytes)), send(x, to, **more))
+        whole = gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=1)
+        own = sum(value.nbytes for held in mine.optimizer.state.values() for value in held.values() if value.dim())
+        return sent, own, whole and sum(value.nbytes for held in whole["state"].values() for value in held.values())
 
-    for rank, (tensors, sent, _) in enumerate(rl.simulate(3, body)):
-        assert sent < 20_000 if rank == 0 else sent >= tensors
+    (first, own_0, _), (none, own_1, whole), (last, own_2, _) = rl.simulate(3, body)
+    assert none == [] and {to for to, _ in first + last} == {1}
+    counters = whole - own_0 - own_1 - own_2
+    assert 0 < counters < 50   # "step" of each parameter, from the first rank that has a piece of it
+    assert own_0 <= sum(n for _, n in first) <= own_0 + counters and own_2 <= sum(n for _, n in last) <= own_2 + counters
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_state_is_gathered_over_shared_memory_too(rank):
+    found = rl.simulate(3, lambda world: gathered(world, by_dims, rank), backend="rankloom")
+    expect_same_state(found[1]["state"], plain_state(*train_whole(by_dims)))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -119,6 +127,7 @@ def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others
 
 
 @pytest.mark.parametrize("spoil, said", [
+    (lambda s: s.pop("state"), r"rank 3: the saved optimizer has the keys \['param_groups'\], expected 'state' and 'param_groups'"),
     (lambda s: s["param_groups"].pop(), "rank 3: the saved optimizer has 1 parameter groups, expected 2"),
     (lambda s: s["param_groups"][0]["params"].append("wider"), "rank 3: parameter group 0 .* has 'wider'.*another model.*mean 'wide'"),
     (lambda s: s["param_groups"][1]["params"].remove("pair"), "rank 3: parameter group 1 has 'pair', the saved one's has not"),
@@ -126,7 +135,7 @@ def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others
     (lambda s: s["state"]["wide"].update(exp_avg=torch.zeros(23, 9)), r"exp_avg of wide has shape \(23, 9\), expected \(9, 23\)"),
     (lambda s: s["state"]["pair"].update(exp_avg_sq=torch.zeros(3)), r"rank 3: .*exp_avg_sq of pair has shape \(3,\), expected \(2,\)"),
     (lambda s: s["param_groups"][0].update(nesterov=s["param_groups"][0].pop("betas")), "has nesterov where this one has betas"),
-], ids=["groups", "more", "fewer", "unknown", "shape", "shape elsewhere", "kind"])
+], ids=["keys", "groups", "more", "fewer", "unknown", "shape", "shape elsewhere", "kind"])
 def test_the_state_of_another_model_is_refused_and_changes_nothing(spoil, said):
     saved = gathered_alone(by_dims)
     spoil(saved)

@@ -11,7 +11,7 @@ Whole it is {"state": {name: {key: value}}, "param_groups": [{"params": [names],
 Where a rank has nothing of a parameter, it has no state of it. Read `shard/optimizer.py` before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,11 +139,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners: 
     rank:   for messages
     raises: ModelMismatch, on all ranks if all are given the same, with the optimizer as it was before
     """
-    state = full_state["state"]
-    names = {id(owner): name for name, owner in owners.items()}
-    _expect_same_groups(optimizer, names, full_state, f"rank {rank}")
-    for part in parts_of(optimizer):
-        _expect_same_shapes(part, names, pieces, state, f"rank {rank}")
+    if problem := misfit(optimizer, owners, pieces, full_state):
+        raise ModelMismatch(f"rank {rank}: {problem}")
+    state, names = full_state["state"], {id(owner): name for name, owner in owners.items()}
     for ours, saved in zip(optimizer.param_groups, full_state["param_groups"]):
         ours.update({key: _copied(value) for key, value in saved.items() if key not in HOW})
     counters = counter_keys(state, pieces)
@@ -166,37 +164,48 @@ def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], part: t
     return value.to(owner.device, owner.dtype if torchs and value.is_floating_point() else value.dtype)
 
 
-def _expect_same_groups(optimizer: torch.optim.Optimizer | Optimizers, names: Mapping[int, str], full_state: Mapping[str, Any],
-                        where: str) -> None:
-    ours, saved = optimizer.param_groups, full_state["param_groups"]
+def misfit(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
+           full_state: Mapping[str, Any]) -> str | None:
+    """What keeps `full_state` from being loaded, in words, or None. The same on all ranks, whatever their pieces."""
+    if not {"state", "param_groups"} <= full_state.keys():
+        return (f"the saved optimizer has the keys {sorted(full_state)}, expected 'state' and 'param_groups'; "
+                "was it gathered on one rank and is loaded on another?")
+    names = {id(owner): name for name, owner in owners.items()}
+    ours = [{**part, "params": [names[id(owner)] for owner in part["params"]]} for part in optimizer.param_groups]
+    problems = [*_misfits_of_groups(ours, full_state["param_groups"])]
+    if unknown := sorted(full_state["state"].keys() - owners.keys()):
+        problems.append(f"there is saved optimizer state of {unknown[0]!r}, which this model has not: is it of another model? "
+                        f"{did_you_mean(unknown[0], owners)}")
+    for part in parts_of(optimizer):
+        if is_elementwise(part) or isinstance(part, torch.optim.Muon):   # what the others remember may have any shape
+            own = [pieces[names[id(owner)]] for settings in part.param_groups for owner in settings["params"]]
+            problems += _misfits_of_shapes(own, full_state["state"])
+    return problems[0] if problems else None
+
+
+def _misfits_of_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[str]:
     if len(ours) != len(saved):
-        raise ModelMismatch(f"{where}: the saved optimizer has {len(saved)} parameter groups, expected {len(ours)}; build it alike")
+        yield f"the saved optimizer has {len(saved)} parameter groups, expected {len(ours)}; build it alike"
     for index, (our, their) in enumerate(zip(ours, saved)):
-        here, there = {names[id(owner)] for owner in our["params"]}, set(their["params"])
+        here, there = set(our["params"]), set(their["params"])
         if only_saved := sorted(there - here):
-            raise ModelMismatch(f"{where}: parameter group {index} of the saved optimizer has {only_saved[0]!r}, the one here has not: "
-                                f"is it of another model? {did_you_mean(only_saved[0], here)}")
+            yield (f"parameter group {index} of the saved optimizer has {only_saved[0]!r}, the one here has not: "
+                   f"is it of another model? {did_you_mean(only_saved[0], here)}")
         if only_here := sorted(here - there):
-            raise ModelMismatch(f"{where}: parameter group {index} has {only_here[0]!r}, the saved one's has not: "
-                                f"is it of another model? {did_you_mean(only_here[0], there)}")
+            yield (f"parameter group {index} has {only_here[0]!r}, the saved one's has not: "
+                   f"is it of another model? {did_you_mean(only_here[0], there)}")
         more, fewer = sorted(their.keys() - our.keys()), sorted(our.keys() - their.keys())
         if more and fewer:   # one of them alone may be another version of torch, or a scheduler's note
-            raise ModelMismatch(f"{where}: parameter group {index} of the saved optimizer has {', '.join(more)} where this one has "
-                                f"{', '.join(fewer)}: it is the state of another kind of optimizer")
-    if unknown := sorted(full_state["state"].keys() - names.values()):
-        raise ModelMismatch(f"{where}: there is saved optimizer state of {unknown[0]!r}, which this model has not: "
-                            f"is it of another model? {did_you_mean(unknown[0], names.values())}")
+            yield (f"parameter group {index} of the saved optimizer has {', '.join(more)} where this one has {', '.join(fewer)}: "
+                   "it is the state of another kind of optimizer")
 
 
-def _expect_same_shapes(part: torch.optim.Optimizer, names: Mapping[int, str], pieces: Mapping[str, Piece],
-                        state: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    if not is_elementwise(part) and not isinstance(part, torch.optim.Muon):
-        return   # what the others remember may have any shape
-    for name in (names[id(owner)] for ours in part.param_groups for owner in ours["params"]):
-        for key, value in state.get(name, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != pieces[name].shape:
-                raise ModelMismatch(f"{where}: optimizer state {key} of {name} has shape {tuple(value.shape)}, "
-                                    f"expected {tuple(pieces[name].shape)}: is it of another model?")
+def _misfits_of_shapes(pieces: list[Piece], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for piece in pieces:
+        for key, value in state.get(piece.name, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != piece.shape:
+                yield (f"optimizer state {key} of {piece.name} has shape {tuple(value.shape)}, expected {tuple(piece.shape)}: "
+                       "is it of another model?")
 
 
 def _copied(value: Any) -> Any:
