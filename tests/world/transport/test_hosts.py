@@ -17,7 +17,7 @@ from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
 from rankloom.base.errors import CollectiveMismatch, RankLost, ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import dial, levels
+from rankloom.world.transport import dial, levels, wire
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.levels import Levels
@@ -328,6 +328,71 @@ def test_memory_of_a_message_that_was_given_up_is_not_touched_any_more(ranks):
     time.sleep(0.2)
     assert not target.any()
     sender.drop(handle)
+
+
+# ---------------------------------------------------------------- messages that nobody has asked for yet
+
+
+def put_aside(group):
+    """Bytes put aside, once that many come no more."""
+    mailbox, before = group.channel.link._wire._mailbox, -1
+    for _ in range(100):
+        if before == (now := sum(m.data.nbytes for m in mailbox.aside)):
+            return now
+        before = now
+        time.sleep(0.1)
+    raise AssertionError("it never ends")
+
+
+@pytest.fixture(params=[1 << 18, 1 << 20], ids=["256 KiB", "1 MiB"])
+def full(ranks, monkeypatch, request):
+    """Two ranks, the works of many messages from the first that the second has not asked for, and how long each is."""
+    monkeypatch.setattr(wire, "ASIDE", 1 << 20)
+    n, world = request.param, ranks("ab")
+    count = (60 << 20) // n   # 60 MiB, far more than what two kernels hold for a connection
+    works = [world.groups[0].send([torch.full((n,), k % 251, dtype=torch.uint8)], 1, k % 2) for k in range(count)]
+    aside = put_aside(world.groups[1])
+    assert wire.ASIDE < aside <= wire.ASIDE + wire.AT_ONCE * n and not works[-1].is_completed(), "the sender waits"
+    yield world, works, n
+    assert all(work.wait() for work in works)
+
+
+def receive(group, n, tag):
+    group.recv([x := torch.zeros(n, dtype=torch.uint8)], 0, tag).wait()
+    return x
+
+
+def test_a_receiver_that_waits_for_nothing_stops_reading_and_loses_nothing(full):
+    world, works, n = full
+    for k in range(len(works)):
+        assert (receive(world.groups[1], n, k % 2) == k % 251).all(), k
+    assert put_aside(world.groups[1]) == world.groups[1].channel.link._wire._mailbox.unasked == 0
+
+
+def test_a_message_behind_more_than_is_put_aside_is_reached(full):
+    world, works, n = full
+    for k in [*range(1, len(works), 2), *range(0, len(works), 2)]:
+        assert (receive(world.groups[1], n, k % 2) == k % 251).all(), k
+
+
+def test_a_receive_that_is_only_looked_at_comes_too(full):
+    world, works, n = full
+    xs = [torch.zeros(n, dtype=torch.uint8) for _ in works]
+    coming = [world.groups[1].recv([x], 0, k % 2) for k, x in enumerate(xs)]
+    for _ in range(400):
+        if all(work.is_completed() for work in coming):
+            break
+        time.sleep(0.05)
+    assert all((x == k % 251).all() for k, x in enumerate(xs))
+
+
+def test_collectives_and_questions_pass_by_what_nobody_has_asked_for(full):
+    world, works, n = full
+    assert world.groups[1].channel.link.status()[3] == ["S", "S"]
+    sums = on_every_rank(world, lambda group, rank: [group.barrier().wait(), all_reduce(group, torch.ones(LARGE))][1])
+    assert all((x == 2).all() for x in sums)
+    for k in range(len(works)):
+        assert (receive(world.groups[1], n, k % 2) == k % 251).all(), k
 
 
 # ---------------------------------------------------------------- how they meet

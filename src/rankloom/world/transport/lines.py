@@ -109,17 +109,30 @@ class Line:
 
 
 class Mailbox:
-    """The receives that wait, and the messages that were put aside, both in order."""
+    """The receives that wait, and the messages that were put aside, both in order.
+
+    awaited: the receives whose message is not whole yet, also where it is on its way
+    unasked: bytes put aside for which nobody has asked
+    waiting: how many threads of this rank wait for anything at all
+    """
 
     def __init__(self) -> None:
         self.receives: list[Message] = []
         self.aside: list[Message] = []
+        self.awaited: set[Message] = set()
+        self.unasked = self.waiting = 0
+
+    def is_full(self, limit: int) -> bool:
+        """Whether enough was put aside, and this rank can do without what comes next."""
+        return self.unasked > limit and not self.awaited and not self.waiting
 
     def ask(self, m: Message) -> Message | None:
         """A new receive. The message that was put aside for it, if there is one: then they belong together."""
+        self.awaited.add(m)
         for early in self.aside:
             if early.heir is None and early.matches(m.kind, m.peer, m.tag):
                 early.heir, m.peer = m, early.peer
+                self.unasked -= early.data.nbytes
                 return early
         self.receives.append(m)
         return None
@@ -131,6 +144,7 @@ class Mailbox:
                 self.receives.remove(m)
                 m.peer = peer
                 return m if m.data.nbytes == nbytes else None
+        self.unasked += nbytes
         self.aside.append(Message(kind, peer, tag, np.empty(nbytes, np.uint8).data))
         return self.aside[-1]
 
@@ -140,6 +154,7 @@ class Mailbox:
         if heir is None or not early.done:
             return True
         self.aside.remove(early)
+        self.awaited.discard(heir)
         if heir.data.nbytes != early.data.nbytes:
             return False
         heir.data[:] = early.data
@@ -148,6 +163,7 @@ class Mailbox:
 
     def forget(self, m: Message) -> None:
         """This receive waits no more."""
+        self.awaited.discard(m)
         self.receives = [other for other in self.receives if other is not m]
 
 
@@ -158,6 +174,7 @@ class Watch:
         self._poll, self._bell = select.epoll(), os.eventfd(0)
         self._lines = {line.sock.fileno(): line for line in lines}
         self._looks_for = dict.fromkeys(self._lines, select.EPOLLIN)
+        self.unread: set[Line] = set()   # those of which nothing is read for now
         for file in (*self._lines, self._bell):
             self._poll.register(file, select.EPOLLIN)
 
@@ -169,6 +186,7 @@ class Watch:
 
     def look_for(self, line: Line, *, reading: bool, writing: bool) -> None:
         """What to wait for on a line; for neither, when it is gone, not even for its end."""
+        (self.unread.discard if reading or line.gone else self.unread.add)(line)
         file, events = line.sock.fileno(), select.EPOLLIN * reading | select.EPOLLOUT * writing
         if self._looks_for.get(file, events) == events:   # as it is, or no more at all
             return

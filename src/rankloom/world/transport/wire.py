@@ -69,9 +69,7 @@ class Wire:
         with self.changed:
             if early := self._mailbox.ask(m):
                 self._hand_over(early)
-            elif len(self._mailbox.receives) == 1:   # the first that waits: read on
-                for line in self._lines.values():
-                    self._look(line)
+            self._read_on()
         return m
 
     def wait(self, messages: Sequence[Message], deadline: float, *, breaks: bool = True) -> int:
@@ -96,7 +94,8 @@ class Wire:
             return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
         if self._flush():   # may have taken its time
             return FINE
-        self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        with self._waiting():
+            self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
         return FINE
 
     def drop(self, messages: Sequence[Message]) -> None:
@@ -170,7 +169,8 @@ class Wire:
         with self.changed:
             told = self._roll.told = {self.rank: self._roll.mine}
             self._tell_all(ASKED, [])
-            self.changed.wait_for(lambda: all(peer in told or line.gone for peer, line in self._lines.items()), PATIENCE)
+            with self._waiting():
+                self.changed.wait_for(lambda: all(peer in told or line.gone for peer, line in self._lines.items()), PATIENCE)
             return told
 
     def is_gone(self, peer: int) -> bool:
@@ -218,8 +218,24 @@ class Wire:
         self._look(line)
 
     def _look(self, line: Line) -> None:
-        waits = self._mailbox.receives or sum(m.data.nbytes for m in self._mailbox.aside) <= ASIDE
-        self._watch.look_for(line, reading=bool(waits) and not line.gone, writing=bool(line.outbox))
+        is_full = self._mailbox.is_full(ASIDE)
+        self._watch.look_for(line, reading=not (is_full or line.gone), writing=bool(line.outbox))
+
+    def _read_on(self) -> None:
+        """Less is put aside, or this rank waits for something: read again what was left unread."""
+        if self._watch.unread and not self._mailbox.is_full(ASIDE):
+            for line in [*self._watch.unread]:
+                self._look(line)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around every wait of this rank: what it waits for may be behind what nobody has asked for yet."""
+        self._mailbox.waiting += 1
+        self._read_on()
+        try:
+            yield
+        finally:
+            self._mailbox.waiting -= 1
 
     def _put(self, line: Line, m: Message) -> None:
         line.outbox.append(m)
@@ -257,6 +273,8 @@ class Wire:
             self.changed.notify_all()
 
     def _open(self, peer: int, kind: int, tag: int, nbytes: int) -> Message:
+        if kind == NEWS:
+            return Message(kind, peer, tag, memoryview(bytearray(nbytes)))
         m = self._mailbox.open(kind, peer, tag, nbytes)
         if m is None:
             self.break_group(peer, WRONG_LENGTH)
@@ -265,12 +283,13 @@ class Wire:
 
     def _arrived(self, line: Line, m: Message) -> None:
         if m.kind == NEWS:
-            self._mailbox.aside.remove(m)
             self._hear(line, m.tag, array.array("q", m.data.tobytes()).tolist())
         else:
             self._hand_over(m)
 
     def _hand_over(self, m: Message) -> None:
+        if m.done:   # straight to its receive
+            self._mailbox.awaited.discard(m)
         if not self._mailbox.hand_over(m):
             self.break_group(m.peer, WRONG_LENGTH)
         self.changed.notify_all()
