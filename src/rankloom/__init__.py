@@ -23,15 +23,19 @@ _HOME = {
     "register_all_reduce": "comm.choose",
     "compressed_all_reduce": "comm.compress",
     "data_parallel": "parallel.data",
-    "prepare": "train.engine",
+    "tensor_parallel": "parallel.tensor.apply",
+    "fully_shard": "parallel.fully_shard",
+    "prepare": "train.prepare",
     "Engine": "train.engine",
     "Report": "train.engine",
+    "Precision": "train.precision",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
 }
 _ERRORS = (
     "RankloomError", "ConfigError", "MeshError", "BatchError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
-    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "DeviceError", "NonFinite", "RankFailed", "WrongResult",
+    "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "DeviceError", "UnitError", "NonFinite", "RankFailed",
+    "WrongResult",
 )
 _HOME |= dict.fromkeys(_ERRORS, "base.errors")
 

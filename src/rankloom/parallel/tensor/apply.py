@@ -1,0 +1,138 @@
+"""`rl.tensor_parallel`: a plain model, a plan of name patterns, a group; afterwards each rank holds and computes its part.
+
+    rl.tensor_parallel(model, {"layers.*.attention.query": "colwise", ..., "layers.*.attention.output": "rowwise"}, group)
+
+Communication plan: column-cut layers take the whole stream, row-cut ones end in a sum that is owed; one all-reduce forward
+and one backward for each half block (attention, MLP). With "sequence_parallel" norms the stream between is cut by tokens:
+reduce-scatter and all-gather in place of each all-reduce. The loss is the same on every rank, and every rank begins its
+backward from it. All ranks of the group must see the same batch.
+
+Read base/layout.py for what lies where, styles.py for the words of a plan, layers.py and vocabulary.py for the layers,
+holding.py for what happens to parameters and gradients.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
+from rankloom.parallel.replicas import make_replicas_equal
+from rankloom.parallel.tensor.holding import Holding, holdings, sum_owed
+from rankloom.parallel.tensor.styles import COLUMNS, STYLES, Cutting, Site, is_transposed, out_features
+from rankloom.world.group import Group
+
+_GPT2 = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.h.*.attn.c_attn": "packed_qkv_colwise",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_rep",
+}
+PLANS = {"GPT2LMHeadModel": _GPT2}   # of models that bring none
+
+
+def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Group, *, finish_gradients: bool = True) -> nn.Module:
+    """Cut `model`, in place, over the ranks of `group`; returns it. Begin with the whole model on every rank.
+
+    plan:   pattern of module names (`*` is one part of a name) -> a word of styles.py; None: the model's own `tp_plan`
+    finish_gradients: after `backward()` every gradient is that of the plain model, this rank's part of it. False leaves what
+            `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
+    sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
+    raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
+            not divide; ModelMismatch when models or plans differ between ranks
+
+    Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
+    """
+    plan = _plan_of(model) if plan is None else dict(plan)
+    _expect_same_plan(plan, group)
+    words = _with_tied(model, _words(model, plan))
+    if not any(param.is_meta for param in model.parameters()):
+        make_replicas_equal(model, group)
+    columns = [(name, module) for name, module in model.named_modules() if words.get(name) in COLUMNS and is_transposed(module) is not None]
+    cutting = Cutting(model, group, words, features={name: out_features(module) for name, module in columns})
+    _expect_entry(cutting)
+    for name in sorted(words, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
+        STYLES[words[name]](Site(cutting, name))
+    cutting.tell_attention()
+    if finish_gradients and group.size > 1:
+        _finish_in_backward(model, group)
+    return model
+
+
+def _plan_of(model: nn.Module) -> dict[str, str]:
+    plan = getattr(model, "tp_plan", None) or PLANS.get(type(model).__name__)
+    if not plan:
+        raise ConfigError(f"{type(model).__name__} has no tp_plan of its own; give a plan, such as "
+                          '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}')
+    return dict(plan)
+
+
+def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
+    if group.size > 1 and any(theirs != plan for theirs in group.all_gather_object(plan, label="tensor-parallel plan")):
+        raise ModelMismatch(f"{group.where('tensor_parallel')}: the plans of the ranks differ; give all of them the same")
+
+
+def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Module name -> word, for all that the plan names.
+
+    raises: ConfigError for patterns and words that mean nothing, or two words for one module
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    words: dict[str, str] = {}
+    for pattern, word in plan.items():
+        if word not in STYLES:
+            raise ConfigError(f"plan: {pattern!r} is to be {word!r}, which is no style. {did_you_mean(word, STYLES)}")
+        matcher = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        found = [name for name in names if matcher.fullmatch(name)]
+        if not found:
+            raise ConfigError(_no_match(model, pattern, names))
+        for name in found:
+            if words.setdefault(name, word) != word:
+                raise ConfigError(f"plan: {name} is to be both {words[name]!r} and {word!r}; let one pattern match it")
+    return words
+
+
+def _no_match(model: nn.Module, pattern: str, names: list[str]) -> str:
+    kind = type(model).__name__
+    if pattern in dict(model.named_parameters()):
+        return f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}"
+    hint = did_you_mean(pattern, {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
+    return f"plan: pattern {pattern!r} matches no module of {kind}. {hint}"
+
+
+def _with_tied(model: nn.Module, words: dict[str, str]) -> dict[str, str]:
+    """The plan, and for a matrix that it cuts over the vocabulary every other layer that is tied to it."""
+    by_vocabulary = ("embedding_rowwise", "colwise_rep", "colwise_gather_output")
+    cut = {id(getattr(model.get_submodule(name), "weight", name)) for name, word in words.items() if word in by_vocabulary}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in words or id(getattr(module, "weight", None)) not in cut:
+            continue
+        words = words | {name: "embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_rep"}
+    return words
+
+
+def _expect_entry(cutting: Cutting) -> None:
+    if cutting.sequence and not {"embedding_rowwise", "sequence_split"} & set(cutting.words.values()):
+        raise ConfigError("plan: norms are sequence_parallel, but nothing cuts the stream by tokens before them; make the embedding "
+                          "embedding_rowwise, or the first block sequence_split")
+
+
+def _finish_in_backward(model: nn.Module, group: Group) -> None:
+    for param, name, held in _owed(model):
+        param.register_hook(partial(_summed, name=name, held={name: held}, group=group))
+
+
+def _owed(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Holding]]:
+    held = holdings(model)
+    for name, param in model.named_parameters():
+        if param.requires_grad and held[name].owed:
+            yield param, name, held[name]
+
+
+def _summed(gradient: Tensor, *, name: str, held: dict[str, Holding], group: Group) -> Tensor:
+    total = gradient.clone()
+    sum_owed([(name, total)], held, group)
+    return total

@@ -1,0 +1,206 @@
+"""What a rank holds of each parameter of a split model, and what its gradient still needs: values, and sums over the ranks.
+
+A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: more than one where
+matrices are fused, the same as another rank's where there are fewer key-value heads than ranks, and filled up with
+zeros where a vocabulary does not divide. From a `Holding` follow the local part of any tensor shaped like the parameter
+(its gradient, its moments), the way back to the whole, who holds the same elements, and whether the gradient is owed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ModelMismatch, ShapeMismatch
+from rankloom.base.layout import Span
+from rankloom.parallel.tensor.moves import AXIS
+from rankloom.world.group import Group
+
+Spans = tuple[tuple[Span, ...], ...]   # of each rank
+_HELD = "rankloom_holdings"            # where a module keeps those of its own parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How one parameter lies on the ranks of the tensor axis.
+
+    >>> one = Holding((6, 2), 3, dim=0, spans=pieces([4, 2], 2))
+    >>> one.spans[1], one.local_shape
+    ((Span(start=2, stop=4), Span(start=5, stop=6)), (3, 2))
+    """
+
+    shape: tuple[int, ...]     # of the whole parameter
+    length: int = 0            # of a rank's part, along `dim`, the same on every rank
+    dim: int | None = None     # which is cut; None: every rank holds the whole
+    spans: Spans = ()          # of `dim`, for each rank; shorter than `length` where the rest is padding
+    owed: bool = False         # the gradient of a rank is one term; it must be summed over the ranks that hold the same
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of every rank's part."""
+        return self.shape if self.dim is None else (*self.shape[:self.dim], self.length, *self.shape[self.dim + 1:])
+
+    @property
+    def sum_over(self) -> tuple[str, ...]:
+        """Mesh axes over which the gradient must be summed before it is used, among the ranks that hold the same."""
+        return (AXIS,) if self.owed else ()
+
+    def same(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """The ranks of the tensor axis that hold the same elements as `rank`, itself included: a norm counts them once."""
+        return tuple(range(ranks)) if self.dim is None else tuple(r for r, spans in enumerate(self.spans) if spans == self.spans[rank])
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of `rank`, in memory of its own.
+
+        raises: ShapeMismatch
+        """
+        if whole.shape != self.shape:
+            raise ShapeMismatch(f"rank {rank}: a tensor of shape {tuple(whole.shape)}, expected the whole of {self.shape}")
+        if self.dim is None:
+            return whole.clone(memory_format=torch.contiguous_format)
+        part = whole.new_zeros(self.local_shape)
+        at = 0
+        for start, stop in self.spans[rank]:
+            part.narrow(self.dim, at, stop - start).copy_(whole.narrow(self.dim, start, stop - start))
+            at += stop - start
+        return part
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, from the parts of all ranks, in rank order."""
+        if self.dim is None:
+            return parts[0]
+        whole = parts[0].new_empty(self.shape)
+        for part, spans in zip(parts, self.spans):
+            at = 0
+            for start, stop in spans:
+                whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
+                at += stop - start
+        return whole
+
+
+def pieces(lengths: Sequence[int], ranks: int) -> Spans:
+    """Matrices of `lengths`, fused end to end, each cut evenly: every rank gets its part of each.
+
+    >>> pieces([4], 2)
+    ((Span(start=0, stop=2),), (Span(start=2, stop=4),))
+
+    raises: ShapeMismatch when one does not divide
+    """
+    for length in lengths:
+        if length % ranks:
+            raise ShapeMismatch(f"{length} does not divide by {ranks} ranks")
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return tuple(tuple(Span(start + rank * (n // ranks), start + (rank + 1) * (n // ranks)) for start, n in zip(starts, lengths))
+                 for rank in range(ranks))
+
+
+def padded(length: int, ranks: int) -> tuple[int, Spans]:
+    """Equal lengths for all ranks, filled up where they do not divide: (length of a part, who holds what).
+
+    >>> padded(5, 4)[1]
+    ((Span(start=0, stop=2),), (Span(start=2, stop=4),), (Span(start=4, stop=5),), (Span(start=5, stop=5),))
+    """
+    part = -(-length // ranks)
+    return part, tuple((Span(min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(ranks))
+
+
+def shared(units: int, width: int, ranks: int) -> Spans:
+    """Fewer units than ranks (key-value heads): neighbours hold the same unit.
+
+    >>> shared(units=2, width=8, ranks=4)[1:3]
+    ((Span(start=0, stop=8),), (Span(start=8, stop=16),))
+    """
+    return tuple((Span(rank * units // ranks * width, (rank * units // ranks + 1) * width),) for rank in range(ranks))
+
+
+# ------------------------------------------------------------------ of a model
+
+
+def hold(module: nn.Module, name: str, holding: Holding) -> None:
+    """Note how parameter `name` of `module` lies on the ranks."""
+    module.__dict__.setdefault(_HELD, {})[name] = holding
+
+
+def holdings(model: nn.Module) -> dict[str, Holding]:
+    """How every parameter of `model` lies on the ranks; those that were never cut are whole. Tied ones appear under each name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            held = module.__dict__.get(_HELD, {}).get(name)
+            found[f"{prefix}.{name}" if prefix else name] = held or Holding(tuple(param.shape))
+    return found
+
+
+@torch.no_grad()
+def gather_whole(tensors: Mapping[str, Tensor], held: Mapping[str, Holding], group: Group) -> dict[str, Tensor]:
+    """Whole tensors on every rank, from parts that lie like the parameters of the same names: parameters, gradients, moments.
+
+    sent: n(p-1) elements for each that is cut, n of them a part's
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        holding = held.get(name, Holding(tuple(tensor.shape)))
+        if holding.dim is None or group.size == 1:
+            whole[name] = tensor.detach().clone()
+            continue
+        if tuple(tensor.shape) != holding.local_shape:
+            raise ShapeMismatch(f"{group.where(name)} has shape {tuple(tensor.shape)}, the plan expects {holding.local_shape}, "
+                                f"a part of {holding.shape} over {group.size} ranks")
+        rows = group.all_gather(tensor.detach().contiguous().unsqueeze(0), label=f"whole {name}")
+        whole[name] = holding.join(rows.unbind(0))
+    return whole
+
+
+def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
+    """The state of a split model under the names and in the shapes of the plain one, on every rank. All ranks must call it."""
+    return gather_whole(model.state_dict(), holdings(model), group)
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: Group) -> None:
+    """Fill a split model from whole tensors, each rank taking its part; nothing is sent.
+
+    raises: ModelMismatch when names are missing or unknown; ShapeMismatch
+    """
+    held, known = holdings(model), model.state_dict().keys()
+    if wrong := sorted(known ^ state.keys()):
+        what = "is missing" if wrong[0] in known else "is not in the model"
+        raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
+    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in held else whole for name, whole in state.items()})
+
+
+# ------------------------------------------------------------------ gradients
+
+
+@torch.no_grad()
+def sum_owed(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding], group: Group) -> None:
+    """Sum, in place, those gradients of which every rank holds one term only.
+
+    One message for all that every rank holds whole (norms between split tokens), one exchange with each rank that holds
+    the same key-value heads. Once a step, after accumulation; the sum over other axes may come before or after.
+    sent: 2n(p-1)/p elements of the former, n of the latter to each of the ranks that hold them too
+    """
+    parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for name, gradient in gradients:
+        if name in held and held[name].owed and group.size > 1:
+            same = held[name].same(group.rank, group.size)
+            parts.setdefault((same, gradient.dtype), []).append(gradient)
+    for (same, _), tensors in parts.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        total = _sum_among(flat, same, group)
+        for tensor, summed in zip(tensors, total.split([prod(tensor.shape) for tensor in tensors])):
+            tensor.copy_(summed.view(tensor.shape))
+
+
+def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:
+    """The sum over the ranks `same`, added in rank order, so that all of them get the same bits."""
+    if len(same) == group.size:
+        return group.all_reduce(flat, label="owed gradients")   # type: ignore[no-any-return]
+    here = same.index(group.rank)
+    terms = {here: flat}
+    for hop in range(1, len(same)):
+        frm = (here - hop) % len(same)
+        terms[frm] = group.exchange(flat, same[(here + hop) % len(same)], torch.empty_like(flat), same[frm], label="owed gradients")
+    return torch.stack([terms[at] for at in range(len(same))]).sum(0)

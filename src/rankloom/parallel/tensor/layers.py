@@ -1,0 +1,106 @@
+"""Linear layers cut over ranks, and norms between split tokens.
+
+    column     y = x W, W cut by output features: x is whole, y comes out cut by features, nothing is sent forward
+    row        y = x W, W cut by input features:  x is cut by features, y is a sum that is owed: one all-reduce
+
+So a pair of them, column then row, with anything elementwise (or whole attention heads) between, costs one all-reduce
+forward (the row's exit) and one backward (the column's entrance): Shoeybi et al. 2019. With the stream between the pairs
+cut by tokens, the exit is a reduce-scatter, and the norm before the pair gathers the tokens: the same bytes, and norms,
+dropout and residuals are computed and kept once, not once a rank: Korthikanti et al. 2022.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankloom.base.layout import Layout
+from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, redistribute
+from rankloom.world.group import Group
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """x [..., in] times weight [out, in], or [in, out] when `transposed`, plus bias [out] -> [..., out]."""
+    return F.linear(x, weight.T if transposed else weight, bias)
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer of which each rank holds some output features.
+
+    enter:   the entrance shared with its siblings; None where the input's gradient is summed elsewhere
+    gathers: the output's features come out whole, the first `gathers` of them (the rest is padding); 0: they stay cut
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, enter: Entrance | None, *,
+                 transposed: bool, gathers: int, label: str):
+        super().__init__()
+        self.weight, self.group, self.enter, self.transposed, self.gathers, self.label = weight, group, enter, transposed, gathers, label
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in], whole -> [..., out / p].   sent: backward, an all-reduce of x; an all-gather of the output if it gathers"""
+        cut = product(self.enter(x) if self.enter else x, self.weight, self.bias, self.transposed)
+        return redistribute(cut, BY_WIDTH, WHOLE, self.group, label=self.label)[..., :self.gathers] if self.gathers else cut
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which each rank holds some input features. It ends as `out` says: whole, or split by tokens.
+
+    slices: the input is whole, and each rank takes its features of it
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, out: Layout, *,
+                 transposed: bool, slices: bool, label: str):
+        super().__init__()
+        self.weight, self.group, self.out, self.transposed, self.slices, self.label = weight, group, out, transposed, slices, label
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in / p] -> [..., out], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of the output"""
+        if self.slices:
+            x = redistribute(x, WHOLE, BY_WIDTH, self.group, label=self.label)
+        y = product(x, self.weight, None, self.transposed)
+        y = redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
+        return y if self.bias is None else y + self.bias   # once, after the sum
+
+
+class SplitEmbedding(nn.Module):
+    """An embedding of which each rank holds some features of every row; they are gathered."""
+
+    def __init__(self, weight: nn.Parameter, group: Group, *, label: str, padding_idx: int | None):
+        super().__init__()
+        self.weight, self.group, self.label, self.padding_idx = weight, group, label, padding_idx
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> [..., W].   sent: an all-gather of [..., W / p]"""
+        return redistribute(F.embedding(tokens, self.weight, self.padding_idx), BY_WIDTH, WHOLE, self.group, label=self.label)
+
+
+def gather_tokens_after(module: nn.Module, group: Group, label: str) -> None:
+    """`module` (a norm) runs on this rank's tokens; what comes after it sees all of them.
+
+    sent: an all-gather of its output; backward, a reduce-scatter of what the split layers behind it owe
+    """
+    def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return redistribute(output, BY_TOKENS, APART, group, label=label)
+
+    module.register_forward_hook(gather)
+
+
+def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
+    """`module` is given whole activations as its first argument, and takes this rank's tokens of them.
+
+    sent: backward, an all-gather of the gradient
+    """
+    def split(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (redistribute(args[0], WHOLE, BY_TOKENS, group, label=label), *args[1:]), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+        return args, kwargs | {name: redistribute(kwargs[name], WHOLE, BY_TOKENS, group, label=label)}
+
+    module.register_forward_pre_hook(split, with_kwargs=True)

@@ -1,0 +1,144 @@
+"""Activations from one layout into another, with the conjugate collective for the gradient.
+
+base/layout.py derives what has to be done there and back; here it is done. All of tensor parallel's communication goes
+through `redistribute`, except that of the loss (vocabulary.py). Layouts name the last dims, so any number may come before.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from rankloom.base.errors import ShapeMismatch
+from rankloom.base.layout import Layout, Move, collective, conjugate
+from rankloom.world.group import Group
+
+AXIS = "tensor"
+WHOLE = Layout.parse("[..., tokens, width]")
+APART = Layout.parse("[..., tokens, width] -tensor")     # whole, and each rank uses it for its own part of the weights
+OWED = Layout.parse("[..., tokens, width] +tensor")
+BY_TOKENS = Layout.parse("[..., tokens/tensor, width]")
+BY_WIDTH = Layout.parse("[..., tokens, width/tensor]")
+
+
+def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: str, overwrite: bool = False) -> Tensor:
+    """`x`, laid out as `src`, laid out as `dst`; its gradient comes back by the conjugate.
+
+    x:         [..., tokens, width], or what `src` says, this rank's part
+    overwrite: an all-reduce may use the memory of `x`, which nobody reads afterwards
+    sent:      `collective(src, dst, "tensor").bill(x.nbytes, p)` forward, the conjugate's backward
+    raises:    ShapeMismatch when the ranks do not divide a dim that is to be cut
+    """
+    if group.size == 1:
+        return x
+    there, back = collective(src, dst, AXIS), conjugate(src, dst, AXIS)
+    if there.kind == back.kind == "nothing":
+        return x
+    moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, group, label), overwrite)   # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Way:
+    """One move there and one back, of layouts whose dims are named alike."""
+
+    __slots__ = ("back", "group", "label", "layout", "there")
+
+    def __init__(self, there: Move, back: Move, layout: Layout, group: Group, label: str):
+        self.there, self.back, self.layout, self.group, self.label = there, back, layout, group, label
+
+
+class _Redistribute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
+        ctx.way = way
+        if way.there.kind == "all_reduce" and overwrite and x.is_contiguous():
+            ctx.mark_dirty(x)
+            return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
+        return _carry_out(way.there, x, way, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
+
+
+def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
+    """The result of `move`, in memory of its own; of `nothing`, a view."""
+    group, label = way.group, f"{way.label}: {direction}"
+    dim = way.layout.place(move.dim) if move.dim else 0
+    match move.kind:
+        case "all_reduce":
+            return group.all_reduce(x.clone(memory_format=torch.contiguous_format), label=label)   # type: ignore[no-any-return]
+        case "all_gather":
+            return _with_dim_first(x, dim, lambda rows: group.all_gather(rows, label=label))
+        case "reduce_scatter":
+            _expect_even(x, move.dim, way, label)
+            return _with_dim_first(x, dim, lambda rows: group.reduce_scatter(rows, label=label))
+        case "slice":
+            _expect_even(x, move.dim, way, label)
+            return x.chunk(group.size, dim)[group.rank].contiguous()
+        case "pad":
+            return _padded(x, dim, group)
+        case "all_to_all":
+            _expect_even(x, move.to, way, label)
+            return _exchanged(x, dim, way.layout.place(move.to or ""), group, label)
+    return x.view_as(x)
+
+
+def _with_dim_first(x: Tensor, dim: int, run: Any) -> Tensor:
+    """Collectives cut and join along dim 0, so `dim` goes there and back."""
+    if x.shape[:dim].numel() == 1:   # nothing before it: dim 0 by another name
+        flat = run(x.contiguous().view(x.shape[dim:]))
+        return flat.view(*x.shape[:dim], *flat.shape)
+    return run(x.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()   # type: ignore[no-any-return]
+
+
+def _padded(x: Tensor, dim: int, group: Group) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= group.size
+    whole = x.new_zeros(shape)
+    whole.narrow(dim, group.rank * x.shape[dim], x.shape[dim]).copy_(x)
+    return whole
+
+
+def _exchanged(x: Tensor, joined: int, cut: int, group: Group, label: str) -> Tensor:
+    """Cut `x` along one dim, deal the pieces out, and join what comes along the other."""
+    pieces = torch.stack(x.tensor_split(group.size, cut))
+    came = group.all_to_all(pieces, label=label)
+    return torch.cat(came.unbind(0), dim=joined)
+
+
+def _expect_even(x: Tensor, dim: str | None, way: _Way, label: str) -> None:
+    length, ranks = x.shape[way.layout.place(dim or "")], way.group.size
+    if length % ranks:
+        raise ShapeMismatch(f"{way.group.where(label)}: the {length} {dim} of a tensor of shape {tuple(x.shape)} cannot be split over "
+                            f"{ranks} ranks; pad to {-(-length // ranks) * ranks}")
+
+
+class Entrance:
+    """Where a whole activation enters the split layers of one module (queries, keys and values; gate and up).
+
+    Every rank uses it for a part of its own, so its gradient has to be summed. Layers that read the very same tensor share
+    one entrance, so that there is one sum, not one per layer. What it remembers ends with the forward of the module.
+    """
+
+    def __init__(self, group: Group, label: str):
+        self.group, self.label = group, label
+        self._seen: tuple[Tensor, int, bool] | None = None
+        self._entered: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., width], whole -> the same, its gradient summed over the ranks.   sent: backward, an all-reduce of x"""
+        now = (x, x._version, torch.is_grad_enabled())
+        if self._entered is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
+            self._seen, self._entered = now, redistribute(x, WHOLE, APART, self.group, label=self.label)
+        return self._entered
+
+    def forget(self, *_: Any) -> None:
+        """Let go of the activation. A forward hook."""
+        self._seen = self._entered = None
+
+    def ends_with(self, module: nn.Module) -> "Entrance":
+        """Forget after every forward of `module`, also one that raised."""
+        module.register_forward_hook(self.forget, always_call=True)
+        return self

@@ -1,0 +1,259 @@
+"""The words of a plan: what each does to the module it names. The words are those of Hugging Face's `tp_plan`.
+
+    colwise                         cut by output features; attention heads stay whole
+    colwise_rep, colwise_gather_output    cut by output features, which are gathered (a vocabulary is padded where it must be)
+    rowwise                         cut by input features, which come cut; its sum is all-reduced, or reduce-scattered by tokens
+    rowwise_rep, rowwise_split_input      the same, of an input that comes whole
+    packed_colwise, packed_rowwise  gate and up (two matrices of equal size) fused in one
+    packed_qkv_colwise              queries, keys and values fused in one                    (a word of our own)
+    embedding_rowwise               cut over the vocabulary, padded where it does not divide
+    embedding_colwise               cut by features, which are gathered
+    vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
+    sequence_parallel               a norm that runs on this rank's tokens; what follows sees all
+    sequence_split                  before this module the stream is cut by tokens           (our own)
+    replicated_with_grad_allreduce  whole, used for a part: its gradient is owed
+    replicate                       whole; what no pattern names is so anyway
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.layout import Layout
+from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of, tell_local_counts
+from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
+from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, gather_tokens_after, split_tokens_before
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance
+from rankloom.parallel.tensor.vocabulary import Rows, VocabularyEmbedding, VocabularyOutput
+from rankloom.world.group import Group
+
+
+@dataclass
+class Cutting:
+    """One model being cut: what all its modules share meanwhile."""
+
+    model: nn.Module
+    group: Group
+    words: dict[str, str]              # module name -> word
+    features: dict[str, int]           # of the linear layers that are cut by output features, before the cut
+    new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
+    entrances: dict[str, Entrance] = field(default_factory=dict)
+    heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)                      # attention -> local heads, width
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the stream between the split layers is cut by tokens."""
+        return "sequence_parallel" in self.words.values()
+
+    @property
+    def stream(self) -> Layout:
+        """How row-cut layers leave their result."""
+        return BY_TOKENS if self.sequence else WHOLE
+
+    def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
+        """This rank's part of a parameter; of one that is tied, the part that its other owner has got already."""
+        param = getattr(source, name)
+        if id(param) in self.new:
+            _, part, before = self.new[id(param)]
+            if before != holding:
+                raise ConfigError(f"a tied parameter of shape {tuple(param.shape)} would be cut in two ways, along dims {before.dim} and "
+                                  f"{holding.dim}; give its owners embedding_rowwise and colwise_rep")
+            return part
+        part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
+        self.new[id(param)] = (param, part, holding)
+        return part
+
+    def entrance(self, parent: str) -> Entrance | None:
+        """The entrance of the column-cut layers of one module; none where the norm before them gathers."""
+        if self.sequence:
+            return None
+        if parent not in self.entrances:
+            module = self.model.get_submodule(parent)
+            self.entrances[parent] = Entrance(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
+        return self.entrances[parent]
+
+    def tell_attention(self) -> None:
+        """After all cuts: attention modules learn how many heads they have."""
+        for name, local in self.heads.items():
+            tell_local_counts(self.model.get_submodule(name), [count for count, _ in local], local[0][1])
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One module that the plan names."""
+
+    cutting: Cutting
+    name: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.cutting.model.get_submodule(self.name)
+
+    @property
+    def parent(self) -> str:
+        """The name of the module it is in."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self.cutting.group
+
+    def replace(self, new: nn.Module, held: dict[str, Holding]) -> None:
+        """Put `new` in the module's place, under the same name."""
+        for name, holding in held.items():
+            hold(new, name, holding)
+        new.train(self.module.training)
+        setattr(self.cutting.model.get_submodule(self.parent), self.name.rpartition(".")[2], new)
+
+    def parts(self, held: dict[str, Holding]) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """This rank's part of weight and bias."""
+        weight = self.cutting.cut(self.module, "weight", held["weight"])
+        return weight, self.cutting.cut(self.module, "bias", held["bias"]) if "bias" in held else None
+
+
+def is_transposed(module: nn.Module) -> bool | None:
+    """Whether a linear layer keeps its weight as [in, out] (GPT-2's Conv1D) and not [out, in]; None when it is no linear layer."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return False
+    return True if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+
+
+def out_features(module: nn.Module) -> int:
+    """How many features a linear layer puts out."""
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a linear layer without a weight"
+    return weight.shape[1 if is_transposed(module) else 0]
+
+
+def _linear(site: Site, word: str) -> bool:
+    transposed = is_transposed(site.module)
+    if transposed is None:
+        raise ConfigError(f"{site.name}: {word} cuts nn.Linear and Conv1D, but this is a {type(site.module).__name__}")
+    return transposed
+
+
+def _of_outputs(site: Site, transposed: bool, length: int, spans: Spans, owed: bool = False) -> dict[str, Holding]:
+    weight, bias = site.module.weight, site.module.bias
+    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, owed)}   # type: ignore[arg-type, union-attr]
+    return held if bias is None else held | {"bias": Holding(tuple(bias.shape), length, 0, spans, owed)}   # type: ignore[arg-type, union-attr]
+
+
+def _length(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans[0])
+
+
+def column(site: Site, *, gathers: bool = False) -> None:
+    """colwise, and colwise_rep when it `gathers`."""
+    transposed, cutting, ranks = _linear(site, "colwise"), site.cutting, site.group.size
+    features, owed = out_features(site.module), False
+    if gathers:
+        length, spans = padded(features, ranks)
+    else:
+        siblings = [n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent]
+        heads = heads_of(cutting.model.get_submodule(site.parent), site.parent, siblings)
+        if heads:
+            spans, owed = heads.spans(features, ranks)
+            cutting.heads.setdefault(site.parent, []).append((_length(spans) // heads.width, heads.width))
+        else:
+            spans = cut_evenly(features, ranks, site.name)
+        length = _length(spans)
+    held = _of_outputs(site, transposed, length, spans, owed)
+    site.replace(ColumnLinear(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed,
+                              gathers=features if gathers else 0, label=site.name), held)
+
+
+def packed_column(site: Site, *, qkv: bool) -> None:
+    """packed_colwise, and packed_qkv_colwise."""
+    transposed, cutting, ranks = _linear(site, "packed_colwise"), site.cutting, site.group.size
+    features = out_features(site.module)
+    if qkv:
+        heads, key_values = fused_heads_of(cutting.model.get_submodule(site.parent), site.parent, features)
+        spans = heads.fused(features, key_values, ranks)
+        cutting.heads[site.parent] = [(count // ranks, heads.width) for count in (heads.query, key_values or heads.query)]
+    else:
+        spans = cut_evenly(features, ranks, site.name, parts=2)
+    held = _of_outputs(site, transposed, _length(spans), spans)
+    site.replace(ColumnLinear(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed, gathers=0,
+                              label=site.name), held)
+
+
+def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
+    """rowwise, rowwise_rep when it `slices` its input, packed_rowwise when that is `parts` matrices."""
+    transposed, cutting = _linear(site, "rowwise"), site.cutting
+    weight, bias = site.module.weight, site.module.bias
+    dim = 0 if transposed else 1
+    spans = cut_evenly(weight.shape[dim], site.group.size, site.name, parts=parts)   # type: ignore[union-attr, index, arg-type]
+    held = {"weight": Holding(tuple(weight.shape), _length(spans), dim, spans)}      # type: ignore[arg-type, union-attr]
+    if bias is not None:
+        held["bias"] = Holding(tuple(bias.shape), owed=cutting.sequence)             # type: ignore[arg-type, union-attr]
+    site.replace(RowLinear(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held)
+
+
+def embedding(site: Site, *, by_rows: bool) -> None:
+    """embedding_rowwise, or embedding_colwise."""
+    source, group = site.module, site.group
+    if not isinstance(source, nn.Embedding) or source.max_norm is not None or source.sparse or source.scale_grad_by_freq:
+        raise ConfigError(f"{site.name} is a {type(source).__name__}; only a plain nn.Embedding can be cut, without max_norm, sparse "
+                          "or scale_grad_by_freq")
+    shape = tuple(source.weight.shape)
+    if by_rows:
+        length, spans = padded(shape[0], group.size)
+        held = {"weight": Holding(shape, length, 0, spans)}
+        out = WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
+        site.replace(VocabularyEmbedding(site.parts(held)[0], Rows.of(shape[0], group), group, out, label=site.name,
+                                         padding_idx=source.padding_idx), held)
+        return
+    spans = cut_evenly(shape[1], group.size, site.name)
+    held = {"weight": Holding(shape, _length(spans), 1, spans)}
+    site.replace(SplitEmbedding(site.parts(held)[0], group, label=site.name, padding_idx=source.padding_idx), held)
+
+
+def vocabulary_output(site: Site) -> None:
+    """The module that turns hidden states into logits or a loss; it has no parameters, and says its `vocab_size`."""
+    vocabulary = getattr(site.module, "vocab_size", None)
+    if vocabulary is None or list(site.module.parameters()):
+        raise ConfigError(f"{site.name}: vocabulary_output wants a module without parameters that knows its vocab_size, like the `output` "
+                          "of rankloom's GPT; for an nn.Linear say colwise_rep")
+    enter = None if site.cutting.sequence else Entrance(site.group, f"entrance of {site.name}")
+    new = VocabularyOutput(Rows.of(vocabulary, site.group), site.group, enter, label=site.name)
+    if enter:
+        enter.ends_with(new)
+    site.replace(new, {})
+
+
+def owed(site: Site) -> None:
+    """replicated_with_grad_allreduce: every parameter whole, every gradient a term."""
+    for name, param in site.module.named_parameters(recurse=False):
+        hold(site.module, name, Holding(tuple(param.shape), owed=True))
+
+
+def between_tokens(site: Site) -> None:
+    """sequence_parallel."""
+    owed(site)
+    gather_tokens_after(site.module, site.group, f"tokens after {site.name}")
+
+
+STYLES: dict[str, Callable[[Site], None]] = {
+    "colwise": column,
+    "colwise_rep": partial(column, gathers=True),
+    "colwise_gather_output": partial(column, gathers=True),
+    "rowwise": row,
+    "rowwise_rep": partial(row, slices=True),
+    "rowwise_split_input": partial(row, slices=True),
+    "packed_colwise": partial(packed_column, qkv=False),
+    "packed_qkv_colwise": partial(packed_column, qkv=True),
+    "packed_rowwise": partial(row, parts=2),
+    "embedding_rowwise": partial(embedding, by_rows=True),
+    "embedding_colwise": partial(embedding, by_rows=False),
+    "vocabulary_output": vocabulary_output,
+    "sequence_parallel": between_tokens,
+    "sequence_split": lambda site: split_tokens_before(site.module, site.group, f"tokens before {site.name}"),
+    "replicated_with_grad_allreduce": owed,
+    "replicate": lambda site: None,
+}
+COLUMNS = ("colwise", "packed_colwise", "packed_qkv_colwise")
