@@ -6,6 +6,35 @@ from rankloom.base.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A mixture of experts in place of each block's MLP.
+
+    >>> MoEConfig(experts=8, top_k=2, ffn=512).shared
+    0
+    """
+
+    experts: int = 8
+    top_k: int = 2                # experts that a token goes through
+    ffn: int = 512                # inner width of one expert
+    shared: int = 0               # further experts that every token goes through
+    capacity: float = 0.0         # an expert takes at most capacity * T * top_k / experts tokens of a row of T; 0: all
+    balance_loss: float = 0.01    # weight of the loss that asks for even use of the experts
+    router_z_loss: float = 0.0    # weight of the loss that keeps the router's logits small
+    bias_rate: float = 0.0        # how far a step moves the bias that evens the use without a loss; 0: there is none
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "top_k", "ffn", "shared"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < (name != "shared"):
+                raise ConfigError(f"model.moe.{name} is {value!r}; it must be a whole number, {int(name != 'shared')} or more")
+        if self.top_k > self.experts:
+            raise ConfigError(f"model.moe.top_k = {self.top_k}, but there are {self.experts} experts")
+        for name in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"model.moe.{name} = {getattr(self, name)}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class GPTConfig:
     """The shape of a Llama-style GPT; every number that decides which parameters there are.
 
@@ -24,8 +53,11 @@ class GPTConfig:
     dropout: float = 0.0
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    moe: MoEConfig | None = None   # experts in place of the MLP
 
     def __post_init__(self) -> None:
+        if isinstance(self.moe, dict):   # read back from JSON
+            object.__setattr__(self, "moe", MoEConfig(**self.moe))
         for name in ("vocab_size", "seq_len", "width", "layers", "heads", "kv_heads", "ffn"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -109,8 +141,16 @@ def _override(config: GPTConfig, overrides: dict[str, object]) -> GPTConfig:
 
 def parameter_count(config: GPTConfig) -> int:
     """Parameters of `GPT(config)`, a tied matrix counted once."""
+    return _parameters(config, 0 if config.moe is None else config.moe.experts)
+
+
+def _parameters(config: GPTConfig, experts: int) -> int:
+    """With so many routed experts counted in each block."""
     attention = 2 * config.width * (config.width + config.kv_width)     # query, output; key, value
-    block = attention + 3 * config.width * config.ffn + 2 * config.width
+    moe = config.moe
+    inner = config.ffn if moe is None else (experts + moe.shared) * moe.ffn
+    router = 0 if moe is None else moe.experts * config.width
+    block = attention + 3 * config.width * inner + router + 2 * config.width
     tables = config.vocab_size * config.width * (1 if config.tie else 2)
     return tables + config.layers * block + config.width
 
@@ -121,7 +161,8 @@ def model_flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     The 6: each weight multiplies and adds once forward and twice backward. Attention adds, per layer, scores and
     weighted values against on average seq_len / 2 earlier tokens: 2 x 2 x width x seq_len / 2 forward, three
     times that with backward. An untied embedding counts as if it were multiplied, as the field does.
+    Of routed experts only those count that a token goes through.
     Recomputed activations are not counted: this is the model's work, not the machine's.
     """
     seq_len = config.seq_len if seq_len is None else seq_len
-    return 6 * parameter_count(config) + 6 * config.layers * config.width * seq_len
+    return 6 * _parameters(config, 0 if config.moe is None else config.moe.top_k) + 6 * config.layers * config.width * seq_len

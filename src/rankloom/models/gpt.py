@@ -23,6 +23,7 @@ from rankloom.models.loss import (
     plain_language_model_loss,
 )
 from rankloom.models.mlp import MLP
+from rankloom.models.moe import MoE, take_extra_loss
 from rankloom.models.part import WHOLE, Part
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
@@ -117,13 +118,15 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.attention_dropout = _dropout(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = MLP(config.width, config.ffn)
+        self.mlp = MLP(config.width, config.ffn) if config.moe is None else MoE(config.moe, config.width)
         self.mlp_dropout = _dropout(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: Part = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]; cos and sin are those of the T positions."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache, part))
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))   # type: ignore[no-any-return]
+        inner = self.mlp_norm(x)
+        # a router looks at whole rows; a plain MLP, which may be anybody's, at its input only
+        return x + self.mlp_dropout(self.mlp(inner, part) if isinstance(self.mlp, MoE) else self.mlp(inner))   # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -171,12 +174,16 @@ class GPT(nn.Module):
         return self.norm(x)   # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, part: Part = WHOLE) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted)."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted).
+
+        In training the sum holds the auxiliary losses of routers too, which are sums over tokens as well.
+        """
         hidden = self.hidden(tokens, part=part)
         if targets is None:
             return F.linear(hidden, self.output_weight)
         total = chunked_cross_entropy(hidden, self.output_weight, targets, kernel=self.loss_kernel)
-        return total, count_targets(targets)
+        extra = take_extra_loss(self)
+        return total if extra is None else total + extra, count_targets(targets)
 
 
 def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -186,15 +193,25 @@ def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torc
     """
     model.to(dtype)      # first: nothing is allocated yet
     model.to_empty(device=device)
-    into_residual = INIT_STD / sqrt(2 * model.config.layers)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:                      # norms
             nn.init.ones_(parameter)
-            continue
-        std = into_residual if name.endswith(("attention.output.weight", "mlp.down.weight")) else INIT_STD
-        values = torch.empty(parameter.shape).normal_(0.0, std, generator=stream(seed, "init", name))
-        with torch.no_grad():
-            parameter.copy_(values)
+        elif parameter.dim() == 3:                    # experts: each has its own stream, whoever holds which of them
+            first = model.get_submodule(name.rpartition(".")[0]).first
+            for number, matrix in enumerate(parameter.detach(), start=first):   # type: ignore[arg-type]
+                _draw(matrix, model.config, seed, name, number)
+        else:
+            _draw(parameter.detach(), model.config, seed, name)
+    for buffer in model.buffers():                    # biases of routers
+        buffer.zero_()
+
+
+INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
+
+
+def _draw(into: Tensor, config: GPTConfig, seed: int, name: str, *number: int) -> None:
+    std = INIT_STD / sqrt(2 * config.layers) if name.endswith(INTO_RESIDUAL) else INIT_STD
+    into.copy_(torch.empty(into.shape).normal_(0.0, std, generator=stream(seed, "init", name, *number)))
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:

@@ -1,0 +1,144 @@
+"""Expert parallel: the experts of a layer are spread over ranks, and tokens travel to them and back.
+
+Communication plan, one layer:
+
+    counts       every rank tells every other how many rows it has for each of its experts (all-to-all of a few numbers)
+    rows         out: rows sorted by expert are sorted by rank too, so each rank's run leaves as it lies (all-to-all, uneven)
+    experts      each rank sorts what came by expert, and runs its own
+    rows         back the same way; backward both once more, the other way round
+
+The ranks of the expert axis have different tokens and equal copies of everything but the experts. So after backward the gradient of
+an expert is complete: its tokens came from all of them. The gradient of anything else is a part, as on any axis that splits
+tokens. `gradient_axes` says so for every parameter; whoever sums gradients goes by that. Nothing is divided here: losses are sums.
+
+Read models/moe.py (the layer on one process) and parallel/deal.py before this file.
+
+source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven shares)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.deal import deal_rows
+from rankloom.world.group import Group
+
+TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
+
+
+@runtime_checkable
+class SpreadableLayer(Protocol):
+    """What a layer of experts must have to be spread: `MoE` of models/moe.py has it."""
+
+    experts: Any     # a module with `held`, `keep(first, count)` and `forward(rows sorted by expert, counts)`
+    dispatch: Any    # called with the experts, rows sorted by expert, and how many each has
+    routed: Tensor | None
+    dropped: Tensor | None
+
+    def rebalance(self, routed: Tensor) -> None:
+        """Given how many tokens went to each expert on all ranks."""
+
+
+def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
+    """Keep on this rank its share of each layer's experts only, and send tokens to those of the others. Changes `model`.
+
+    Rank r of p keeps experts r E/p to (r+1) E/p - 1 of E, under the same parameter names.
+
+    sent:   per layer, forward and backward each, twice every row whose expert is elsewhere; 3(p-1) messages forward, 2(p-1) backward
+    raises: ConfigError when p does not divide the experts of a layer, there are none, or they are spread already
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise ConfigError(f"{group.where('expert_parallel')}: {type(model).__name__} has no layers of experts to spread")
+    for name, layer in layers.items():
+        if isinstance(layer.dispatch, SpreadDispatch):
+            raise ConfigError(f"{group.where('expert_parallel')}: the experts of {name} are spread already")
+        if layer.experts.held % group.size:
+            raise ConfigError(f"{group.where('expert_parallel')}: {name} has {layer.experts.held} experts, which {group.size} ranks cannot "
+                              f"share evenly; the expert axis must divide {layer.experts.held}")
+    for layer in layers.values():
+        each = layer.experts.held // group.size
+        layer.experts.keep(group.rank * each, each)
+        layer.dispatch = SpreadDispatch(group)
+    return model
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers of experts in a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SpreadableLayer)}
+
+
+@dataclass(frozen=True)
+class SpreadDispatch:
+    """How rows get to experts that are spread over the ranks of a group, and back."""
+
+    group: Group
+
+    def __call__(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, W] sorted by expert, counts [E] of each -> [n, W]."""
+        group = self.group
+        mine = counts.view(group.size, -1)                                                # of rank r's experts
+        theirs = group.all_to_all(mine.contiguous(), label="rows for experts: counts")     # from rank r, for each of the experts here
+        send_rows, recv_rows = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
+        here = deal_rows(rows, group, send_rows, recv_rows, "rows for experts")
+        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(group.size).repeat_interleave(theirs.flatten())
+        order = expert.argsort(stable=True)                                               # they came sorted by rank, then by expert
+        out = experts(here[order], theirs.sum(0))
+        return deal_rows(out[order.argsort()], group, recv_rows, send_rows, "rows from experts")
+
+
+def gradient_axes(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each parameter the axes of the mesh over which its gradient must be summed: the ones that split tokens, less those
+    from which its tokens have come already."""
+    spread = {f"{name}.experts." for name, layer in expert_layers(model).items() if isinstance(layer.dispatch, SpreadDispatch)}
+    fewer = tuple(axis for axis in TOKEN_AXES if axis != "expert")
+    return {name: fewer if any(name.startswith(prefix) for prefix in spread) else TOKEN_AXES for name, _ in model.named_parameters()}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the tokens of a step were spread over the experts of one layer, on all ranks."""
+
+    routed: tuple[int, ...]   # choices that fell on each expert, dropped ones included
+    dropped: int              # of them, by capacity
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's choices over the mean: 1 is even.
+
+        >>> Load((6, 2), 0).imbalance
+        1.5
+        """
+        return max(self.routed) * len(self.routed) / max(1, sum(self.routed))
+
+
+def rebalance(model: nn.Module, group: Group) -> dict[str, Load]:
+    """After a step, on every rank: count the tokens of all, and move the routers' biases by that. Returns the counts by layer.
+
+    group: all ranks that split tokens, and had a step (`TOKEN_AXES`)
+    sent:  one all-reduce of E + 1 numbers for all layers together
+    """
+    layers = expert_layers(model)
+    lengths, counts = [], []
+    for layer in layers.values():
+        routed, dropped = _counted(layer, group)
+        lengths.append(len(routed) + 1)
+        counts += [routed, dropped.view(1)]
+    if not layers:
+        return {}
+    totals: Sequence[Tensor] = group.all_reduce(torch.cat(counts), label="tokens of experts").split(lengths)
+    for layer, total in zip(layers.values(), totals, strict=True):
+        layer.rebalance(total[:-1])
+    return {name: Load(tuple(numbers[:-1]), numbers[-1]) for name, numbers in zip(layers, (t.tolist() for t in totals), strict=True)}
+
+
+def _counted(layer: Any, group: Group) -> tuple[Tensor, Tensor]:
+    """What a layer has counted, zeros where it had nothing to count; afterwards it begins anew."""
+    zeros = torch.zeros(layer.config.experts, dtype=torch.long, device=group.device)
+    routed, dropped = layer.routed, layer.dropped
+    layer.routed = layer.dropped = None
+    return zeros if routed is None else routed, zeros.new_zeros(()) if dropped is None else dropped

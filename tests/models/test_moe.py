@@ -1,0 +1,277 @@
+"""A mixture of experts on one process: it is its formulas, and what looks at many tokens looks at their row only."""
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rankloom.base.errors import ConfigError
+from rankloom.models import moe
+from rankloom.models.config import GPTConfig, MoEConfig, model_flops_per_token, parameter_count
+from rankloom.models.gpt import GPT, initialize
+from rankloom.models.moe import MoE, balance_loss, grouped_product, moe_layers, take_extra_loss, within_capacity
+
+RTOL = 1e-12   # fp64: the same terms in another order
+SMALL = MoEConfig(experts=4, top_k=2, ffn=6, balance_loss=0.0)
+TINY = GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=4, kv_heads=2, ffn=24, moe=SMALL)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def make_layer(width=5, **changes):
+    layer = MoE(dataclasses.replace(SMALL, **changes), width).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=number))
+    return layer
+
+
+def mlp_by_hand(x, gate, up, down):
+    inner = gate @ x
+    return down @ (inner * torch.sigmoid(inner) * (up @ x))
+
+
+def kept_by_hand(chosen, config):
+    """Who is kept of one row [T, k]: choice by choice, token by token, while there is room."""
+    room, taken = math.ceil(config.capacity * chosen.numel() / config.experts), [0] * config.experts
+    kept = set()
+    for choice in range(config.top_k):
+        for token in range(len(chosen)):
+            expert = int(chosen[token, choice])
+            taken[expert] += 1
+            if taken[expert] <= room:
+                kept.add((token, choice))
+    return kept
+
+
+def layer_by_hand(layer, x):
+    """Token by token, in plain formulas."""
+    config, p = layer.config, dict(layer.named_parameters())
+    rows = []
+    for row in x:
+        scores = torch.stack([(p["router.weight"] @ token).softmax(0) for token in row])
+        chosen = torch.stack([s.argsort(descending=True)[:config.top_k] for s in scores])
+        kept = kept_by_hand(chosen, config) if config.capacity else None
+        out = []
+        for at, token in enumerate(row):
+            total = torch.zeros_like(token)
+            whole = scores[at, chosen[at]].sum() if config.top_k > 1 else 1.0
+            for choice, expert in enumerate(chosen[at].tolist()):
+                if kept is None or (at, choice) in kept:
+                    matrices = (p[f"experts.{name}"][expert] for name in ("gate", "up", "down"))
+                    total = total + scores[at, expert] / whole * mlp_by_hand(token, *matrices)
+            if config.shared:
+                total = total + mlp_by_hand(token, *(p[f"shared.{name}.weight"] for name in ("gate", "up", "down")))
+            out.append(total)
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("capacity", [0.0, 0.5, 1.0])
+def test_the_layer_is_its_formulas_forward_and_backward(top_k, shared, capacity):
+    layer, x = make_layer(top_k=top_k, shared=shared, capacity=capacity), draw(3, 7, 5, seed=50)
+    twin, grad = copy.deepcopy(layer), draw(3, 7, 5, seed=51)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    out, truth = layer(inputs[0]), layer_by_hand(twin, inputs[1])
+    torch.testing.assert_close(out, truth, rtol=RTOL, atol=RTOL)
+    out.backward(grad)
+    truth.backward(grad)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=RTOL, atol=RTOL)
+    for (name, mine), ref in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, torch.zeros_like(ref) if ref.grad is None else ref.grad, rtol=RTOL, atol=RTOL, msg=name)
+    if capacity == 0.5:
+        assert 0 < layer.dropped < layer.routed.sum() == 3 * 7 * top_k
+
+
+@pytest.mark.parametrize("capacity", [0.25, 0.8, 1.0, 1.5])
+def test_an_expert_takes_first_choices_before_second_ones_and_early_tokens_before_late_ones(capacity):
+    config = dataclasses.replace(SMALL, capacity=capacity)
+    chosen = torch.stack([draw(11, 4, seed=row).argsort(1)[:, :2] for row in range(5)])
+    kept = within_capacity(chosen, config)
+    for row in range(5):
+        assert {tuple(at) for at in kept[row].nonzero().tolist()} == kept_by_hand(chosen[row], config)
+
+
+def test_what_a_row_loses_does_not_depend_on_the_rows_beside_it():
+    layer, x = make_layer(capacity=0.6, balance_loss=0.3, router_z_loss=0.1), draw(4, 9, 5, seed=60)
+    whole, extra = layer(x), layer.extra
+    apart = [(layer(row[None])[0], layer.extra) for row in x]
+    torch.testing.assert_close(whole, torch.stack([out for out, _ in apart]), rtol=RTOL, atol=RTOL)
+    torch.testing.assert_close(extra, sum(loss for _, loss in apart), rtol=RTOL, atol=RTOL)
+
+
+def test_all_tokens_to_one_expert_leave_the_others_a_gradient_of_zeros():
+    layer, x = make_layer(top_k=1), draw(2, 6, 5).abs()
+    with torch.no_grad():
+        layer.router.weight.fill_(-1.0)[2].fill_(1.0)
+    layer(x).sum().backward()
+    assert layer.routed.tolist() == [0, 0, 12, 0]
+    for name in ("gate", "up", "down"):
+        grad = getattr(layer.experts, name).grad
+        assert grad[2].abs().sum() > 0 and grad[[0, 1, 3]].abs().sum() == 0
+
+
+def test_the_balance_loss_is_1_a_token_where_experts_are_used_alike_and_more_where_not():
+    even = torch.arange(8).view(1, 8, 1) % 4
+    assert balance_loss(even, torch.full((1, 8, 4), 0.25, dtype=torch.float64)).item() == 8.0
+    one, sure = torch.zeros(1, 8, 1, dtype=torch.long), torch.tensor([1.0, 0, 0, 0]).expand(1, 8, 4)
+    assert balance_loss(one, sure).item() == 8 * 4
+    chosen, scores = draw(3, 7, 4).argsort(-1)[..., :2], draw(3, 7, 4, seed=1).softmax(-1)
+    by_hand = sum((chosen[row] == expert).sum().double() * 4 / 14 * scores[row, :, expert].sum() for row in range(3) for expert in range(4))
+    torch.testing.assert_close(balance_loss(chosen, scores), by_hand, rtol=RTOL, atol=0)
+
+
+def test_auxiliary_losses_are_sums_over_tokens_and_belong_to_training_only():
+    model, tokens = GPT(dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, balance_loss=0.5, router_z_loss=0.25)),
+                        dtype=torch.float64), torch.arange(24).view(2, 12)
+    plain, count = model.eval()(tokens, targets=tokens)
+    assert take_extra_loss(model) is None and count == 24
+    seen = {}
+    for name, layer in moe_layers(model).items():
+        layer.router.register_forward_hook(lambda _, args, choice, name=name: seen.update({name: choice}))
+    total, _ = model.train()(tokens, targets=tokens)
+    wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.spread.square().sum() for choice in seen.values())
+    torch.testing.assert_close(total - plain, wanted, rtol=1e-10, atol=0)   # a difference of larger numbers
+    assert take_extra_loss(model) is None
+
+
+def test_a_block_that_is_recomputed_is_counted_once_and_its_losses_too():
+    config, tokens = dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, balance_loss=0.5)), torch.arange(12)[None]
+    model = GPT(config, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    for block in twin.blocks:
+        plain = block.forward
+        block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+    for each in (model, twin):
+        each(tokens, targets=tokens)[0].backward()
+    assert [layer.routed.sum().item() for layer in moe_layers(twin).values()] == [24, 24] and take_extra_loss(twin) is None
+    for mine, ref in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, ref.grad, rtol=RTOL, atol=RTOL)
+
+
+def test_the_bias_changes_who_is_chosen_but_not_how_much_they_count():
+    layer, x = make_layer(bias_rate=0.1), draw(2, 6, 5)
+    before = layer.router(x)
+    layer.router.bias += torch.tensor([0.0, 0, 0, 5.0])
+    after = layer.router(x)
+    assert (after.experts == 3).any(-1).all() and not (before.experts == 3).any(-1).all()
+    torch.testing.assert_close(after.scores, before.scores, rtol=0, atol=0)
+    chosen = after.scores.gather(-1, after.experts)
+    torch.testing.assert_close(after.weights, chosen / chosen.sum(-1, keepdim=True), rtol=RTOL, atol=0)
+
+
+def test_the_bias_moves_towards_experts_with_few_tokens_and_stays_in_32_bits():
+    layer = make_layer(bias_rate=0.001).to(torch.bfloat16)
+    assert layer.router.weight.dtype == torch.bfloat16 and layer.router.bias.dtype == torch.float32
+    for _ in range(2000):
+        layer.rebalance(torch.tensor([10, 2, 6, 6]))
+    torch.testing.assert_close(layer.router.bias, torch.tensor([-2.0, 2, 0, 0]), rtol=1e-4, atol=0)   # 2000 sums in fp32
+    assert "router.bias" in layer.state_dict() and "router.bias" not in make_layer().state_dict()
+
+
+def test_the_bias_evens_out_a_router_that_prefers_one_expert():
+    layer, x = make_layer(top_k=1, bias_rate=0.02), draw(8, 32, 5)
+    with torch.no_grad():
+        layer.router.weight[1] += 1.5 * x.mean((0, 1)) / x.mean((0, 1)).norm()
+    spread = []
+    for _ in range(100):
+        layer.routed = None
+        layer(x)
+        spread.append(layer.routed.max().item() / (8 * 32 / 4))
+        layer.rebalance(layer.routed)
+    assert spread[0] > 1.3 and max(spread[-10:]) < 1.2
+
+
+def test_who_holds_which_experts_does_not_change_their_initial_weights():
+    whole = GPT(TINY)
+    for first in (0, 2):
+        part = GPT(TINY, device="meta")
+        for layer in moe_layers(part).values():
+            layer.experts.keep(first, 2)
+        initialize(part, seed=0, device="cpu", dtype=torch.float32)
+        for (name, mine), ref in zip(part.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(mine, ref[first:first + 2] if ".experts." in name else ref), name
+
+
+def test_outputs_of_experts_start_as_small_as_those_of_an_mlp():
+    model = GPT(dataclasses.replace(TINY, width=64, layers=8, moe=MoEConfig(experts=4, ffn=64, shared=1)))
+    p = dict(model.named_parameters())
+    for name in ("experts.down", "shared.down.weight"):
+        assert p[f"blocks.0.mlp.{name}"].std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert p["blocks.0.mlp.experts.gate"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(p["blocks.0.mlp.experts.gate"][0], p["blocks.0.mlp.experts.gate"][1])
+
+
+@pytest.mark.parametrize("shared", [0, 1, 3])
+def test_the_arithmetic_counts_the_parameters_and_only_the_work_of_chosen_experts(shared):
+    config = dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, shared=shared, bias_rate=0.1))
+    assert parameter_count(config) == sum(p.numel() for p in GPT(config, device="meta").parameters())
+    resting = 2 * 2 * 3 * 16 * 6   # two layers, two experts that a token does not go through
+    assert model_flops_per_token(config, 0) == 6 * (parameter_count(config) - resting)
+
+
+def test_a_shape_with_experts_is_read_back_from_json():
+    assert GPTConfig(**json.loads(json.dumps(dataclasses.asdict(TINY)))) == TINY
+
+
+def test_a_small_mixture_learns_a_pattern():
+    model = GPT(dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, ffn=16, balance_loss=0.01)))
+    optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.arange(48).view(4, 12) % 5
+    for _ in range(60):
+        total, count = model(tokens[:, :-1], targets=tokens[:, 1:])
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert total / count < 0.1
+
+
+def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch):
+    rows, matrices, counts = draw(20, 16, dtype=torch.bfloat16), draw(4, 8, 16, seed=1, dtype=torch.bfloat16), torch.tensor([7, 0, 12, 1])
+    grad = draw(20, 8, seed=2, dtype=torch.bfloat16)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(moe, "_has_kernel", lambda *_, kernel=kernel: kernel)
+        leaves = [rows.clone().requires_grad_(), matrices.clone().requires_grad_()]
+        try:
+            out = grouped_product(*leaves, counts)
+        except (RuntimeError, AttributeError) as error:   # torch before 2.10 has it for GPUs only
+            pytest.skip(f"this torch has no grouped kernel for the CPU: {error}")
+        out.backward(grad)
+        found.append([out.detach().double(), *(leaf.grad.double() for leaf in leaves)])
+    torch.testing.assert_close(found[1], found[0], rtol=2 ** -7, atol=2 ** -7)   # one rounding of bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_the_layer_of_the_cpu():
+    layer, x = make_layer(width=16).double(), draw(2, 8, 16)
+    layer.experts = moe.Experts(dataclasses.replace(SMALL, ffn=24), 16).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.experts.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=number) / 4)
+    narrow = copy.deepcopy(layer).to("cuda", torch.bfloat16)
+    choice = layer.router(x)
+    narrow.router.forward = lambda _: moe.Choice(*(t.cuda() for t in choice))   # a rounded score sends a token elsewhere
+    torch.testing.assert_close(narrow(x.cuda().to(torch.bfloat16)).double().cpu(), layer(x), rtol=2 ** -4, atol=2 ** -4)
+
+
+@pytest.mark.parametrize(("field", "value"), [("experts", 0), ("top_k", True), ("ffn", 1.5), ("shared", -1)])
+def test_sizes_that_are_none_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"model.moe.{field} is {value!r}; it must be a whole number"):
+        MoEConfig(**{field: value})
+
+
+def test_more_choices_than_experts_and_weights_below_0_are_refused():
+    with pytest.raises(ConfigError, match="top_k = 3, but there are 2 experts"):
+        MoEConfig(experts=2, top_k=3)
+    for field in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
+        with pytest.raises(ConfigError, match=f"model.moe.{field} = nan; it must be 0 or more"):
+            MoEConfig(**{field: math.nan})
