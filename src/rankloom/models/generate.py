@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.rng import stream
@@ -30,7 +29,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     for _ in range(max_new_tokens):
         if caches[0].length + unread.shape[1] > model.config.seq_len:
             unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model, rows)
-        logits = F.linear(model.hidden(unread, caches)[:, -1], model.output_weight)
+        logits = model.output(model.hidden(unread, caches)[:, -1:], model.output_weight)[:, -1]
         unread = choose(logits, temperature, top_k, generators)[:, None]
         if stop is not None:
             unread = unread.masked_fill(ended[:, None], stop)
@@ -53,7 +52,7 @@ def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | N
 
 def new_caches(model: GPT, rows: int) -> list[KVCache]:
     """An empty cache per block, for `rows` sequences."""
-    return [KVCache(rows, model.config, like=model.output_weight.detach()) for _ in model.blocks]
+    return [KVCache(rows, block.attention, model.config.seq_len) for block in model.blocks]   # type: ignore[arg-type, union-attr]
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:

@@ -10,15 +10,13 @@ from math import sqrt
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rankloom.base.errors import DataError
 from rankloom.base.rng import stream
 from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
 from rankloom.models.loss import (
     Kernel,
-    chunked_cross_entropy,
-    count_targets,
+    Output,
     language_model_loss,
     plain_language_model_loss,
 )
@@ -73,9 +71,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of the tokens read so far, for one block. Shapes [B, capacity, K, D]."""
 
-    def __init__(self, rows: int, config: GPTConfig, like: Tensor):
-        shape = (rows, config.seq_len, config.kv_heads, config.head_width)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+    def __init__(self, rows: int, attention: "Attention", capacity: int):
+        weight = attention.key.weight.detach()   # says how many heads are here, and in what dtype
+        shape = (rows, capacity, len(weight) // attention.head_width, attention.head_width)
+        self.keys, self.values = weight.new_empty(shape), weight.new_empty(shape)
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +131,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model. `model(tokens)` gives logits; `model(tokens, targets=targets)` gives (loss sum, count).
 
-    With a tied output there is no output module at all: one parameter, one name.
+    With a tied output there is no head at all: one parameter, one name.
     `loss_kernel` may hold a compiled `loss_and_gradient`.
     """
 
@@ -147,6 +146,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
             self.head = None if config.tie else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.output = Output(config.vocab_size)
         self.rotary = Rotary(config)
         if torch.device(device).type != "meta":
             initialize(self, seed=seed, device=device, dtype=dtype)
@@ -155,6 +155,20 @@ class GPT(nn.Module):
     def output_weight(self) -> nn.Parameter:
         """The matrix [V, W] that turns hidden states into logits."""
         return self.embedding.weight if self.head is None else self.head.weight   # type: ignore[return-value]
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """How `rankloom.tensor_parallel` cuts this model: module names -> words of Hugging Face's plans, and a few more."""
+        plan = {"embedding": "embedding_rowwise", "output": "vocabulary_output", "blocks.*.attention.output": "rowwise"}
+        plan |= {f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
+        if self.config.moe is None:
+            plan |= {"blocks.*.mlp.gate": "colwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+        return plan if self.head is None else plan | {"head": "colwise_rep"}
+
+    @property
+    def tp_sequence_plan(self) -> dict[str, str]:
+        """The same, with the stream between attention and MLP cut by tokens. Not for a mixture of experts, whose routers see whole rows."""
+        return self.tp_plan | dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), "sequence_parallel")
 
     def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: Part = WHOLE) -> Tensor:
         """tokens [B, T] -> what the output matrix is applied to [B, T, W].
@@ -180,10 +194,10 @@ class GPT(nn.Module):
         """
         hidden = self.hidden(tokens, part=part)
         if targets is None:
-            return F.linear(hidden, self.output_weight)
-        total = chunked_cross_entropy(hidden, self.output_weight, targets, kernel=self.loss_kernel)
+            return self.output(hidden, self.output_weight)   # type: ignore[no-any-return]
+        total, count = self.output(hidden, self.output_weight, targets, self.loss_kernel)
         extra = take_extra_loss(self)
-        return total if extra is None else total + extra, count_targets(targets)
+        return total if extra is None else total + extra, count
 
 
 def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -47,6 +47,24 @@ def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+class Output(nn.Module):
+    """From hidden states to logits, or to a loss. It has no parameters: the matrix is the head's, or the embedding's when tied.
+
+    A module, so that whoever cuts the matrix over ranks can put another in its place.
+    """
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None,
+                kernel: Kernel | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden [..., W], weight [V, W] -> logits [..., V]; with targets [...] -> (sum of the loss, number of targets counted)."""
+        if targets is None:
+            return F.linear(hidden, weight)
+        return chunked_cross_entropy(hidden, weight, targets, kernel=kernel), count_targets(targets)
+
+
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
                           rows: int | None = None, kernel: Kernel | None = None) -> Tensor:
     """Sum of the cross-entropy of `hidden @ weight.T` against `targets`.
