@@ -1,0 +1,63 @@
+"""Gather weights in eight bits: half the bytes of bf16, and the products use what arrives as it is.
+
+Every rank casts its own slice. The scale of a weight is that of the whole weight, never of a slice; so the ranks first agree on the
+largest magnitudes, in one message of a number for each weight, once after each update. Then what they gather is bit for bit what
+casting the gathered weights would have given. Scaling by rows is not for this: backward needs the weight scaled by columns too.
+
+    after an update:  amaxes = piece_amaxes(own, ...); group.all_reduce(amaxes, "max"); encode_slice(own, ..., amaxes, out)
+    each gather:      group.all_gather(out, out=whole)              bytes, 1 for each element
+                      weights = decode(whole, layout, amaxes)          views: they show what is gathered later
+
+Read base/float8.py and shard/layout.py first. All of it is arithmetic on one rank; the unit sends the messages.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rankloom.base.float8 import E4M3, Float8, cast, magnitude, scale_of
+from rankloom.shard.layout import Layout
+
+
+@torch.no_grad()
+def piece_amaxes(own: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The largest magnitude of what this rank owns of each weight, 0 where that is nothing.
+
+    own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
+    """
+    amaxes = torch.zeros(len(layout.slots), device=own.device)
+    for at, piece in _pieces(own, layout, rank):
+        amaxes[at] = magnitude(piece[None]).view(())
+    return amaxes
+
+
+@torch.no_grad()
+def encode_slice(own: Tensor, layout: Layout, rank: int, amaxes: Tensor, out: Tensor) -> None:
+    """Write this rank's slice to `out` in E4M3, each weight scaled by its amax over all ranks.
+
+    own: [slice], as in `piece_amaxes`   amaxes: fp32 [weights], of the whole weights   out: uint8 [slice]; gaps become zeros
+    """
+    out.zero_()
+    into = out.view(E4M3)
+    for (at, piece), (_, room) in zip(_pieces(own, layout, rank), _pieces(into, layout, rank), strict=True):
+        room.copy_(cast(piece[None], E4M3, amaxes[at].view(1, 1)).data[0])
+
+
+def decode(whole: Tensor, layout: Layout, amaxes: Tensor) -> dict[str, Float8]:
+    """The gathered weights by name, as views of `whole`, with scales of their own.
+
+    whole: uint8 [total]   amaxes: fp32 [weights]
+    """
+    values, scales = whole.view(E4M3), scale_of(amaxes, E4M3)
+    return {slot.name: Float8(values[slot.start : slot.end].view(slot.shape), scales[at].view(1, 1))
+            for at, slot in enumerate(layout.slots)}
+
+
+def _pieces(own: Tensor, layout: Layout, rank: int) -> Iterator[tuple[int, Tensor]]:
+    """The weights that lie in a rank's slice: (number of the weight, its part of `own`)."""
+    begin, _ = layout.span(rank)
+    for at, slot in enumerate(layout.slots):
+        first, last = layout.piece(slot.name, rank)
+        if first < last:
+            yield at, own[slot.start + first - begin : slot.start + last - begin]

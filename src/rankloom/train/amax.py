@@ -1,0 +1,92 @@
+"""Delayed scaling: tensors of this step are cast with the largest magnitudes of earlier steps.
+
+Then a tensor need not be read once to find its scale and once more to be cast. What it costs is state that the numbers depend on:
+a table [steps, tensors]. It is kept here, in one place, under names; it is no buffer of the model, for a model that is loaded for something
+else has no use for it. A checkpoint that shall go on with the same bits saves `state_dict()` beside the loss scale; without it,
+training goes on as a new run begins: the first step scales by what it finds.
+
+A step reads only what was known when it began, so accumulation, recompute and the order of layers change nothing. At its end the
+ranks agree on the largest of all of them, in one message for all layers, so that the scales do not depend on who had which rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import ConfigError
+from rankloom.world.group import Group
+
+
+@dataclass(slots=True)
+class Meter:
+    """One tensor's place in the history. Its numbers are tensors of their own: compiled code loses writes to parts of a common one.
+
+    seen:  [1, 1] fp32, the largest magnitude so far in this step
+    known: [1, 1] fp32, what this step scales by; only when `ready`
+    """
+
+    seen: Tensor
+    known: Tensor
+    ready: bool = False
+
+    def read(self, largest: Tensor) -> Tensor | None:
+        """Note a magnitude [1, 1]; what to scale by in its place. Noting it again, as recompute does, changes nothing."""
+        self.seen.copy_(torch.maximum(self.seen, largest))
+        return self.known if self.ready else None
+
+
+class AmaxHistory:
+    """The largest magnitudes of `length` steps, for each name a meter.
+
+    rows: [length, n] fp32, newest first
+    """
+
+    def __init__(self, names: Sequence[str], length: int, device: torch.device):
+        self.meters = {name: Meter(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device)) for name in names}
+        self.rows = torch.zeros(length, len(self.meters), device=device)
+
+    def close_step(self, group: Group) -> None:
+        """The step is done: agree with the other ranks on what was seen, and drop the oldest step.
+
+        sent: one all-reduce of n numbers   A tensor that was not seen, or was not finite, keeps the magnitude it had.
+        """
+        seen = group.all_reduce(_line_up([meter.seen for meter in self.meters.values()]), "max", label="amax of all layers")
+        known = _line_up([meter.known for meter in self.meters.values()])
+        newest = torch.where(seen.isfinite() & (seen > 0), seen, known)
+        self._go_on(torch.cat((newest[None], self.rows[:-1])))
+
+    def abandon_step(self) -> None:
+        """The step failed: forget what it saw."""
+        torch._foreach_zero_([meter.seen for meter in self.meters.values()])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """name -> [length] magnitudes, newest first."""
+        return dict(zip(self.meters, self.rows.t().clone()))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with a saved history; a longer or shorter one is cut, or filled up with zeros.
+
+        raises: ConfigError when the names are not these
+        """
+        if set(state) != set(self.meters):
+            odd = sorted(set(state) ^ set(self.meters))
+            raise ConfigError(f"the saved amax history has {len(state)} tensors, this model casts {len(self.meters)}; "
+                              f"only one of the two knows {odd[0]!r}. Was it saved with other layers in fp8?")
+        saved = torch.stack([state[name] for name in self.meters], dim=1).to(self.rows)[: len(self.rows)]
+        self._go_on(torch.cat((saved, torch.zeros_like(self.rows)[len(saved):])))
+
+    def _go_on(self, rows: Tensor) -> None:
+        self.rows = rows
+        largest = rows.amax(0)
+        meters = list(self.meters.values())
+        torch._foreach_copy_([meter.known for meter in meters], list(largest.view(-1, 1, 1).unbind()))
+        self.abandon_step()
+        if not meters[0].ready and bool((largest > 0).all()):   # waits for the device, in the first steps only
+            for meter in meters:
+                meter.ready = True
+
+
+def _line_up(numbers: list[Tensor]) -> Tensor:
+    return torch.cat(numbers).view(-1)
