@@ -1,0 +1,152 @@
+"""Which blocks compute what again, so that the activations of a step fit in so many bytes: a pure decision.
+
+Between its forward and its backward a block keeps bytes, by one of three choices:
+
+    none       everything that its gradient needs
+    selective  the outputs of matrix products and attention; what is cheap is computed again in backward
+    full       nothing but its inputs; all of it is computed again
+
+While a block is computed again, all its bytes are there once more. So what must fit, at block i, is what the blocks up to i
+keep, and for a moment what i would have kept with `none`: the blocks after i are gone by then. The plan with the least work
+repeated wins. recompute.py measures the costs and obeys the plan. Source of the three: Korthikanti et al. 2022.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.units import show_bytes
+
+NONE, SELECTIVE, FULL = CHOICES = ("none", "selective", "full")
+COMPETING = 1000   # partial plans kept; beyond that the plan may be a little worse than the best, never wrong
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What one block keeps and repeats, by choice. Work is in any unit, the same for all blocks."""
+
+    name: str
+    kept: Mapping[str, int]          # bytes from forward to backward, the output counted, the input not
+    repeated: Mapping[str, int]      # work done a second time
+    work: int                        # of one forward
+    calls: int = 1                   # forwards of it that wait for their backward at the same time
+
+    def moment(self, choice: str) -> int:
+        """Bytes that come on top of what is kept while the block is computed again."""
+        return max(0, self.kept[NONE] - self.kept[choice])
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one block shall do, and why."""
+
+    block: str
+    choice: str
+    kept: int          # bytes, over all its calls
+    repeated: float    # share of its forward
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision for each block. Printed, it is a table."""
+
+    decisions: tuple[Decision, ...]
+    budget: int
+    peak: int          # bytes: the most there is at any moment of backward
+    repeated: float    # share of the forward of all blocks
+
+    def __str__(self) -> str:
+        rows = [("block", "choice", "kept", "repeated", "why")] + [
+            (d.block, d.choice, show_bytes(d.kept), f"{d.repeated:.0%}", d.reason) for d in self.decisions]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, f"at most {show_bytes(self.peak)} of {show_bytes(self.budget)}, "
+                                  f"{self.repeated:.0%} of the forward of these blocks twice"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """Choices for the first blocks."""
+
+    kept: int
+    repeated: int
+    choices: tuple[str, ...] = ()
+
+
+def fit(costs: Sequence[BlockCost], budget: int) -> Plan:
+    """Choose for each block, in the order of forward, so that all fits in `budget` bytes and the least work is repeated.
+
+    raises: ConfigError with the bytes that are missing when even `full` everywhere does not fit
+
+    >>> cost = {"kept": {"none": 90, "selective": 50, "full": 10}, "repeated": {"none": 0, "selective": 20, "full": 100}}
+    >>> [d.choice for d in fit([BlockCost(name, work=100, **cost) for name in "abc"], 200).decisions]
+    ['selective', 'selective', 'none']
+    """
+    several = any(cost.calls > 1 for cost in costs)
+    # With several forwards waiting, later blocks of another micro-batch are not gone: room for the largest is set aside.
+    aside = max((cost.moment(FULL) for cost in costs), default=0) if several else 0
+    partials = [_Partial(0, 0)]
+    for cost in costs:
+        room = budget - aside
+        grown = [_grow(partial, cost, choice) for partial in partials for choice in CHOICES]
+        moments = [partial.kept if several else partial.kept + cost.moment(partial.choices[-1]) for partial in grown]
+        partials = _best([partial for partial, most in zip(grown, moments) if most <= room])
+        if not partials:
+            raise _too_small(costs, budget, aside)
+    best = min(partials, key=lambda partial: (partial.repeated, partial.kept))
+    return _plan(costs, best.choices, budget, aside)
+
+
+def _grow(partial: _Partial, cost: BlockCost, choice: str) -> _Partial:
+    return _Partial(partial.kept + cost.calls * cost.kept[choice], partial.repeated + cost.calls * cost.repeated[choice],
+                    (*partial.choices, choice))
+
+
+def _best(partials: list[_Partial]) -> list[_Partial]:
+    """Without those that keep no less and repeat no less than another one."""
+    best: list[_Partial] = []
+    for partial in sorted(partials, key=lambda partial: (partial.kept, partial.repeated)):
+        if not best or partial.repeated < best[-1].repeated:
+            best.append(partial)
+    if len(best) > COMPETING:   # thinned evenly, both ends stay
+        best = [best[i * (len(best) - 1) // (COMPETING - 1)] for i in range(COMPETING)]
+    return best
+
+
+def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int, aside: int) -> Plan:
+    decisions = tuple(_explain(cost, choice) for cost, choice in zip(costs, choices, strict=True))
+    work = sum(cost.calls * cost.work for cost in costs)
+    repeated = sum(cost.calls * cost.repeated[choice] for cost, choice in zip(costs, choices))
+    return Plan(decisions, budget, peak(costs, choices) if not aside else sum(d.kept for d in decisions) + aside,
+                repeated / work if work else 0.0)
+
+
+def peak(costs: Sequence[BlockCost], choices: Sequence[str]) -> int:
+    """The most bytes at any moment of a backward that undoes one forward of each block."""
+    kept = most = 0
+    for cost, choice in zip(costs, choices, strict=True):
+        kept += cost.kept[choice]
+        most = max(most, kept + cost.moment(choice))
+    return most
+
+
+def _explain(cost: BlockCost, choice: str) -> Decision:
+    kept, share = cost.calls * cost.kept[choice], cost.repeated[choice] / cost.work if cost.work else 0.0
+    if choice == NONE:
+        why = "there is room"
+    else:
+        why = f"saves {show_bytes(cost.calls * cost.kept[NONE] - kept)}"
+    return Decision(cost.name, choice, kept, share, why)
+
+
+def _too_small(costs: Sequence[BlockCost], budget: int, aside: int) -> ConfigError:
+    least = [min(CHOICES, key=lambda choice: cost.kept[choice]) for cost in costs]
+    need = sum(cost.calls * cost.kept[choice] for cost, choice in zip(costs, least)) + aside if aside else peak(costs, least)
+    return ConfigError(f"recompute = {budget} bytes ({show_bytes(budget)}): the activations of {len(costs)} blocks need {need} bytes "
+                       f"({show_bytes(need)}) even when all that can be is computed again, and {show_bytes(sum(_whole(c) for c in costs))} "
+                       "when nothing is; give at least that many, or smaller micro-batches")
+
+
+def _whole(cost: BlockCost) -> int:
+    return cost.calls * cost.kept[NONE]

@@ -1,0 +1,79 @@
+"""What a forward costs: the bytes it leaves behind for its backward, and its work, read off the operations as they run.
+
+Bytes are those of every storage that the forward has made and that still lives when it is over: what autograd holds, whatever
+hooks, checkpoints or caches hold it, each storage once. Parameters and inputs were there before, so they do not count.
+
+Work is counted, not timed: ranks must come to the same decision, and clocks differ. The unit is a byte of memory traffic; a
+matrix product weighs its flops divided by the flops that a device does in the time of one byte.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from rankloom.train.selective import is_kept
+
+aten = torch.ops.aten
+FLOPS_PER_BYTE = {"cpu": 16, "cuda": 200}   # of a desktop's core; of an A100, an H100 or an H200 in bf16
+
+
+class Trace(TorchDispatchMode):
+    """Notes storages and work of what runs under it.
+
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> with Trace() as trace:
+    ...     out = (x.exp() * 2).sum()
+    >>> trace.kept(out)      # the exponential, which is its own derivative, and the sum
+    36
+    """
+
+    def __init__(self) -> None:
+        super().__init__()   # type: ignore[no-untyped-call]
+        self.work = self.dear = 0   # all of it, and that of products and attention
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation, and notes what it made and moved."""
+        out = func(*args, **(kwargs or {}))
+        given, made = _storages((args, kwargs)), _storages(out)
+        for key, storage in made.items():
+            if key not in given and not (key in self._made and not self._made[key].expired()):
+                self._made[key] = StorageWeakRef(storage)   # type: ignore[no-untyped-call]
+        if is_kept(func):
+            cost = _flops(func.overloadpacket, args, kwargs, out) // FLOPS_PER_BYTE.get(_device(out), FLOPS_PER_BYTE["cuda"])
+            self.dear += cost
+        else:
+            cost = _traffic(args, out) if made.keys() - given.keys() or func._schema.is_mutable else 0   # a view is free
+        self.work += cost
+        return out
+
+    def kept(self, *alive: Any) -> int:
+        """Bytes that are still held. `alive`: the outputs, so that the caller has not let go of them."""
+        assert alive, "without its outputs a forward leaves nothing behind"
+        torch.clear_autocast_cache()   # holds weights for the next block, not for the backward of this one
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values() if not ref.expired()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    plain = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in plain}
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:   # not in torch's table
+        packet = aten._scaled_dot_product_flash_attention
+    return int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+
+
+def _traffic(args: Any, out: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves((args, out)) if isinstance(t, Tensor))
+
+
+def _device(out: Any) -> str:
+    return next(t.device.type for t in tree_leaves(out) if isinstance(t, Tensor))

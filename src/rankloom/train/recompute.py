@@ -1,0 +1,212 @@
+"""Recompute (activation checkpointing): blocks that keep less between forward and backward, and compute it again in backward.
+
+    recompute(model, "full")         each block keeps its inputs only
+    recompute(model, "selective")    and the outputs of matrix products and attention (selective.KEPT): the rest is cheap to repeat
+    recompute(model, "24 GiB")       each block as much as fits, decided by budget.py from what the first micro-batch measures
+
+A block that runs again finds the world as it was: keyed dropout draws the masks of that step, micro-batch and call, whichever is
+running by then; torch's own generators are set back for the moment; running statistics are not averaged in twice. So the gradient
+is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here.
+
+Read blocks.py, selective.py, measure.py and budget.py before this file.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.units import parse_size
+from rankloom.train.blocks import Wrapped, repeated_blocks
+from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Plan, fit
+from rankloom.train.dropout import KeyedDropout
+from rankloom.train.measure import Trace
+from rankloom.train.selective import Keep, Reuse
+
+UNDECIDED = "undecided"   # `full` for the moment, and measured
+
+
+def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = ()) -> "Recompute":
+    """Let the repeated blocks of `model` compute again in backward what they do not keep.
+
+    policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
+    blocks:  their classes; left out, the children of each nn.ModuleList
+    returns: what was decided for each block; it can be printed
+    raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
+    """
+    choice, budget = _parse(policy)
+    return Recompute({} if choice == NONE else repeated_blocks(model, blocks), choice, budget)
+
+
+def _parse(policy: str | int) -> tuple[str, int]:
+    """The choice for all blocks, and the bytes there are.
+
+    >>> _parse("full"), _parse("1 KiB"), _parse(4096)
+    (('full', 0), ('undecided', 1024), ('undecided', 4096))
+    """
+    if isinstance(policy, str) and policy in CHOICES:
+        return policy, 0
+    if isinstance(policy, str) and policy.strip()[:1].isdigit():
+        return UNDECIDED, parse_size(policy)
+    if isinstance(policy, int) and not isinstance(policy, bool) and policy > 0:
+        return UNDECIDED, policy
+    hint = did_you_mean(policy, CHOICES) if isinstance(policy, str) else ""
+    raise ConfigError(f"recompute = {policy!r}, expected 'none', 'selective', 'full', or the bytes that activations may take, "
+                      f"such as '24 GiB'. {hint}".rstrip())
+
+
+class Recompute:
+    """What each block does. With a number of bytes: what the blocks cost, and from the first backward on the plan."""
+
+    def __init__(self, blocks: dict[str, nn.Module], choice: str, budget: int):
+        self.budget = budget
+        self.plan: Plan | None = None
+        self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
+                         for name, block in blocks.items()}
+        self._costs: dict[Any, BlockCost] = {}                     # by kind of block and input: equal ones are measured once
+        self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in the order of forward; dead where autograd has let go
+
+    def __str__(self) -> str:
+        if self.plan:
+            return str(self.plan)
+        return "\n".join(f"{name}  {forward.choice}" for name, forward in self.forwards.items()) or "nothing is computed again"
+
+    def _measure(self, name: str, replay: "Replay", args: Any, kwargs: Any) -> None:
+        """Before a forward: note what it would keep and repeat with each choice."""
+        forward = self.forwards[name]
+        kind = _kind(forward.block, args, kwargs)
+        if kind not in self._costs:
+            self._costs[kind] = _cost(forward, args, kwargs)
+        self._waiting.append((name, ref(replay), self._costs[kind]))
+
+    def _decide(self) -> None:
+        """In the first backward: autograd then holds as many forwards as will ever wait at the same time."""
+        if self.plan:
+            return
+        seen: dict[str, list[BlockCost]] = {}
+        for name, replay, cost in self._waiting:
+            if replay() is not None:
+                seen.setdefault(name, []).append(cost)
+        self.plan = fit([_together(name, costs) for name, costs in seen.items()], self.budget)
+        self._waiting.clear()
+        decided = {decision.block: decision.choice for decision in self.plan.decisions}
+        for name, forward in self.forwards.items():
+            forward.choice = decided.get(name, NONE)   # one without gradient keeps nothing anyway
+
+
+class RecomputedForward(Wrapped):
+    """The forward of a block that computes again what it does not keep."""
+
+    layer = 1
+
+    def __init__(self, block: nn.Module, choice: str, measure: Callable[["Replay", Any, Any], None], decide: Callable[[], None]):
+        super().__init__(block)
+        self.choice = choice
+        self._measure, self._decide = measure, decide
+        self._products: int | None = None   # how many `selective` has to keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if self.choice != UNDECIDED:
+            return self.run(self.choice, Replay(self.block), args, kwargs)
+        replay = Replay(self.block, self._decide)
+        self._measure(replay, args, kwargs)
+        return self.run(FULL, replay, args, kwargs)
+
+    def run(self, choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
+        """The forward with one of the choices; `replay` is what stands around it when it runs again."""
+        run = partial(self.inner, **kwargs)   # names in kwargs must not meet those of `checkpoint`
+        if choice == NONE:
+            return run(*args)
+        if choice == FULL:
+            return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
+        keep = Keep(self._products)
+        replay.reuse(keep, self._learn)
+        out = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
+        keep.forget(out)   # the caller may change it
+        return out
+
+    def _learn(self, used: int) -> None:
+        """A second run has come to so many products; later forwards need not keep more."""
+        self._products = max(used, self._products or 0)
+
+
+class Replay:
+    """The world of a block as it is now, to be put back while the block runs again. May be entered several times."""
+
+    def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
+        self._before = before
+        self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, KeyedDropout)}.values())
+        self._then = [(key.step, key.microbatch, dict(key.calls)) for key in self._keys]
+        self._running = [b for m in block.modules() if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)]
+        self._reuse: Reuse | None = None
+        self._learn: Callable[[int], None] = lambda used: None
+        self._undo = ExitStack()
+
+    def reuse(self, kept: Keep, learn: Callable[[int], None]) -> None:
+        """Hand out the products of `kept`, and tell `learn` how many were asked for."""
+        self._reuse, self._learn = Reuse(kept), learn
+
+    def __enter__(self) -> None:
+        self._before()
+        for key, (step, microbatch, calls) in zip(self._keys, self._then, strict=True):
+            self._undo.callback(_set, key, key.step, key.microbatch, key.calls)
+            _set(key, step, microbatch, dict(calls))
+        for buffer in self._running:
+            self._undo.callback(_restore, buffer, buffer.clone())
+        if self._reuse:
+            self._undo.enter_context(self._reuse)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._undo.__exit__(*raised)
+        if self._reuse:
+            self._learn(self._reuse.used)
+
+
+def _set(key: Any, step: int, microbatch: int, calls: dict[str, int]) -> None:
+    key.step, key.microbatch, key.calls = step, microbatch, calls
+
+
+@torch.no_grad()
+def _restore(buffer: Tensor, value: Tensor) -> None:
+    buffer.copy_(value)
+
+
+# ---------------------------------------------------------------------- what a block costs
+
+def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
+    """Runs the block once with each choice, and leaves no trace of that."""
+    kept, work, dear = {}, 0, 0
+    devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
+    for choice in CHOICES:
+        with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
+            out = forward.run(choice, Replay(forward.block), args, kwargs)
+        kept[choice] = trace.kept(out)
+        del out
+        if choice == NONE:
+            work, dear = trace.work, trace.dear
+    return BlockCost("", kept, {NONE: 0, SELECTIVE: work - dear, FULL: work}, work)
+
+
+def _kind(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the cost of a forward depends on."""
+    leaves = [(t.shape, t.dtype, t.requires_grad) if isinstance(t, Tensor) else type(t) for t in tree_leaves((args, kwargs))]
+    params = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+    return repr(block), block.training, tuple(params), tuple(leaves)
+
+
+def _together(name: str, costs: list[BlockCost]) -> BlockCost:
+    """One block's forwards that wait at the same time, each taken for the dearest of them."""
+    most = {choice: max(cost.kept[choice] for cost in costs) for choice in CHOICES}
+    dearest = max(costs, key=lambda cost: cost.work)
+    return replace(dearest, name=name, kept=most, calls=len(costs))

@@ -1,0 +1,388 @@
+"""Recompute: the same bits with fewer bytes, whatever is drawn, averaged, shared or frozen inside a block."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rankloom as rl
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train.blocks import repeated_blocks
+from rankloom.train.budget import NONE
+from rankloom.train.dropout import DropoutKey, key_dropout
+from rankloom.train.measure import Trace
+from rankloom.train.recompute import recompute
+
+CONFIG = GPTConfig(vocab_size=37, seq_len=32, width=32, layers=4, heads=4, kv_heads=2, ffn=96, dropout=0.2)
+POLICIES = ["full", "selective", "800 KiB"]     # the last is a mixture for CONFIG in fp64, as the test of the plan shows
+
+
+def tokens(rows=2, seed=0):
+    ids = torch.randint(0, 37, (rows, 33), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def prepared(policy, dtype=torch.float64, config=CONFIG, **more):
+    """A model with keyed dropout and recompute, its key, and what recompute returned."""
+    model, key = GPT(config, dtype=dtype), DropoutKey(5)
+    key_dropout(model, key)
+    return model, key, recompute(model, policy, **more)
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value is None:
+            assert got[name] is None, name
+        else:
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=name)
+
+
+def train(policy, dtype=torch.float64, steps=2, config=CONFIG):
+    """Losses and gradients of some micro-batches, one after the other."""
+    model, key, _ = prepared(policy, dtype, config)
+    losses = []
+    for step in range(steps):
+        key.move_to(step, 0)
+        loss, _ = language_model_loss(model, tokens(seed=step))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_and_gradients_are_the_same_bits(policy, dtype):
+    policy = 100_000 * dtype.itemsize if policy == "800 KiB" else policy
+    (losses, grads), (wanted, reference) = train(policy, dtype), train("none", dtype)
+    assert losses == wanted
+    assert_same(grads, reference)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_runs_again_with_the_masks_of_its_own_micro_batch_whichever_is_current(policy):
+    """Two micro-batches in flight, as in a pipeline: both forwards, then both backwards, first in first out."""
+    def run(policy):
+        model, key, _ = prepared(policy)
+        for step in range(2):                       # in the second step a mixture is decided
+            losses = []
+            for micro in (3, 4):
+                key.move_to(step, micro)
+                losses.append(language_model_loss(model, tokens(seed=micro))[0])
+            key.move_to(step, 99)
+            for loss in losses:
+                loss.backward()
+        return gradients(model)
+
+    assert_same(run(policy), run("none"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_backward_the_dropout_key_is_as_it_was(policy):
+    model, key, _ = prepared(policy)
+    key.move_to(1, 2)
+    loss, _ = language_model_loss(model, tokens())
+    key.move_to(7, 8)
+    key.calls["elsewhere"] = 3
+    loss.backward()
+    assert (key.step, key.microbatch, key.calls) == (7, 8, {"elsewhere": 3})
+
+
+class Drawing(nn.Module):
+    """A block that draws from torch's own generator, is used twice, and averages running statistics."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.3)
+
+    def forward(self, x, *, gain=1.0):
+        return x + gain * self.drop(F.dropout(torch.tanh(self.norm(self.linear(x))), 0.4))
+
+
+class Looping(nn.Module):
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Drawing() for _ in range(2))
+        self.blocks[0].requires_grad_(not frozen)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x, gain=0.5)
+        return x.square().sum()
+
+
+def looping(policy, frozen=False, autocast=False):
+    torch.manual_seed(0)
+    model, key = Looping(frozen), DropoutKey(1)
+    key_dropout(model, key)
+    found = recompute(model, policy)
+    torch.manual_seed(11)
+    for step in range(3):
+        key.move_to(step, 0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(torch.linspace(-1, 1, 48).view(8, 6))
+        loss.backward()
+    return gradients(model), {name: b.clone() for name, b in model.named_buffers()}, torch.rand(3), found
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("policy", ["full", "selective", "3 KiB"])
+def test_torch_s_draws_running_statistics_two_uses_and_frozen_blocks_change_nothing(policy, frozen, autocast):
+    grads, buffers, drawn, _ = looping(policy, frozen, autocast)
+    wanted, averages, then, _ = looping("none", frozen, autocast)
+    assert_same(grads, wanted)
+    assert_same(buffers, averages)
+    assert torch.equal(drawn, then), "the generator goes on where it would have been"
+
+
+def test_a_block_used_twice_is_counted_twice():
+    found = looping("100 KiB")[3]
+    once = next(iter(found._costs.values())).kept[NONE]
+    assert [d.kept for d in found.plan.decisions] == [2 * once, 2 * once]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evaluation_without_gradients_keeps_nothing_and_runs_once(policy):
+    model, _, found = prepared(policy)
+    plain, _, _ = prepared("none")
+    calls = []
+    model.blocks[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        assert torch.equal(model(tokens()[0]), plain(tokens()[0]))
+    with torch.inference_mode():
+        model(tokens()[0])
+    assert len(calls) == 2 and found.plan is None
+
+
+def kept_by(policy, layers, dtype=torch.float32):
+    """Bytes that autograd holds between forward and backward, whoever holds them for it; in the second micro-batch."""
+    config = GPTConfig(vocab_size=37, seq_len=32, width=32, layers=layers, heads=4, kv_heads=2, ffn=96, dropout=0.2)
+    model, _, _ = prepared(policy, dtype, config)
+    language_model_loss(model, tokens())[0].backward()
+    with Trace() as trace:
+        loss, _ = language_model_loss(model, tokens())
+    return trace.kept(loss)
+
+
+def test_full_keeps_two_bytes_for_each_element_of_a_block_s_input_in_bf16():
+    """2sbh, Korthikanti et al. 2022, Table 2, exactly: what one more block adds."""
+    assert kept_by("full", 3, torch.bfloat16) - kept_by("full", 2, torch.bfloat16) == 2 * 32 * 2 * 32
+
+
+def test_selective_keeps_inputs_products_and_attention_and_nothing_else():
+    """One more block in fp32: its input, query, key and value (2 of 4 heads), attention and its logsumexp, the output
+    matrix, gate, up and down."""
+    elements = 2 * 32 * (32 + 32 + 16 + 16 + 32 + 4 + 32 + 96 + 96 + 32)
+    assert kept_by("selective", 3) - kept_by("selective", 2) == 4 * elements
+
+
+@pytest.mark.parametrize("budget", [220_000, 300_000, 400_000, 600_000])
+def test_a_number_of_bytes_is_kept_to_and_used(budget):
+    """Measured over the whole model: what is kept beyond `full` is at most what the plan says, and it is what the plan says."""
+    model, _, found = prepared(budget, torch.float32)
+    language_model_loss(model, tokens())[0].backward()
+    with Trace() as trace:
+        loss, _ = language_model_loss(model, tokens())
+    more = trace.kept(loss) - kept_by("full", 4)
+    inputs = 4 * 4 * 2 * 32 * 32
+    assert sum(d.kept for d in found.plan.decisions) == more + inputs <= found.plan.peak <= budget
+
+
+def test_the_plan_is_decided_in_the_first_backward_and_says_so():
+    model, _, found = prepared("800 KiB")
+    assert str(found).splitlines() == [f"blocks.{i}  undecided" for i in range(4)]
+    loss, _ = language_model_loss(model, tokens())
+    assert found.plan is None
+    loss.backward()
+    assert [d.block for d in found.plan.decisions] == [f"blocks.{i}" for i in range(4)]
+    assert len({d.choice for d in found.plan.decisions}) > 1
+    assert str(found) == str(found.plan) and "800 KiB" in str(found)
+
+
+def test_a_forward_that_never_had_a_backward_is_not_counted():
+    model, _, found = prepared("10 MiB")
+    for _ in range(3):
+        language_model_loss(model, tokens())
+    language_model_loss(model, tokens())[0].backward()
+    alone = prepared("10 MiB")
+    language_model_loss(alone[0], tokens())[0].backward()
+    assert found.plan == alone[2].plan
+
+
+def test_too_few_bytes_are_told_in_the_first_backward():
+    model, _, _ = prepared(1000)
+    loss, _ = language_model_loss(model, tokens())
+    with pytest.raises(rl.ConfigError, match="recompute = 1000 bytes .*: the activations of 4 blocks need .* micro-batches"):
+        loss.backward()
+
+
+def test_hooks_on_a_block_run_once_and_those_inside_it_again():
+    model, _, _ = prepared("full")
+    seen = []
+    model.blocks[1].register_forward_pre_hook(lambda *_: seen.append("block"))
+    model.blocks[1].attention.register_forward_pre_hook(lambda *_: seen.append("inside"))
+    language_model_loss(model, tokens())[0].backward()
+    assert seen == ["block", "inside", "inside"]
+
+
+def test_selective_computes_no_product_again():
+    def products(policy):
+        model, _, _ = prepared(policy, torch.float32)
+        loss, _ = language_model_loss(model, tokens())
+        with Trace() as trace:
+            loss.backward()
+        return trace.dear
+
+    assert products("selective") == products("none") < products("full")
+
+
+def test_selective_learns_in_the_first_backward_that_the_last_product_is_not_asked_for():
+    """Without dropout nothing after the last product saves a thing: of eight products and attention, seven and attention stay."""
+    config = GPTConfig(vocab_size=37, seq_len=32, width=32, layers=3, heads=4, kv_heads=2, ffn=96)
+    model, _, _ = prepared("selective", torch.float32, config)
+    held = []
+    for _ in range(2):
+        with Trace() as trace:
+            loss, _ = language_model_loss(model, tokens())
+        held.append(trace.kept(loss))
+        loss.backward()
+    assert held[0] - held[1] == config.layers * 4 * 2 * 32 * 32
+
+
+class Changing(nn.Module):
+    """A block that writes into the outputs of its products, and whose output is written into by its caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        hidden = self.second(self.first(x).add_(0.25).relu_())
+        return self.first(hidden.mul_(3.0).tanh_() + x)
+
+
+class Giving(nn.Module):
+    """A block whose output is a product that its caller writes into; tanh saves what it made, not the product."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        out = self.first(x)
+        return out, self.second(torch.tanh(out)).sum()
+
+
+def test_a_product_that_is_given_away_is_computed_again():
+    def run(policy):
+        torch.manual_seed(0)
+        block = Giving()
+        recompute(nn.ModuleList([block]), policy)
+        out, total = block(torch.linspace(-1, 1, 12).view(3, 4).requires_grad_())
+        (out.mul_(7).square().sum() + total).backward()
+        return gradients(block)
+
+    assert_same(run("selective"), run("none"))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_products_that_are_written_into_are_computed_again(policy):
+    def run(policy):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Changing() for _ in range(2))
+        recompute(model, policy)
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+            for block in model:
+                x = block(x).mul_(2)
+            x.square().sum().backward()
+        return gradients(model)
+
+    assert_same(run(policy), run("none"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_a_model_recomputes_itself_and_not_the_original(policy):
+    model, _, _ = prepared(policy)
+    twin = copy.deepcopy(model)
+    for p in model.parameters():
+        p.data.fill_(float("nan"))
+    language_model_loss(twin, tokens())[0].backward()
+    assert all(torch.isfinite(p.grad).all() for p in twin.parameters())
+
+
+def test_an_exception_in_the_middle_of_a_second_run_leaves_the_key_as_it_was():
+    model, key, _ = prepared("full")
+    key.move_to(1, 2)
+    loss, _ = language_model_loss(model, tokens())
+    key.move_to(3, 4)
+    model.blocks[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert (key.step, key.microbatch, key.calls) == (3, 4, {})
+
+
+@pytest.mark.parametrize("policy", ["full", "800 KiB"])
+def test_backward_may_go_through_a_recomputed_block_twice(policy):
+    def run(policy):
+        model, _, _ = prepared(policy)
+        loss, _ = language_model_loss(model, tokens())
+        loss.backward(retain_graph=True)
+        return gradients(model)
+
+    assert_same(run(policy), run("none"))
+
+
+def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without(monkeypatch):
+    """Inside the engine, on two ranks, with accumulation and keyed dropout."""
+    def body(world, policy):
+        model = GPT(CONFIG, dtype=torch.float64)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), world=world, accumulate=2)
+        recompute(model, policy)
+        batch = tokens(rows=8)
+        losses = [engine.step([t.tensor_split(world.size)[world.rank] for t in batch]).loss for _ in range(3)]
+        return losses, engine.full_state_dict()["model"]
+
+    wanted, reference = rl.simulate(2, lambda world: body(world, "none"))[0]
+    for policy in POLICIES:
+        for losses, params in rl.simulate(2, lambda world, policy=policy: body(world, policy)):
+            assert losses == wanted
+            assert_same(params, reference)
+
+
+@pytest.mark.parametrize("policy", ["ful", "", "-1", 0, -5, True, 1.5, "12 parsecs", None])
+def test_another_policy_is_an_error_that_names_the_known_ones(policy):
+    with pytest.raises(rl.ConfigError):
+        recompute(GPT(CONFIG), policy)
+    if policy == "ful":
+        with pytest.raises(rl.ConfigError, match="recompute = 'ful', expected .* Did you mean 'full'?"):
+            recompute(GPT(CONFIG), policy)
+
+
+def test_recompute_twice_is_an_error():
+    model, _, _ = prepared("full")
+    with pytest.raises(rl.ConfigError, match="a Block has RecomputedForward already"):
+        recompute(model, "selective")
+
+
+def test_blocks_are_the_children_of_module_lists_or_the_classes_that_are_named():
+    model = GPT(CONFIG)
+    assert list(repeated_blocks(model)) == [f"blocks.{i}" for i in range(4)]
+    assert list(repeated_blocks(model, (type(model.blocks[0].mlp),))) == [f"blocks.{i}.mlp" for i in range(4)]
+    nested = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), nn.Identity()])
+    assert list(repeated_blocks(nested)) == ["0"], "neither a list inside a block nor a block without parameters"
+    with pytest.raises(rl.ConfigError, match="Linear has no nn.ModuleList"):
+        recompute(nn.Linear(2, 2), "full")
+    with pytest.raises(rl.ConfigError, match="GPT has no Conv1d"):
+        recompute(model, "full", blocks=(nn.Conv1d,))
+    assert str(recompute(nn.Linear(2, 2), "none")) == "nothing is computed again"
