@@ -44,7 +44,7 @@ def run(name: str, fused: bool, clip: float | None, steps: int = 4, scale: float
         for param, flat in zip(params, flats):
             param.grad = flat
         fill(flats, step, scale)
-        said = apply_gradients(optimizer, flats, totals(), group=None, scale=scale, clip=clip)
+        said = apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=scale, clip=clip)
     return params, [p.grad.clone() for p in params], said
 
 
@@ -90,7 +90,7 @@ def test_the_norm_is_that_of_the_mean_gradient_whatever_the_loss_scale(scale):
     params, flats = make(torch.float64)
     fill(flats, 0, scale)
     expected = torch.cat(flats).norm().item() / scale / 4.0
-    _, _, norm, _ = apply_gradients(OPTIMIZERS["sgd"](params), flats, totals(), group=None, scale=scale, clip=None)
+    _, _, norm, _ = apply_gradients(OPTIMIZERS["sgd"](params), flats, global_norm(flats), totals(), scale=scale, clip=None)
     assert norm == pytest.approx(expected, rel=1e-14)
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_updated_when_anything_is_not_finite(bad, name, fused):
     params, flats = make()
     optimizer = OPTIMIZERS[name](params, **({"fused": True} if fused else {}))
     fill(flats, 0)
-    assert apply_gradients(optimizer, flats, totals(), group=None, scale=1.0, clip=1.0)[3]
+    assert apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=1.0)[3]
     before = [p.detach().clone() for p in params]
     state = [{key: value.clone() for key, value in optimizer.state[p].items() if torch.is_tensor(value)} for p in params]
     fill(flats, 1)
@@ -110,7 +110,7 @@ def test_nothing_is_updated_when_anything_is_not_finite(bad, name, fused):
         flats[1][5] = math.nan if "nan" in bad else math.inf
     else:
         numbers[0 if "loss" in bad else 1] = {"nan loss": math.nan, "inf loss": math.inf, "no count": 0.0, "nan count": math.nan}[bad]
-    assert not apply_gradients(optimizer, flats, numbers, group=None, scale=1.0, clip=1.0)[3]
+    assert not apply_gradients(optimizer, flats, global_norm(flats), numbers, scale=1.0, clip=1.0)[3]
     assert all(torch.equal(p, b) for p, b in zip(params, before))
     for param, held in zip(params, state):
         assert all(torch.equal(optimizer.state[param][key], value) for key, value in held.items())

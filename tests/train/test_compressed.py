@@ -81,7 +81,7 @@ def test_a_skipped_step_poisons_nothing_and_a_new_loss_scale_rescales_what_is_re
         engine = prepare(world, compress=compress, precision="fp16")
         while engine.step(rows(4, world.rank)).skipped:   # until the first scale fits
             pass
-        (lossy,) = engine._reducer.summing._lossy
+        (lossy,) = engine.placement._reducer.summing._lossy
         error = lambda: (lossy._error if compress == "topk" else lossy._own).clone()
         scale, before = engine.scale.value, error()
         bad = rows(4, world.rank)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.data.tokenizer import ByteTokenizer
-from rankloom.train import engine, sections
+from rankloom.train import prepare, sections
 from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
 from rankloom.train.sections import Config
 
@@ -139,7 +139,7 @@ def test_an_option_that_would_have_no_effect_is_refused(file, flags):
 
 
 def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():
-    assert engine.LOGICAL_SHARDS == sections.LOGICAL_SHARDS
+    assert prepare.LOGICAL_SHARDS == sections.LOGICAL_SHARDS
     assert ByteTokenizer().vocab_size == sections.BYTES_VOCAB
 
 

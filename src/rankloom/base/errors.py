@@ -66,6 +66,10 @@ class WrongResult(RankloomError, RuntimeError):
     """A collective has returned something else than it should; found by `rankloom bench`, which checks each of them."""
 
 
+class UnitError(RankloomError, RuntimeError):
+    """Sharded parameters were used, replaced or reduced at a moment when that cannot be right."""
+
+
 class NonFinite(RankloomError, RuntimeError):
     """A loss or a gradient is NaN or infinite; every rank raises this in the same step."""
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from rankloom.comm.choose import BACKEND, AllReduce
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
+from rankloom.parallel.agree import largest_and_total
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
 from rankloom.world.group import Group
 
@@ -262,7 +263,7 @@ class GradientReducer:
         """
         touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
-        flags, numbers = self._tell(facts, totals)
+        flags, numbers = largest_and_total(facts, totals, self.group, label="used parameters, totals")
         most_rows = dict(zip(touched, flags[len(self.owners):]))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:
@@ -272,21 +273,6 @@ class GradientReducer:
             else:
                 owner.grad = self._home[name].views[name]
         return numbers
-
-    def _tell(self, facts: list[float], totals: Tensor | None) -> tuple[list[float], Tensor | None]:
-        """The largest of each fact over the ranks, and the sum of the totals.
-
-        An all-gather, not an all-reduce: for a message this small only hops count, and it needs half as many.
-        """
-        message = torch.tensor(facts, dtype=torch.float64)
-        if totals is not None and totals.device.type == "cpu":
-            message = torch.cat((message, totals))
-        told = self.group.all_gather(message, label="used parameters, totals").view(self.group.size, -1)
-        largest = told[:, : len(facts)].amax(0).tolist()
-        if totals is None or totals.device.type == "cpu":
-            return largest, None if totals is None else told[:, len(facts):].sum(0)
-        # Reading a GPU's totals would stop its queue, so these are summed there, and the facts beside it.
-        return largest, self.group.all_reduce(totals, label="totals")
 
     def _own_gradient(self, name: str) -> Tensor:
         gradient = self.owners[name].grad

@@ -11,6 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
+from rankloom.shard.optimizer import Optimizers
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
@@ -26,29 +27,31 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     shared = group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE
     parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
     wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
+    if not parts:   # a rank whose pieces are all empty
+        return torch.zeros((), dtype=torch.float64)
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in parts]).to(torch.float64))
     return group.all_reduce(norm.square(), label="gradient norm").sqrt() if group is not None and shared else norm
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: torch.optim.Optimizer, flats: list[Tensor], totals: Tensor, *, group: Group | None, scale: float,
+def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[Tensor], sum_norm: Tensor, totals: Tensor, *, scale: float,
                     clip: float | None) -> tuple[float, float, float, bool]:
     """Step the optimizer on the mean, clipped gradient; not at all when the loss or a gradient is not finite.
 
-    flats:   the flat gradient buffers, summed over all ranks and multiplied by `scale`; each element once
-    totals:  fp64 [loss sum, count] over all ranks
-    group:   ranks that hold equal flats, or None; see `global_norm`
-    returns: (loss sum, count, gradient norm before clipping, whether all was finite)
+    flats:    all that the optimizer reads: gradients summed over all ranks and multiplied by `scale`
+    sum_norm: the 2-norm of these sums over the whole model, fp64
+    totals:   fp64 [loss sum, count] over all ranks
+    returns:  (loss sum, count, gradient norm before clipping, whether all was finite)
     """
     total, count = totals
-    norm = global_norm(flats, group) / (count * scale)
+    norm = sum_norm / (count * scale)
     factor = 1.0 / (count * scale)
     if clip is not None:
         factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)
     bad = ~(torch.isfinite(norm) & torch.isfinite(total) & (count > 0))
     if getattr(optimizer, "_step_supports_amp_scaling", False) and all(flat.dtype == torch.float32 for flat in flats):
         # Setting these two is the interface that torch's own gradient scaler uses.
-        optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[union-attr]
         optimizer.step()
     elif not bad.item():
         for flat in flats:

@@ -21,14 +21,15 @@ from rankloom.world.group import Group
 MEAN_IF_WITHIN = 0.5   # of 2: the halves of a batch have means of their own
 
 
-def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], owners: Mapping[str, Tensor], seen: str) -> NonFinite:
+def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients: Callable[[], Mapping[str, Tensor]],
+                       seen: str) -> NonFinite:
     """The error to raise, the same on every rank: which rank, which tensor first. A collective: every rank calls it.
 
     run_alone: forward and backward of this rank's batch without communication; returns [loss sum, count]
-    owners:    name -> tensor whose `.grad` that leaves behind
+    gradients: what that leaves behind, by name
     seen:      what the step found
     """
-    found = group.all_gather_object(_first_bad(run_alone(), owners), label="non-finite")
+    found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
     named = [f"rank {rank}: {what}" for rank, what in enumerate(found) if what]
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
     return NonFinite(f"{seen}. {where}. The parameters are those of the step before; lower the learning rate, clip, "
@@ -54,12 +55,12 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
-def _first_bad(totals: Tensor, owners: Mapping[str, Tensor]) -> str | None:
+def _first_bad(totals: Tensor, gradients: Mapping[str, Tensor]) -> str | None:
     """What is not finite on this rank alone; gradients in the order in which backward makes them."""
     if not torch.isfinite(totals[0]):
         return f"the loss of its own batch is {totals[0].item():g}"
-    for name, owner in reversed(list(owners.items())):
-        if owner.grad is not None and not torch.isfinite(owner.grad).all():
-            bad = int((~torch.isfinite(owner.grad)).sum())
-            return f"the gradient of {name} has {bad} elements of {owner.grad.numel()} that are not finite"
+    for name, gradient in reversed(list(gradients.items())):
+        if not torch.isfinite(gradient).all():
+            bad = int((~torch.isfinite(gradient)).sum())
+            return f"the gradient of {name} has {bad} elements of {gradient.numel()} that are not finite"
     return None

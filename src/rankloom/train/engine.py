@@ -21,25 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, LossError
+from rankloom.base.errors import LossError
 from rankloom.base.events import Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
-from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT
-from rankloom.parallel.data import embeddings
-from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
-from rankloom.parallel.same_bits import CanonicalReducer
+from rankloom.parallel.replicas import BufferKeeper
+from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state
 from rankloom.train.apply import apply_gradients, peak_memory
-from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import expect_sum, explain_non_finite
-from rankloom.train.dropout import DropoutKey, key_dropout
+from rankloom.train.dropout import DropoutKey
 from rankloom.train.modes import evaluating
-from rankloom.train.precision import UNMEASURED, LossScale, MasterWeights, Precision, precision_named
-from rankloom.world.connect import World
+from rankloom.train.placement import Held, Optimizer, Placement, held_by
+from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.world.group import Group
-from rankloom.world.launch import fix_cublas_workspace
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 
@@ -73,19 +67,14 @@ class Settings:
 class Engine:
     """A model in training. Made by `prepare`."""
 
-    def __init__(self, model: nn.Module, group: Group, settings: Settings, optimizer: Callable[[list[nn.Parameter]], Any], *,
-                 seed: int, all_reduce: str, compress: str, sink: Sink | None):
+    def __init__(self, model: nn.Module, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
+                 dropout: DropoutKey, sink: Sink | None):
         self.model, self.group, self.settings, self.sink = model, group, settings, sink
         self.steps_done = 0
         self.scale = UNMEASURED
-        self._dropout = DropoutKey(seed)
-        key_dropout(model, self._dropout)
-        self._masters = MasterWeights(model, settings.precision)
-        owners, by_rows = self._masters.owners, embeddings(model)
-        self._reducer = CanonicalReducer(self._masters.params, group, settings.leaves, owners=owners) if settings.leaves else (
-            GradientReducer(self._masters.params, group, owners=owners, all_reduce=all_reduce, compress=compress, by_rows=by_rows))
+        self.placement, self.optimizer = placement, optimizer
+        self._dropout = dropout
         self._running = BufferKeeper(model, group)
-        self.optimizer = _make_optimizer(optimizer, list(owners.values()))
         self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
 
     def step(self, batch: Any) -> Report:
@@ -98,12 +87,13 @@ class Engine:
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
         lr = self._set_learning_rate()
-        self._reducer.abandon()   # whatever a failed step left behind
+        self.placement.abandon()   # whatever a failed step left behind
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
             self._expect_sum(batch)
-        run = self._run_in_canonical_order if self.settings.leaves else self._run_in_free_order
-        totals, exposed = run(batch)
+        before = self.placement.waited
+        totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
+        exposed = self.placement.waited - before
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
@@ -121,7 +111,8 @@ class Engine:
         """
         begin = time.perf_counter()
         with evaluating(self.model):
-            losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1] for batch in batches]
+            losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
+                      for batch in self.placement.together(batches)]
         total, count = self._total(losses)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
@@ -137,39 +128,56 @@ class Engine:
         everyone = self.group.all_gather_object([loss.tolist() for loss in losses], label="evaluation")
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
 
-    def full_state_dict(self) -> dict[str, dict[str, Any]]:
-        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"}}."""
-        names = {id(owner): name for name, owner in self._masters.owners.items()}
-        state = {names[id(p)]: {key: _copied(value) for key, value in held.items()} for p, held in self.optimizer.state.items()}
-        groups = [{key: [names[id(p)] for p in value] if key == "params" else value for key, value in part.items()}
-                  for part in self.optimizer.param_groups]
-        model = self._masters.full_values(self.model.state_dict(keep_vars=True))
-        return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
+        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"}}.
+
+        A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
+        rank: the one rank of the world that gets it, the others get empty dicts; left out, all get it
+        """
+        takes = rank in (None, self.group.rank)
+        among = None if rank is None else self._place_in_group(rank)
+        model = self.placement.values(among)
+        optimizer = gather_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), self.placement.group, rank=among)
+        return {"model": model, "optimizer": optimizer or {}} if takes else {"model": {}, "optimizer": {}}
+
+    def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Take over what `full_state_dict` gave, on any number of ranks and at any stage. A collective: every rank gives the whole.
+
+        raises: ModelMismatch, on all ranks, when it is the state of another model
+        """
+        self.placement.load(state["model"])
+        load_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), state["optimizer"], rank=self.group.rank)
+
+    def held(self) -> Held:
+        """The bytes that this rank holds now, by kind."""
+        return held_by(self.placement, self.optimizer)
+
+    def _place_in_group(self, rank: int) -> int:
+        """Which rank of the group that pieces are cut over gets a whole that the world's `rank` asked for.
+
+        Other replicas join theirs too, and drop it: so every group makes the same calls.
+        """
+        ranks = self.placement.group.ranks
+        return ranks.index(rank) if rank in ranks else 0
 
     # ------------------------------------------------------------------ forward and backward
 
-    def _run_in_free_order(self, batch: Any) -> tuple[Tensor, float]:
+    def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         pieces = cut(batch, self.settings.accumulate, self.group.rank)
         for at, piece in enumerate(pieces):
-            with self._reducer.sync(at == len(pieces) - 1):
+            with self.placement.sync(at == len(pieces) - 1):
                 totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
-        return self._finish(totals)
+        return self.placement.finish(totals)
 
-    def _run_in_canonical_order(self, batch: Any) -> tuple[Tensor, float]:
-        assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
+    def _run_in_canonical_order(self, batch: Any) -> Tensor:
         mine, leaves = deal_rows(batch, self.group, self.settings.leaves)
         run = owned_leaves(self.group.rank, self.group.size, leaves)
-        self._reducer.begin(leaves)
+        self.placement.begin_leaves(leaves)
         for leaf, piece in zip(run, cut(mine, len(run), self.group.rank), strict=True):
-            self._reducer.take_leaf(leaf, self._forward_backward(piece, leaf))
-        return self._finish(None)
-
-    def _finish(self, totals: Tensor | None) -> tuple[Tensor, float]:
-        begin = time.perf_counter()
-        summed = self._reducer.finish(totals)
-        assert summed is not None, "the reducer lost the totals"
-        return summed, time.perf_counter() - begin if self.group.size > 1 else 0.0
+            with self.placement.sync(False):
+                self.placement.take_leaf(leaf, self._forward_backward(piece, leaf))
+        return self.placement.finish(None)
 
     def _expect_sum(self, batch: Any) -> None:
         """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
@@ -207,26 +215,25 @@ class Engine:
 
     def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
-        flats = self._reducer.flat_gradients()
-        share = None if self.settings.leaves else self.group   # an order that depends on the ranks is no order
-        total, count, norm, finite = apply_gradients(self.optimizer, flats, totals, group=share, scale=self.scale.value,
-                                                     clip=self.settings.clip)
+        norm_of_sums = self.placement.norm()
+        total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals,
+                                                     scale=self.scale.value, clip=self.settings.clip)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
             before, self.scale = self.scale, self.scale.after(overflow=not finite)
-            self._reducer.summing.rescale(self.scale.value / before.value)
+            self.placement.rescale(self.scale.value / before.value)
         elif not finite:
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
-            raise explain_non_finite(self.group, lambda: self._run_alone(batch), self._masters.owners, seen)
+            raise explain_non_finite(self.group, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
         if finite:
-            self._masters.publish()
+            self.placement.publish()
         return total / count, count, norm, finite
 
     def _run_alone(self, batch: Any) -> Tensor:
-        self._reducer.abandon()
-        with self._reducer.sync(False):
+        self.placement.abandon()
+        with self.placement.alone():
             return self._forward_backward(batch, self.group.rank)
 
     def _set_learning_rate(self) -> float:
@@ -235,86 +242,6 @@ class Engine:
             for part, base in zip(self.optimizer.param_groups, self._base_lrs):
                 part["lr"] = lr * (base / self._base_lrs[0] if self._base_lrs[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])
-
-
-def prepare(model: nn.Module, *, loss: Loss, optimizer: Callable[[list[nn.Parameter]], Any], world: World, stage: int = 0,
-            accumulate: int = 1, clip: float | None = None, precision: str | None = None, deterministic: bool | int = False,
-            seed: int = 0, schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND,
-            compress: str = EXACT, sink: Sink | None = None) -> Engine:
-    """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
-
-    loss:          loss(model, micro-batch) -> (sum, count)
-    optimizer:     parameters -> torch optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=3e-4)`
-    stage:         0: every rank holds everything (DDP)
-    accumulate:    micro-batches a step; gradients are reduced once
-    clip:          the largest global gradient norm
-    precision:     fp32, fp64, bf16, fp16; left out, the dtypes the model has
-    deterministic: the same bits on any number of ranks: True for 8 logical shards, or their number
-    seed:          of dropout
-    schedule:      step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
-    all_reduce:    "backend", "ring", or a registered name
-    compress:      "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd" ... (comm/compress.py)
-    sink:          gets a StepDone after each step of this rank
-    raises:        ConfigError; ModelMismatch, on all ranks, when their models differ
-    """
-    settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
-    _check(model, world, stage, settings, compress)
-    group = world.group("replicate", "shard")
-    model.to(world.device)
-    make_replicas_equal(model, group)
-    if settings.leaves:
-        torch.set_num_threads(1)   # how a kernel splits its sums depends on its threads
-        if world.device.type == "cuda":
-            fix_cublas_workspace()
-            torch.use_deterministic_algorithms(True)
-    return Engine(model, group, settings, optimizer, seed=seed, all_reduce=all_reduce, compress=compress, sink=sink)
-
-
-def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
-    leaves = LOGICAL_SHARDS if deterministic is True else int(deterministic)
-    if leaves and not world.size <= leaves:
-        raise ConfigError(f"deterministic={leaves} logical shards cannot feed {world.size} ranks; give at least one shard for each rank")
-    if leaves and accumulate != 1:
-        raise ConfigError(f"accumulate={accumulate} has no meaning with deterministic={leaves}: each logical shard is one micro-batch")
-    return leaves
-
-
-def _check(model: nn.Module, world: World, stage: int, settings: Settings, compress: str) -> None:
-    sizes = world.mesh.sizes()
-    unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in ("replicate", "shard")]
-    if unknown:
-        raise ConfigError(f"mesh axes {', '.join(unknown)} are not available yet; use replicate")
-    if settings.leaves and compress != EXACT:
-        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
-    if stage != 0:
-        raise ConfigError(f"stage={stage!r} is not available yet; stage 0 keeps everything on every rank")
-    if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
-        raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
-    if settings.clip is not None and not settings.clip > 0:
-        raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-    if getattr(model, "_prepared_by_rankloom", False):
-        raise ConfigError("this model has been prepared before; prepare a fresh copy")
-    if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
-        raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
-                          "use GroupNorm or LayerNorm in place of BatchNorm")
-    vars(model)["_prepared_by_rankloom"] = True
-
-
-def _make_optimizer(build: Callable[[list[nn.Parameter]], Any], owners: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if isinstance(build, torch.optim.Optimizer) or not callable(build):
-        raise ConfigError("optimizer must be a function of the parameters, for example `lambda p: torch.optim.AdamW(p, lr=3e-4)`: "
-                          "rankloom decides which tensors it updates")
-    made = build(owners)
-    known = {id(owner) for owner in owners}
-    if not all(id(p) in known for part in made.param_groups for p in part["params"]):
-        raise ConfigError("the optimizer updates tensors that it was not given; build it from the parameters it is called with")
-    return made
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _describe(value: Any) -> str:

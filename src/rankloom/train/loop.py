@@ -14,10 +14,11 @@ from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import with_ranks
-from rankloom.train.engine import Engine, prepare
+from rankloom.train.engine import Engine
 from rankloom.train.finish import Summary, finish
 from rankloom.train.job import Job, introduce, open_corpus, open_run
 from rankloom.train.optim import build_optimizer, schedule
+from rankloom.train.prepare import prepare
 from rankloom.train.run_folder import Journal
 from rankloom.train.sections import Config
 from rankloom.train.stop import Agreement, StopSignal

@@ -5,15 +5,18 @@ fp32, and after each step the masters are rounded into the model. fp16 has too f
 multiplied by a scale that grows while it can and halves when something overflows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.shard.unit import Formats
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
@@ -21,11 +24,22 @@ FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The formats of one run. `compute` None means: as the model is."""
+    """The formats of one run. `compute` None means: as the model is.
+
+    compute: of forward and backward, and in which parameters are gathered
+    master:  of the slices or copies that the optimizer updates; None: as compute
+    reduce:  in which gradients are summed over ranks (stages 1 to 3); None: as master
+    output:  in which the model's outputs are handed to the loss; None: as they come
+    full:    patterns of module names (`*norm*`) that compute in the master format
+    scaled:  the loss is scaled, for a format with few exponents
+    """
 
     name: str
     compute: torch.dtype | None = None
     master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    full: tuple[str, ...] = ()
     scaled: bool = False
 
 
@@ -37,13 +51,52 @@ PRECISIONS = {p.name: p for p in (
 )}
 
 
-def precision_named(name: str | None) -> Precision:
-    """The precision of that name; None keeps the dtypes that the model has."""
+def precision_named(name: str | Precision | None) -> Precision:
+    """The precision of that name; None keeps the dtypes that the model has; a `Precision` is one."""
+    if isinstance(name, Precision):
+        return name
     if name is None:
         return Precision("as the model is")
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is unknown. {did_you_mean(name, PRECISIONS)}")
     return PRECISIONS[name]
+
+
+def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
+    """The ids of parameters that compute in the master format: running statistics want that, and whom `full` names.
+
+    raises: ConfigError for a pattern that no module has
+    """
+    named = dict(model.named_modules())
+    for pattern in precision.full:
+        if not any(fnmatch(name, pattern) for name in named):
+            raise ConfigError(f"full pattern {pattern!r} fits no module. {did_you_mean(pattern, named)}")
+    return {id(param) for name, module in named.items() for param in module.parameters(recurse=False)
+            if isinstance(module, _BatchNorm) or any(fnmatch(name, pattern) for pattern in precision.full)}
+
+
+def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Parameter], Formats]:
+    """The formats of each parameter, for units."""
+    full = full_parameters(model, precision)
+
+    def formats(name: str, param: nn.Parameter) -> Formats:
+        compute = precision.compute or param.dtype
+        master = precision.master or compute
+        return Formats(master if id(param) in full else compute, master, precision.reduce or master)
+
+    return formats
+
+
+def cast_activations(model: nn.Module, precision: Precision) -> None:
+    """Inputs come in the compute format, outputs leave in the output format; modules that are `full` compute in theirs."""
+    if precision.compute is not None and precision.master is not None:
+        model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
+        for name, module in model.named_modules():
+            if any(fnmatch(name, pattern) for pattern in precision.full):
+                module.register_forward_pre_hook(_CastInputs(precision.master), with_kwargs=True)
+                module.register_forward_hook(_CastOutputs(precision.compute))
+    if precision.output is not None:
+        model.register_forward_hook(_CastOutputs(precision.output))
 
 
 class MasterWeights:
@@ -55,18 +108,21 @@ class MasterWeights:
     def __init__(self, model: nn.Module, precision: Precision):
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.owners: dict[str, nn.Parameter] = self.params
+        if precision.reduce not in (None, precision.master):
+            raise ConfigError(f"precision {precision.name!r} reduces in {precision.reduce}: that is for stages 1 to 3; at stage 0 "
+                              "gradients are summed in the master format, or travel compressed: compress='bf16'")
+        cast_activations(model, precision)
         if precision.compute is None:
             return
         if precision.master is None:
             model.to(precision.compute)
             return
-        full = {id(param) for module in model.modules() if isinstance(module, _BatchNorm) for param in module.parameters()}
+        full = full_parameters(model, precision)
         self.owners = {name: param if id(param) in full else nn.Parameter(param.detach().to(precision.master, copy=True))
                        for name, param in self.params.items()}
         for param in model.parameters():
             if param.is_floating_point() and id(param) not in full:   # running statistics want full weights beside them
                 param.data = param.data.to(precision.compute)
-        model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -92,6 +148,16 @@ class _CastInputs:
 
     def _cast(self, value: Any) -> Any:
         return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True, slots=True)
+class _CastOutputs:
+    """Every floating tensor of an output, however nested, in one dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(lambda value: value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,15 @@ class World(Group):
 
     `group("replicate")` is the group of the ranks that differ from this one along that axis only; several axes make
     one flattened group; no axes, the world itself. Asking again gives the same group.
+    `axes_named` is False where only a number of ranks was given: a technique may then spread them along the axis it needs.
     """
 
-    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, device: torch.device, *, timeout: float,
+    def __init__(self, store: dist.Store, rank: int, ranks: int | Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False,
                  topology: Topology | None = None, backend: str = AUTO):
-        self.mesh, self.local_rank, self.local_size = mesh, local_rank, local_size
+        self.mesh, self.axes_named = as_mesh(ranks), isinstance(ranks, Mesh)
+        mesh = self.mesh
+        self.local_rank, self.local_size = local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
         self._own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
         self.backend = resolve_backend(backend, device, self._own_gpu, loopback)

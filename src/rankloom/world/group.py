@@ -26,6 +26,7 @@ from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
+from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.operands import OPS, SUM
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import Router
@@ -80,7 +81,7 @@ class Group:
         self.ledger = Ledger()
         self._process_group, self._inspector = process_group, inspector
         # Debug mode compares every call before it is made, which the short way leaves out.
-        self._at_once = process_group.at_once if isinstance(process_group, SharedMemoryGroup) and not inspector else None
+        self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
     @property
@@ -102,17 +103,16 @@ class Group:
 
         x: any shape, the same on all ranks   sent: 2n(p-1)/p
         """
-        if op not in (*REDUCE_OPS, "mean"):
+        if op not in SHARED_OPS:
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
-        bill = all_reduce_bill(x.nbytes, self.size)
-        if self._at_once and not async_op and self._short(bill, self._at_once.all_reduce, x, SHARED_OPS[op], label):
+        if self._at_once and not async_op and self._at_once.all_reduce(x, SHARED_OPS[op], label):
             return x.div_(self.size) if op == "mean" else x
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = REDUCE_OPS["sum" if op == "mean" else op], async_op   # type: ignore[assignment]
         finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
-        return self._collect(f"all_reduce({op})", x, label, async_op, bill=bill,
+        return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
                              start=lambda pg: pg.allreduce([x], options), finish=finish)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
@@ -127,14 +127,13 @@ class Group:
 
         out: where to write it, contiguous; left out, a new tensor
         """
+        if self._at_once and not async_op and (whole := self._at_once.all_gather(x, out, label)) is not None:
+            return whole
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
-        bill = all_gather_bill(x.nbytes, self.size)
-        if self._at_once and not async_op and self._short(bill, self._at_once.all_gather, rows, whole, label):
-            return whole
         options = c10d.AllgatherOptions()
         options.asyncOp = async_op
-        return self._collect("all_gather", rows, label, async_op, bill=bill,
+        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
                              start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
@@ -143,11 +142,11 @@ class Group:
         gloo's own reduce-scatter moves twice the bytes (all-reduce, then slice); so on the CPU the slices are dealt
         out and added here, in rank order. `x` is not changed.
         """
+        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
+            return mine
         n = self._equal_rows(x, "reduce_scatter")
         bill = scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
-        if self._at_once and not async_op and self._short(bill, self._at_once.reduce_scatter, x, mine, label):
-            return mine
         if self._shared or x.device.type != "cpu":
             options = c10d.ReduceScatterOptions()
             options.asyncOp = async_op
@@ -166,14 +165,14 @@ class Group:
         """
         splits: list[list[int]] = [list(recv_rows or []), list(send_rows or [])]   # empty: equal
         if send_rows is None and recv_rows is None:
+            if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
+                return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
         if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or sum(send_rows) != x.shape[0]:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
         bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
-        if self._at_once and not async_op and splits == [[], []] and self._short(bill, self._at_once.all_to_all, x, mine, label):
-            return mine
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
@@ -218,30 +217,27 @@ class Group:
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `x` to rank `to` of this group."""
+        if self._at_once and not async_op and self._at_once.send(x, to, tag, label):
+            return x
         peer = self._peer(to)
         self._require_contiguous(x, label or "send")
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
-        if self._at_once and not async_op:
-            return self._at_once.send(x, peer, tag, label)
         return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
+        if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
+            return into
         peer = self._peer(frm)
         self._require_contiguous(into, label or "recv")
-        if self._at_once and not async_op:
-            return self._at_once.recv(into, peer, tag, label)
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
+        if self._at_once and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
+            return into
         pg = self._connected(label or "exchange")
-        if self._at_once:
-            self._require_contiguous(out, label or "exchange")
-            self._require_contiguous(into, label or "exchange")
-            self.ledger.enter(out.nbytes, 1)
-            return self._at_once.exchange(out, self._peer(to), into, self._peer(frm), tag=tag, label=label)
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             return self._exchange_coalesced(out, to, into, frm, label)
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
@@ -310,15 +306,6 @@ class Group:
             self._inspector.check(Fingerprint(op, shown, str(x.dtype).removeprefix("torch."), label, call_site()))
         self.ledger.add(bill)
         return self._launch(label or op, async_op, start, finish)
-
-    def _short(self, bill: Bill, call: Callable[..., bool], *args: Any) -> bool:
-        """Take the short way of shared memory, if it can be taken. False: nothing was done."""
-        begin = time.perf_counter()
-        if not call(*args):
-            return False
-        self.ledger.waited += time.perf_counter() - begin
-        self.ledger.add(bill)
-        return True
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
         if not async_op:

@@ -21,7 +21,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
          topology: str | Path | None = None, backend: str = AUTO) -> World:
     """Join the ranks that torchrun or Slurm started, or be the only one.
 
-    mesh:     names the axes; left out, all ranks replicate (data parallel)
+    mesh:     names the axes; left out, all ranks are data parallel, sharded from stage 1 on
     timeout:  seconds after which a silent rank ends the job
     device:   "cpu", or "cuda"; left out, CUDA where there is one
     topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
@@ -30,14 +30,14 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError
     """
     place = find_place()
-    mesh = mesh or Mesh(replicate=place.size)
-    mesh.expect_ranks(place.size)
+    if mesh is not None:
+        mesh.expect_ranks(place.size)
     if place.launcher != "alone":
         report_uncaught()
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_for(kind, place.local_rank)
-    return World(store, place.rank, mesh, where, timeout=timeout, local_rank=place.local_rank,
+    return World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
                  topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
 

@@ -30,7 +30,7 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
     topology: nodes to pretend; one when left out
     backend:  "gloo", or "rankloom" for shared memory
     """
-    job = _Simulation(as_mesh(ranks), body, timeout, topology, backend)
+    job = _Simulation(ranks, body, timeout, topology, backend)
     threads_before = torch.get_num_threads()
     try:
         return job.run()
@@ -41,18 +41,19 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 class _Simulation:
     """One call of `simulate`: a world a thread, and the first failure."""
 
-    def __init__(self, mesh: Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
-        self.mesh, self.body, self.timeout, self.topology, self.backend = mesh, body, timeout, topology, backend
+    def __init__(self, ranks: int | Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
+        self.ranks, self.size = ranks, as_mesh(ranks).size
+        self.body, self.timeout, self.topology, self.backend = body, timeout, topology, backend
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
         self.failed: tuple[int, BaseException] | None = None
         self.failed_at = 0.0   # by the monotonic clock
-        self.results: list[Any] = [None] * mesh.size
-        self.worlds: list[World | None] = [None] * mesh.size
+        self.results: list[Any] = [None] * self.size
+        self.worlds: list[World | None] = [None] * self.size
 
     def run(self) -> list[Any]:
-        names = [f"rank-{rank}" for rank in range(self.mesh.size)]
+        names = [f"rank-{rank}" for rank in range(self.size)]
         threads = [threading.Thread(target=self._one, args=(rank,), name=name, daemon=True) for rank, name in enumerate(names)]
         for thread in threads:
             thread.start()
@@ -63,7 +64,7 @@ class _Simulation:
                 world.close()
         if self.failed:
             rank, error = self.failed
-            error.add_note(f"(rank {rank} of {self.mesh.size} failed first; the others were stopped because of it)")
+            error.add_note(f"(rank {rank} of {self.size} failed first; the others were stopped because of it)")
             raise error
         return self.results
 
@@ -81,8 +82,8 @@ class _Simulation:
     def _one(self, rank: int) -> None:
         torch.set_num_threads(1)   # as many ranks as threads already fill the cores
         try:
-            world = World(self.store, rank, self.mesh, torch.device("cpu"), timeout=self.timeout,
-                          local_rank=rank, local_size=self.mesh.size, debug=debug_mode(), topology=self.topology,
+            world = World(self.store, rank, self.ranks, torch.device("cpu"), timeout=self.timeout,
+                          local_rank=rank, local_size=self.size, debug=debug_mode(), topology=self.topology,
                           backend=self.backend)
             self.worlds[rank] = world
             self.results[rank] = self.body(world)

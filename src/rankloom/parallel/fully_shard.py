@@ -1,0 +1,118 @@
+"""Fully sharded data parallel for loops of one's own: parameters, gradients and optimizer state, each 1/p on a rank.
+
+    sharded = rl.fully_shard(model, group)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-4)       # made of the slices, so after sharding
+    sharded(batch).mean().backward()                                   # gradients are means over the ranks
+    sharded.clip_grad_norm_(1.0)
+    optimizer.step()
+
+How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses the same, but sums, and divides once by the global count.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
+from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.values import full_values, load_values
+from rankloom.parallel.wrapping import AUTO, Policy
+from rankloom.parallel.zero import Plan, shard
+from rankloom.shard.unit import Fill, Formats
+from rankloom.world.group import Group
+
+CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class FullySharded(nn.Module):
+    """A model whose parameters are slices; after `backward()` their gradients are the mean over all ranks.
+
+    `parameters()` are this rank's slices, under the names of the plain model; `state_dict()` is whole, and a collective.
+    """
+
+    def __init__(self, module: nn.Module, sharding: Sharding, buffers: BufferKeeper):
+        super().__init__()
+        self.module = module
+        self._sharding, self._running = sharding, buffers
+        self._owners = sharding.owners()
+        sharding.at_end = self._finish
+        guard_owners(self._owners.values(), sharding)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward."""
+        return self.module(*args, **kwargs)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's slices, one-dimensional, maybe empty, under the plain model's names."""
+        for name, owner in self._owners.items():
+            yield f"{prefix}.{name}" if prefix else name, owner
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, in whole gradients; the first one outside reduces the sum."""
+        with self._sharding.sync(False):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective."""
+        grads = [owner.grad for owner in self._owners.values() if owner.grad is not None]
+        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._sharding.group.device)
+        norm = self._sharding.group.all_reduce(total, label="gradient norm").sqrt()
+        factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
+        return norm
+
+    def after_update(self) -> None:
+        """Tell that slices have changed, where no torch optimizer has changed them. A collective."""
+        self._sharding.publish()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model in CPU memory, on every rank, under the plain names. A collective."""
+        return full_values(self.module, self._sharding)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's."""
+        load_values(self.module, self._sharding, state_dict)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def _finish(self) -> None:
+        if self._sharding.syncing:
+            self._sharding.agree()
+            self._running.average_changed()
+
+
+def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
+                compute: torch.dtype | None = None, reduce: torch.dtype | None = None, keep_gathered: bool = False,
+                ahead: int = 1, fill: Fill | None = None) -> FullySharded:
+    """Shard `model` over `group` for a loop of your own; see the head of this file. The model's own parameters are cut.
+
+    A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
+    replicas:       ranks of other groups that hold the same slices (hybrid sharding)
+    units:          which modules are gathered at once (parallel/wrapping.py)
+    compute:        dtype of forward and backward, and in which parameters travel; left out, that of the model
+    reduce:         dtype in which gradients are summed; left out, that of the model
+    keep_gathered:  parameters stay from forward to backward: fewer gathers for more memory
+    ahead:          how many units are gathered ahead of their use
+    fill:           gives parameters on the meta device their values: fill(name, tensor), in place
+    sent:           3n(p-1)/p elements per rank and step (2n with keep_gathered); on one host, n for the gradients only
+    raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
+    """
+    alone = replicas or group.alone()
+    if fill is None:
+        for ranks in (group, alone):
+            make_replicas_equal(model, ranks)
+
+    def formats(name: str, param: nn.Parameter) -> Formats:
+        return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)
+
+    plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size))
+    sharding = shard(model, group, alone, plan, fill=fill)
+    for section in sharding.sections:
+        section.each = False   # `no_sync` is for accumulating without communication
+    return FullySharded(model, sharding, BufferKeeper(model, group))

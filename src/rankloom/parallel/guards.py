@@ -1,0 +1,58 @@
+"""What an optimizer of one's own must not do to a sharded model, seen just before and after each of its steps.
+
+An optimizer made before sharding would update memory that is gone: that is an error. One made of the slices is followed: where ranks
+share pages, nobody may write before all have ended their backward, and after the step the parameters follow the slices.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rankloom.base.errors import UnitError
+from rankloom.parallel.sharding import Sharding
+
+CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; who follows its updates
+
+
+def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
+    """An optimizer over these, the parameters of the model itself, raises UnitError in its next step."""
+    for name, param in params.items():
+        setattr(param, CUT, name)
+    _watch_optimizers()
+
+
+def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
+    """Optimizers over these slices are followed."""
+    for owner in owners:
+        setattr(owner, OWNED, sharding)
+    _watch_optimizers()
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for part in optimizer.param_groups:
+        for param in part["params"]:
+            if name := getattr(param, CUT, None):
+                raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model "
+                                "was sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
+    for sharding in _followers(optimizer):
+        sharding.wait_for_readers()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharding in _followers(optimizer):
+        sharding.publish()
+
+
+def _followers(optimizer: torch.optim.Optimizer) -> dict[Sharding, None]:
+    found = (getattr(param, OWNED, None) for part in optimizer.param_groups for param in part["params"])
+    return dict.fromkeys(sharding for sharding in found if sharding is not None)   # in one order on all ranks

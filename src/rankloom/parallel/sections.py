@@ -1,0 +1,116 @@
+"""A section of a model in training: its units, their gradients, and where it stands in the current pass.
+
+    called     its forward has run, so many times, with backward still to come
+    settled    its backward is over: its parameters may go, its gradients may be reduced
+
+Read shard/unit.py and shard/gradient.py before this file; parallel/fully_shard.py moves sections through a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from rankloom.base.errors import UnitError
+from rankloom.shard.gradient import Gradient, Lenders
+from rankloom.shard.layout import lay_out_evenly
+from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
+from rankloom.world.group import Group
+
+
+class Section:
+    """A module that is gathered when it is called, and the units of its own parameters."""
+
+    def __init__(self, name: str, module: nn.Module, units: Sequence[Unit]):
+        self.name, self.module, self.units = name, module, tuple(units)
+        self.gradients: list[Gradient] = []
+        self.first_call: int | None = None   # when its forward first began, counted over the pass
+        self.calls = 0                       # forwards whose backward is still to come
+        self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
+        self.settled = False
+        self.each = True                     # reduced after every backward, or only after the last of a step
+        self._places = _places(module, {param: name for unit in units for name, param in unit.params.items()})
+
+    def start_gather(self) -> None:
+        """Let the parameters set out; those on their way or here already stay so."""
+        for unit in self.units:
+            if unit.state is State.SHARDED:
+                unit.start_gather()
+
+    def make_ready(self) -> None:
+        """Every parameter of the section may be used."""
+        self.start_gather()
+        for unit in self.units:
+            unit.make_ready()
+
+    def release(self) -> None:
+        """Let the parameters go, where they are not kept."""
+        for unit in self.units:
+            if unit.state is State.GATHERING:   # gathered ahead for a call that did not come
+                unit.wait()
+            if unit.state is State.GATHERED:
+                unit.release()
+
+    @property
+    def holders(self) -> set[nn.Module]:
+        """The modules in which its parameters hang."""
+        return {module for module, *_ in self._places}
+
+    @property
+    def may_go_early(self) -> bool:
+        """Whether nothing needs its parameters once all gradients have landed: backward may still go through frozen ones."""
+        return all(unit.trainable for unit in self.units)
+
+    def expect_own_parameters(self) -> None:
+        """Raise when somebody has put another parameter in the place of one that is sharded."""
+        for module, key, param, name in self._places:
+            if module._parameters.get(key) is not param:
+                raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
+                                "Change its values in place, or replace it before sharding")
+
+    def expect_gathered(self) -> None:
+        """Raise when a module inside is called while its parameters are not here."""
+        for unit in self.units:
+            unit.expect_gathered()
+
+    def forget_pass(self) -> None:
+        """Before a pass after a backward."""
+        self.first_call, self.calls = None, 0
+
+    def enter_backward(self) -> None:
+        """A backward has begun."""
+        self.settled = False
+        self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
+
+
+def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[nn.Module, str, nn.Parameter, str]]:
+    """Each place in the model where one of the parameters hangs."""
+    return [(part, key, param, names[param]) for part in module.modules()
+            for key, param in part._parameters.items() if param is not None and param in names]
+
+
+def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
+               keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
+               fill: Fill | None = None) -> list[Unit]:
+    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`).
+
+    Frozen parameters are units only where the whole is not kept.
+    """
+    kinds: dict[tuple[Formats, bool, bool], dict[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        if param.requires_grad or not keep:
+            form = formats(name, param)
+            kept = form if param.requires_grad else Formats(form.compute, form.compute, form.compute)   # nothing updates it
+            kinds.setdefault((kept, param.requires_grad, name in whole), {})[name] = param
+    label = section or "root"
+    return [Unit(label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, fill=fill,
+                 lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
+            for at, ((form, _, cut_nowhere), members) in enumerate(kinds.items())]
+
+
+def make_gradients(sections: Sequence[Section], replicas: Group, *, keep: bool, scale: float) -> Lenders:
+    """Give every trainable unit its gradient; returns what lends them their buffers."""
+    trainable = [unit for section in sections for unit in section.units if unit.trainable]
+    lenders = Lenders([] if keep else trainable)
+    for section in sections:
+        section.gradients = [Gradient(unit, replicas, lenders, keep=keep, scale=scale) for unit in section.units if unit.trainable]
+    return lenders

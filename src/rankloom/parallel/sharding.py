@@ -1,0 +1,273 @@
+"""Sharding over a step: sections are gathered when they are called, and their gradients leave while backward goes on.
+
+Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order of their calls:
+
+    forward     gather 0;  before i: gather i, set out i+1;            after i: let i go (0 stays)
+    backward               before i: gather i, set out the one that was called before it;
+                           once all gradients of i have landed: let i go, reduce-scatter it
+    end         reduce what no gradient came for, let 0 go, agree which parameters were used anywhere
+
+At stages 1 and 2 nothing is let go, and after the update each section is gathered once. The order of calls is that of the last pass;
+the order of reductions is agreed on, for ranks may have branches of their own, and collectives must match.
+
+An accumulating backward (`sync(False)`) only lands gradients, and those of whole sections stay in memory.
+Read parallel/sections.py before this file; parallel/zero.py has the table of stages, parallel/fully_shard.py a front door of its own.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import UnitError
+from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.queue import Queue
+from rankloom.parallel.sections import Section, make_gradients
+from rankloom.parallel.wrapping import tensors_in
+from rankloom.shard.gradient import Gradient
+from rankloom.world.group import Group
+
+
+class Moment(Enum):
+    """Where in a step the model is."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    AFTER_BACKWARD = "after backward"
+
+
+class Sharding:
+    """The sections of one model on one rank, moved through forward and backward by hooks.
+
+    sections:       the root first
+    group:          the shard axis             replicas: ranks with the same slice
+    keep_gradients: they stay whole until a step's last backward (stage 1)
+    let_go:         a section leaves memory between its forward and its backward
+    ahead:          how many sections may be on their way while one is in use
+    scale:          what summed gradients are multiplied by
+    """
+
+    def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool, let_go: bool = True,
+                 ahead: int = 1, scale: float = 1.0):
+        self.sections, self.group, self.replicas, self.let_go, self.ahead = list(sections), group, replicas, let_go, ahead
+        self.lenders = make_gradients(sections, replicas, keep=keep_gradients, scale=scale)
+        self.syncing = True
+        self._order: list[Section] = []        # of the calls of this pass
+        self._last_order: list[Section] = []   # of those of the pass before
+        self._queue = Queue(self.sections, group, replicas)
+        self._stage = Moment.IDLE
+        self.at_end: Callable[[], None] | None = None   # called when a backward has ended
+        for section in self.sections:
+            self._watch(section)
+
+    # ------------------------------------------------------------------ for whoever runs the steps
+
+    @contextlib.contextmanager
+    def sync(self, on: bool) -> Iterator[None]:
+        """Whether this is a step's last backward, after which all gradients are reduced."""
+        before, self.syncing = self.syncing, on
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @contextlib.contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Backward passes inside leave whole gradients of this rank alone, whatever that takes."""
+        each = [section.each for section in self.sections]
+        for section in self.sections:
+            section.each = False
+        try:
+            with self.sync(False):
+                yield
+        finally:
+            for section, before in zip(self.sections, each):
+                section.each = before
+
+    def gradients(self) -> list[Gradient]:
+        """Those of all units, in the order of the sections."""
+        return [gradient for section in self.sections for gradient in section.gradients]
+
+    def abandon(self) -> None:
+        """Forget all gradients, and whatever a backward that died has left behind."""
+        self._stage = Moment.IDLE
+        for gradient in self.gradients():
+            gradient.abandon()
+        for section in self.sections:
+            section.forget_pass()
+        self.release()
+
+    def agree(self, totals: Tensor | None = None) -> Tensor | None:
+        """After the last backward of a step: parameters that no rank used get no gradient. A collective.
+
+        totals: fp64 numbers to sum over all ranks on the way; returned
+        """
+        names = [name for gradient in self.gradients() for name in gradient.unit.params]
+        used = {name for gradient in self.gradients() for name in gradient.used}
+        flags = [float(name in used) for name in names]
+        for group in (self.group, self.replicas):
+            flags, totals = largest_and_total(flags, totals, group, label="used parameters, totals")
+        anywhere = {name for name, flag in zip(names, flags) if flag}
+        for gradient in self.gradients():
+            gradient.keep_used(anywhere)
+        return totals
+
+    def wait_for_readers(self) -> None:
+        """Before an update: where ranks share pages, all must have ended what they read them for. A collective there."""
+        if any(unit.common for section in self.sections for unit in section.units):
+            self.group.barrier(label="before the update")
+
+    def owners(self) -> dict[str, nn.Parameter]:
+        """The slices that an optimizer updates, under the plain names."""
+        return {name: owner for gradient in self.gradients() for name, owner in gradient.unit.owners.items()}
+
+    def publish(self) -> None:
+        """After an update of the slices: the parameters follow. Those that are kept set out at once."""
+        for section in self.sections:
+            for unit in section.units:
+                unit.publish()
+        for section in self.sections:
+            if all(unit.keep for unit in section.units):
+                section.start_gather()
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward is a collective."""
+        return self.group.size > 1 and self.let_go and any(not unit.keep for section in self.sections for unit in section.units)
+
+    def stand_by(self) -> None:
+        """Gather and let go as a forward without gradients does, for the sake of ranks that run one."""
+        for section in self._order or self._last_order or self.sections:
+            section.make_ready()
+            if section is not self.sections[0]:
+                section.release()
+        self.release()
+
+    def make_ready(self) -> None:
+        """Gather everything, for code that looks at the whole model. A collective."""
+        for section in self.sections:
+            section.make_ready()
+
+    def release(self) -> None:
+        """Let everything go that is not kept."""
+        for section in self.sections:
+            section.release()
+
+    # ------------------------------------------------------------------ forward
+
+    def _watch(self, section: Section) -> None:
+        section.module.register_forward_pre_hook(partial(self._before_forward, section))
+        section.module.register_forward_hook(partial(self._after_forward, section))
+        for gradient in section.gradients:
+            for name, param in gradient.unit.params.items():
+                param.register_post_accumulate_grad_hook(partial(self._landed, section, gradient, name))
+        for part in section.holders:
+            part.register_forward_pre_hook(partial(_expect_gathered, section))
+
+    def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
+        if section is self.sections[0]:
+            self._begin_pass()
+        section.expect_own_parameters()
+        section.make_ready()
+        if self._stage is Moment.BACKWARD:   # recomputed
+            return
+        section.first_call = len(self._order) if section.first_call is None else section.first_call
+        self._order.append(section)
+        at = len(self._order)
+        for following in self._last_order[at : at + self.ahead]:
+            following.start_gather()
+
+    def _begin_pass(self) -> None:
+        if self._stage is Moment.BACKWARD:   # the last one died on its way
+            self.abandon()
+        if self._stage is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
+            for section in self.sections:
+                section.forget_pass()
+            self._last_order, self._order = self._order or self._last_order, []
+        self._stage = Moment.FORWARD
+
+    def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stage is Moment.BACKWARD:
+            return
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        if tensors:
+            section.calls += 1
+            torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
+        if self.let_go and (section is not self.sections[0] or not tensors):
+            section.release()
+
+    # ------------------------------------------------------------------ backward
+
+    def _before_backward(self, section: Section, gradient: Tensor) -> None:
+        self._enter_backward()
+        section.calls = max(0, section.calls - 1)
+        for other in self.sections:
+            if not other.settled and not other.calls and _is_later(other, section):
+                self._settle(other)
+                self._let_go(other)
+        section.make_ready()
+        at = self._order.index(section) if section in self._order else 0
+        for previous in self._order[max(0, at - self.ahead) : at]:
+            if not previous.settled:
+                previous.start_gather()
+
+    def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
+        self._enter_backward()
+        if section.settled:
+            raise UnitError(f"rank {self.group.rank}: a gradient of {name} came after section {section.name or 'root'} had been reduced")
+        gradient.land(name, param)
+        section.waiting_for.discard(name)
+        if not section.waiting_for:
+            self._settle(section)
+            if section.may_go_early and section is not self.sections[0]:
+                self._let_go(section)
+
+    def _enter_backward(self) -> None:
+        if self._stage is Moment.BACKWARD:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._stage = Moment.BACKWARD
+        for section in self.sections:
+            section.enter_backward()
+        self._queue.begin()
+
+    def _settle(self, section: Section) -> None:
+        """All gradients of the section that this backward makes have landed."""
+        section.settled = True
+        self._queue.settle(section, reduce_all=self.syncing)
+
+    def _let_go(self, section: Section) -> None:
+        if self.let_go:
+            section.release()
+
+    def end_backward(self) -> None:
+        """Reduce what has not been yet, and let everything go. Runs by itself when a backward ends; again, it changes nothing."""
+        if self._stage is Moment.AFTER_BACKWARD:
+            return
+        self._enter_backward()
+        for section in reversed(self.sections):
+            if not section.settled:
+                self._settle(section)
+        self._queue.learn()
+        self.lenders.finish_all()
+        if self.let_go:
+            self.release()
+        self._stage = Moment.AFTER_BACKWARD
+        if self.at_end:
+            self.at_end()
+
+
+def _is_later(one: Section, other: Section) -> bool:
+    """Whether `one` was first called after `other`: then its backward is over when that of `other` begins."""
+    return one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
+
+
+def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        section.expect_gathered()

@@ -1,0 +1,84 @@
+"""The values of a sharded model, whole, under the names of the plain one: out of the slices, and into them again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ModelMismatch
+from rankloom.parallel.sharding import Sharding
+from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer_state import join
+from rankloom.shard.unit import Unit
+
+DIFFERENCES_SHOWN = 3
+
+
+@torch.no_grad()
+def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None) -> dict[str, Tensor]:
+    """A whole state dict in CPU memory, in the master format: parameters joined one by one, buffers copied. A collective.
+
+    rank: the rank of the shard group that gets it, the others get an empty one; left out, all get it
+    sent: each piece once to that rank, or by broadcast to all; no more than one tensor at a time is whole on a device
+    """
+    units = {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
+    takes = rank in (None, sharding.group.rank)
+    whole: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in units and id(value) not in whole:
+            joined = _join_parameter(*units[id(value)], rank)
+            whole[id(value)] = torch.empty(0) if joined is None else joined
+        if takes:
+            state[name] = whole[id(value)].clone() if id(value) in units else value.detach().cpu().clone()
+    return state
+
+
+def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
+    group, itemsize = unit.group, unit.own.itemsize
+    pieces = {at: unit.layout.piece(name, at) for at in range(group.size)}
+    spans = {at: (start * itemsize, stop * itemsize) for at, (start, stop) in pieces.items() if stop > start}
+    mine = unit.slice_view(unit.own, name).reshape(-1).view(torch.uint8) if group.rank in spans else None
+    whole = join(mine, spans, group, rank, f"whole {name}")
+    return None if whole is None else whole.view(unit.own.dtype).view(unit.layout.slot(name).shape)
+
+
+@torch.no_grad()
+def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor]) -> None:
+    """Take this rank's pieces out of a whole state dict, and publish them. A collective.
+
+    raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
+    """
+    units = {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
+    mine = model.state_dict(keep_vars=True)
+    shapes = {name: units[id(value)][0].layout.slot(units[id(value)][1]).shape if id(value) in units else value.shape
+              for name, value in mine.items()}
+    sharding.group.agree(_difference(shapes, state, sharding), error=ModelMismatch, label="load a state dict")
+    sharding.wait_for_readers()
+    for name, value in mine.items():
+        if id(value) in units:
+            unit, own_name = units[id(value)]
+            unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, state[name]))
+        else:
+            value.detach().copy_(state[name])
+    sharding.publish()
+
+
+def _difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], sharding: Sharding) -> str | None:
+    differ = [f"{name}: {_shown(state.get(name))} in the state dict, {tuple(shapes[name]) if name in shapes else 'missing'} in the model"
+              for name in dict.fromkeys((*shapes, *state)) if name not in shapes or name not in state or state[name].shape != shapes[name]]
+    if not differ:
+        return None
+    where = f"rank {sharding.group.ranks[sharding.group.rank]}"
+    return f"{where}: this is the state dict of another model, {len(differ)} tensors differ: {'; '.join(differ[:DIFFERENCES_SHOWN])}"
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else str(tuple(value.shape))
+
+
+def pieces_of(sharding: Sharding) -> dict[str, Piece]:
+    """What this rank owns of each trainable parameter."""
+    return {name: Piece(name, slot.shape, *unit.layout.piece(name, unit.group.rank)) for section in sharding.sections
+            for unit in section.units if unit.trainable for slot in unit.layout.slots for name in [slot.name]}

@@ -1,0 +1,120 @@
+"""Which parameters travel together: a model cut in sections, each a module that is gathered when it is called.
+
+By default the repeated blocks of a model are its sections, and the rest (embedding, last norm, head) is the root's. A parameter
+belongs to the innermost section that contains every module using it; so a weight tied across two blocks is the root's.
+Decisions only: nothing here touches a tensor.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from rankloom.base.errors import ConfigError
+
+AUTO = "auto"
+Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool]
+ROOT = ""
+
+
+def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
+    """Full names of the modules that are sections, the root ("") first, then in the order of the model.
+
+    policy: "auto": the repeated blocks; a class or several: modules of that class; a number: modules with at least so many
+            parameters that no section inside holds; a function of (name, module): wherever it says so
+    raises: ConfigError when the policy finds nothing, or is none
+    """
+    named = dict(model.named_modules())
+    if policy == AUTO:
+        found = [name for name in named if name in set(repeated_blocks(model))]
+    elif isinstance(policy, bool | str):
+        raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class, a number of parameters, or a function")
+    elif isinstance(policy, int):
+        found = _by_size(model, policy)
+    elif isinstance(policy, type | tuple):
+        found = [name for name, module in named.items() if isinstance(module, policy)]
+    else:
+        found = [name for name, module in named.items() if policy(name, module)]
+    if not found and policy != AUTO:
+        kinds = sorted({type(module).__name__ for module in named.values()})
+        raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
+    return [ROOT, *(name for name in found if name != ROOT and _has_parameters(named[name]))]
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the outermost modules that stand in a list beside others of their class."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not f"{name}.".startswith(inside):
+            kinds = Counter(type(child) for child in module)
+            blocks = [f"{name}.{key}" if name else key for key, child in module.named_children()
+                      if kinds[type(child)] > 1 and next(child.children(), None) is not None]
+            inside += tuple(f"{block}." for block in blocks)
+            yield from blocks
+
+
+def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[str, list[str]]:
+    """Section -> the names of its own parameters, each parameter once, under its first name; sections without any are left out."""
+    known = set(sections)
+    names = {id(param): name for name, param in model.named_parameters()}
+    homes: dict[str, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for param in module.parameters(recurse=False):
+            chain, name = _chain(prefix, known), names[id(param)]
+            homes[name] = _common(homes[name], chain) if name in homes else chain
+    result: dict[str, list[str]] = {section: [] for section in sections}
+    for name, chain in homes.items():
+        result[chain[-1]].append(name)
+    return {section: members for section, members in result.items() if members}
+
+
+def describe(sections: dict[str, list[str]], model: nn.Module) -> str:
+    """One line for each section: its name, its parameters, how many elements."""
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    return "\n".join(f"{section or '(root)'}: {len(names)} parameters, {sum(sizes[name] for name in names):,} elements"
+                     for section, names in sections.items())
+
+
+def _chain(prefix: str, known: set[str]) -> list[str]:
+    """The sections that contain module `prefix`, outermost first."""
+    parts = prefix.split(".") if prefix else []
+    paths = [".".join(parts[:n]) for n in range(len(parts) + 1)]
+    return [path for path in paths if path in known]
+
+
+def _common(one: list[str], other: list[str]) -> list[str]:
+    same = [a for a, b in zip(one, other) if a == b]
+    return same or [ROOT]
+
+
+def _by_size(model: nn.Module, least: int) -> list[str]:
+    """Innermost first: a module is a section when it holds `least` parameters that no section inside holds."""
+    found: set[str] = set()
+
+    def visit(name: str, module: nn.Module) -> int:
+        left = sum(param.numel() for param in module.parameters(recurse=False))
+        left += sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        if left < least or isinstance(module, nn.ModuleList | nn.ModuleDict):   # a list is never called
+            return left
+        found.add(name)
+        return 0
+
+    visit(ROOT, model)
+    return [name for name, _ in model.named_modules() if name in found]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """All tensors in an output, however nested in tuples, lists and dicts (dataclasses of `transformers` are dicts too)."""
+    if isinstance(value, nn.Module | str):
+        return
+    if hasattr(value, "requires_grad"):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for part in value.values() for tensor in tensors_in(part))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for part in value for tensor in tensors_in(part))

@@ -1,0 +1,104 @@
+"""The stages of sharding: what a rank keeps whole, and what it keeps 1/p of. One table, one way to build them all.
+
+    stage   optimizer   gradients   parameters   also known as                sent per rank and step, elements
+    1       1/p         whole       whole        ZeRO-1                       2n(p-1)/p   reduce-scatter, all-gather
+    2       1/p         1/p         whole        ZeRO-2, SHARD_GRAD_OP        2n(p-1)/p
+    3       1/p         1/p         1/p          ZeRO-3, FSDP, FULL_SHARD     3n(p-1)/p   gathered again for backward
+
+Stage 0 is parallel/data.py. With a second axis, `replicas`, slices are summed over it too (2(n/p)(r-1)/r more), and every stage becomes
+its hybrid. Where the ranks share a host, parameters exist once,
+at every stage: then nothing is sent for them, and stages 2 and 3 are one.
+
+source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP); read parallel/sharding.py for how a step goes
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.guards import guard_parameters
+from rankloom.parallel.sections import Section, make_units
+from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
+from rankloom.shard.layout import lay_out_evenly
+from rankloom.shard.unit import Fill, Formats, LayOut
+from rankloom.world.group import Group
+
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is sharded.
+
+    units:            which modules are sections (parallel/wrapping.py)
+    formats:          number formats of a parameter
+    keep_gathered:    stage 3: parameters stay from forward to backward: ZeRO-2's traffic for more memory
+    ahead:            how many sections are gathered ahead of use
+    gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
+    scale:            what summed gradients are multiplied by
+    """
+
+    stage: int
+    formats: Callable[[str, nn.Parameter], Formats]
+    units: Policy = AUTO
+    keep_gathered: bool = False
+    ahead: int = 1
+    gradient_memory: int = 0
+    scale: float = 1.0
+
+
+def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole: frozenset[str] = frozenset(),
+          lay_out_whole: LayOut = lay_out_evenly, canonical: bool = False, fill: Fill | None = None) -> Sharding:
+    """Cut the parameters of `model` over `group`, and watch its forward and backward. A collective.
+
+    whole:     names of parameters that must not be cut, and the layout for these
+    canonical: gradients stay whole on every rank, for somebody else to sum; parameters from the first forward of a step to its end
+    fill:      gives stand-ins without memory their values (shard/unit.py)
+    raises: ConfigError for a stage or units that cannot be
+    """
+    if plan.stage not in STAGES:
+        raise ConfigError(f"stage={plan.stage!r} is none of {STAGES}")
+    params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    sections = []
+    members_of = parameters_of_sections(model, section_names(model, plan.units))
+    for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
+        units = make_units(name, {member: params[member] for member in members}, group, plan.formats, keep=plan.stage < 3, whole=whole,
+                           lay_out_whole=lay_out_whole, fill=fill)
+        sections.append(Section(name, modules[name], units))
+    guard_parameters(params)
+    _choose_what_accumulates_whole(sections, plan, canonical)
+    return Sharding(sections, group, replicas, keep_gradients=plan.stage == 1 or canonical,
+                    let_go=plan.stage == 3 and not plan.keep_gathered and not canonical, ahead=plan.ahead, scale=plan.scale)
+
+
+def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, canonical: bool) -> None:
+    """Sections whose whole gradients fit the budget are reduced once a step, the others after every backward."""
+    left = plan.gradient_memory
+    for section in sections:
+        size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
+        section.each = plan.stage > 1 and size > left and not canonical
+        left -= 0 if section.each else size
+
+
+def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
+    """What this rank sends in a step of `backwards` micro-batches, for parameters and gradients, padding included."""
+    total = Bill()
+    for section in sharding.sections:
+        reductions = backwards if section.each else 1
+        for unit in section.units:
+            p = unit.group.size
+            gathers = 0 if unit.common else 1 if unit.keep else backwards * (2 if sharding.let_go and section.name else 1)
+            total += _times(gathers, all_gather_bill(unit.layout.total * unit.formats.compute.itemsize // p, p))
+            if unit.trainable:
+                total += _times(reductions, scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p))
+                slice_bytes = unit.layout.total * unit.formats.reduce.itemsize // p
+                total += _times(reductions, all_reduce_bill(slice_bytes, sharding.replicas.size))
+    return total
+
+
+def _times(n: int, one: Bill) -> Bill:
+    return sum((one for _ in range(n)), Bill())

@@ -1,0 +1,230 @@
+"""The gradients of a unit: PARTIAL on every rank until they are summed, then REDUCED, each rank holding its slice of the sum.
+
+    land       backward has made a gradient: it goes into the unit's flat buffer, which autograd's own memory can then leave
+    start      reduce-scatter over the shard axis sets out
+    advance    then the slices are summed over the replicas, where there are any
+    finish     the sum is in the slice, added to what earlier backward passes have left there
+
+Flat buffers come from `group.buffer`, so that ranks of one host reduce them where they lie. At stage 1 every unit keeps its own; at
+stages 2 and 3 the units of one size take turns with two. Read shard/unit.py before this file.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import UnitError
+from rankloom.shard.unit import Unit
+from rankloom.world.group import Group, Handle
+
+IN_TURN = 2   # one buffer is being filled while the other is being reduced
+
+
+class Lenders:
+    """Flat buffers that the gradients of units of one size share.
+
+    All of them are made at the start, by every rank alike: to ask the group for memory is a collective.
+    """
+
+    def __init__(self, units: Iterable[Unit]):
+        units = list(units)
+        sizes = [size_of(unit) for unit in units]
+        self._free = {size_of(unit): [unit.group.buffer(*size_of(unit)) for _ in range(min(IN_TURN, sizes.count(size_of(unit))))]
+                      for unit in {size_of(unit): unit for unit in units}.values()}
+        self._flying: deque[Gradient] = deque()
+
+    def lend(self, unit: Unit) -> Tensor:
+        """A buffer for the whole gradient of `unit`; waits for a reduction on its way when all are in use."""
+        numel, dtype = size_of(unit)
+        free = self._free.get((numel, dtype), [])
+        while not free and (flying := next((g for g in self._flying if size_of(g.unit) == (numel, dtype)), None)):
+            flying.finish()
+        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=unit.group.device)
+
+    def give_back(self, unit: Unit, buffer: Tensor) -> None:
+        """The buffer may be lent again."""
+        self._free[size_of(unit)].append(buffer)
+
+    def depart(self, gradient: "Gradient") -> None:
+        """Its reduction is on its way; those before it go on to their next hop."""
+        for other in self._flying:
+            other.advance()
+        self._flying.append(gradient)
+
+    def arrive(self, gradient: "Gradient") -> None:
+        """Its reduction has ended."""
+        self._flying.remove(gradient)
+
+    def finish_all(self) -> None:
+        """Wait for every reduction on its way."""
+        while self._flying:
+            self._flying[0].finish()
+
+    def held(self) -> int:
+        """Bytes of buffers that nobody has borrowed."""
+        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
+
+
+def size_of(unit: Unit) -> tuple[int, torch.dtype]:
+    """Elements and dtype of a unit's whole gradient."""
+    return unit.layout.total, unit.formats.reduce
+
+
+class Gradient:
+    """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
+
+    replicas: the ranks that own the same slice
+    lenders:  where the whole buffer comes from, unless it is kept (stage 1)
+    scale:    what the sum is multiplied by (1 / ranks for a mean)
+    memory:   n elements from the first landing until the sum is there (always, if kept); n/p for the slice (if not kept)
+    """
+
+    def __init__(self, unit: Unit, replicas: Group, lenders: Lenders, *, keep: bool, scale: float = 1.0):
+        self.unit, self.replicas, self.lenders, self.keep, self.scale = unit, replicas, lenders, keep, scale
+        self.landed: set[str] = set()     # since the last reduction
+        self.used: set[str] = set()       # since the gradients were last forgotten
+        self.whole: Tensor | None = unit.group.buffer(*size_of(unit)) if keep else None
+        self.slice: Tensor | None = None
+        self._received: Tensor | None = None   # where the reduced slice is being written
+        self._pending: list[Handle] = []
+
+    @property
+    def flying(self) -> bool:
+        """Whether its reduction is on its way."""
+        return self._received is not None
+
+    @torch.no_grad()
+    def land(self, name: str, param: nn.Parameter) -> None:
+        """Take over the gradient that backward has just left in `param.grad`."""
+        if self.flying:
+            raise UnitError(f"rank {self.unit.group.rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
+                            "does one backward go through a forward of this unit that was run before the last optimizer step?")
+        assert param.grad is not None, f"{name}: hook without a gradient"
+        view = self._view(name)
+        view.add_(param.grad) if name in self.landed else view.copy_(param.grad)
+        param.grad = None
+        self.landed.add(name)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """What has landed sets out to be summed, zeros stand in for what has not. A collective.
+
+        sent: n(p-1)/p elements over the shard axis
+        """
+        if all(owner.grad is None for owner in self.unit.owners.values()):
+            self.used.clear()
+        self._stand_in()
+        assert self.whole is not None, "a unit without parameters"
+        self._received = self._place()
+        self._pending = [self.unit.group.reduce_scatter(self.whole, out=self._received, label=self._label, async_op=True)]
+        self.lenders.depart(self)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """On to the sum over the replicas, once that over the shard axis is there. A collective."""
+        if len(self._pending) == 1:
+            received = self._pending[0].wait()
+            self._pending.append(self.replicas.all_reduce(received, label=f"{self._label}, replicas", async_op=True))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The slice holds the sum, beside what it held from earlier backward passes."""
+        self.advance()
+        received = self._pending[1].wait()
+        self.lenders.arrive(self)
+        if self.scale != 1.0:
+            received.mul_(self.scale)
+        self._hand_over(received)
+        if not self.keep and self.whole is not None:
+            self.lenders.give_back(self.unit, self.whole)
+            self.whole = None
+        self._pending, self._received = [], None
+
+    def abandon(self) -> None:
+        """After a backward that died, or before a new step: forget everything."""
+        if self.flying:
+            self.finish()
+        if not self.keep and self.whole is not None:
+            self.lenders.give_back(self.unit, self.whole)
+            self.whole = None
+        for owner in self.unit.owners.values():
+            owner.grad = None
+        self.landed.clear()
+        self.used.clear()
+
+    def keep_used(self, used: Iterable[str]) -> None:
+        """Only parameters that some rank used keep a gradient: an optimizer skips the others, as in one process."""
+        self.used = self.unit.owners.keys() & set(used)
+        for name in self.unit.owners.keys() - self.used:
+            self.unit.owners[name].grad = None
+
+    def local(self) -> dict[str, Tensor]:
+        """What has landed on this rank, by name."""
+        return {slot.name: self._view(slot.name) for slot in self.unit.layout.slots if slot.name in self.landed}
+
+    @torch.no_grad()
+    def take_local(self) -> Tensor:
+        """A copy of the whole gradient that has landed, zeros for what has not; then nothing has."""
+        self._stand_in()
+        assert self.whole is not None, f"{self._label}: not kept"
+        return self.whole.clone()
+
+    @torch.no_grad()
+    def set_sum(self, total: Tensor) -> None:
+        """Somebody else has summed the whole over all ranks: the slice is this rank's part of it."""
+        assert self.whole is not None and self._is_inside(), f"{self._label}: not kept"
+        self.whole.copy_(total)
+        self.slice = self._place()
+        self._hand_over(self.slice)
+
+    def summed(self) -> dict[str, Tensor]:
+        """After `set_sum`: the whole sums, by name, of parameters that some rank used."""
+        return {slot.name: self._view(slot.name) for slot in self.unit.layout.slots if slot.name in self.used}
+
+    def held(self) -> int:
+        """Bytes in memory now."""
+        return sum(t.nbytes for t in (self.whole, None if self._is_inside() else self.slice) if t is not None)
+
+    @property
+    def _label(self) -> str:
+        return f"gradients of {self.unit.name}"
+
+    def _view(self, name: str) -> Tensor:
+        if self.whole is None:
+            self.whole = self.lenders.lend(self.unit)
+        slot = self.unit.layout.slot(name)
+        return self.whole[slot.start : slot.end].view(slot.shape)
+
+    def _stand_in(self) -> None:
+        """Zeros for what has not landed; from now on nothing has."""
+        for name in self.unit.params.keys() - self.landed:
+            self._view(name).zero_()
+        self.used |= self.landed
+        self.landed.clear()
+
+    def _is_inside(self) -> bool:
+        return self.keep and self.unit.formats.reduce == self.unit.formats.master
+
+    def _place(self) -> Tensor:
+        """Where the sum is written: where it stays, or beside that when there are gradients already."""
+        unit = self.unit
+        start, stop = unit.layout.span(unit.group.rank)
+        holds = any(owner.grad is not None for owner in unit.owners.values())
+        if self._is_inside():
+            assert self.whole is not None and not holds, f"{unit.name}: reduced twice in one step"
+            self.slice = self.whole[start:stop]
+        elif self.slice is None:
+            self.slice = torch.empty_like(unit.own)
+        fits = not holds and self.slice.dtype == unit.formats.reduce
+        return self.slice if fits else torch.empty(stop - start, dtype=unit.formats.reduce, device=self.slice.device)
+
+    def _hand_over(self, received: Tensor) -> None:
+        assert self.slice is not None, f"{self.unit.name}: nowhere to put the sum"
+        for name, owner in self.unit.owners.items():
+            view = self.unit.slice_view(self.slice, name)
+            if received is not self.slice:
+                new = self.unit.slice_view(received, name)
+                view.copy_(new) if owner.grad is None else view.add_(new)
+            owner.grad = view if view.numel() else None

@@ -1,0 +1,191 @@
+"""A unit: parameters that are gathered, used and let go together. The one abstraction behind ZeRO and FSDP.
+
+    own     this rank's slice, 1/p of the unit: what the optimizer updates, in the master format
+    whole   all elements, in the compute format; the model's parameters are views of it
+
+    SHARDED     `whole` is out of date, or not in memory at all
+    GATHERING   the slices of all ranks are on their way into it
+    GATHERED    every parameter may be used
+
+Three kinds of memory, told apart here and nowhere else:
+- let go (stage 3): the storage of `whole` is resized to nothing when it is released, and back when it is gathered. Views of it, those
+  that autograd keeps for backward included, mean the same elements again then.
+- kept (stages 1, 2): `whole` stays, and is gathered once after each update.
+- common: ranks that share a host map one and the same `whole`. A rank writes its slice, and a gather is a barrier.
+
+Read shard/layout.py before this file; parallel/fully_shard.py says when a unit is gathered, shard/gradients.py is its other half.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import UnitError
+from rankloom.shard.layout import Layout, lay_out_evenly
+from rankloom.world.group import Group, Handle
+
+LayOut = Callable[[Mapping[str, torch.Size], int, int], Layout]
+Fill = Callable[[str, Tensor], None]
+
+
+class State(Enum):
+    """What may be done with the parameters of a unit."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """In which dtypes a unit computes (and travels), keeps its slice, and sums gradients."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+
+
+class Unit:
+    """Parameters of one dtype, laid end to end and cut over the ranks of `group`.
+
+    params: full names -> parameters of the model; a collective: every rank gives the same
+    keep:   the whole stays in memory (stages 1 and 2)
+    fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; rank 0's count
+    memory: n/p master elements, and n compute elements while gathered (always, if kept; once for all ranks, if common)
+    """
+
+    def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats, *, keep: bool = False,
+                 lay_out: LayOut = lay_out_evenly, fill: Fill | None = None):
+        self.name, self.params, self.group, self.formats = name, dict(params), group, formats
+        itemsize = min(formats.compute.itemsize, formats.master.itemsize)
+        self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
+        self.whole, self.common = group.common_buffer(self.layout.total, formats.compute)
+        self.keep = keep or self.common or group.size == 1
+        self.state = State.GATHERED
+        self._pending: Handle | None = None
+        span = self.whole[slice(*self.layout.span(group.rank))]
+        in_place = self.keep and formats.master == formats.compute
+        self.own = span if in_place else torch.zeros(span.shape, dtype=formats.master, device=group.device)
+        self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in params}
+        self._take_over(fill)
+        self.publish()
+
+    @torch.no_grad()
+    def _take_over(self, fill: Fill | None) -> None:
+        """Move the parameters' values into the slices, and the parameters onto `whole`."""
+        for name, param in self.params.items():
+            values = param.detach()
+            if fill is not None:
+                values = torch.empty(param.shape, dtype=self.formats.master, device=self.group.device)
+                fill(name, values)
+                self.group.broadcast(values, label=f"initial {name}")
+            self.owners[name].copy_(self.piece(name, values).view(self.owners[name].shape))
+            if not self.common:
+                self._view(name).copy_(values)
+            param.data = self._view(name)
+
+    # ------------------------------------------------------------------ transitions
+
+    def start_gather(self) -> None:
+        """SHARDED -> GATHERING: every rank's slice sets out to all. A collective.
+
+        sent: n(p-1)/p compute elements; nothing where the pages are common
+        """
+        self._expect(State.SHARDED)
+        self.state = State.GATHERING
+        label = f"parameters of {self.name}"
+        if self.common:
+            self.group.barrier(label=label)
+        elif self.keep:
+            self._pending = self.group.all_gather(self._span(), out=self.whole, label=label, async_op=True)
+        else:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            self._pending = self.group.all_gather(self.own.to(self.formats.compute), out=self.whole, label=label, async_op=True)
+
+    def wait(self) -> None:
+        """GATHERING -> GATHERED: every rank sees every parameter."""
+        self._expect(State.GATHERING)
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if not self.keep:
+            for name, param in self.params.items():
+                param.data = self._view(name)
+        self.state = State.GATHERED
+
+    def release(self) -> None:
+        """GATHERED -> SHARDED: the whole leaves memory, unless it is kept: then nothing happens."""
+        self._expect(State.GATHERED)
+        if self.keep:
+            return
+        nothing = self.own.new_empty(0, dtype=self.formats.compute)
+        for param in self.params.values():   # a kernel that met freed memory would end the process
+            param.data = nothing
+        self.whole.untyped_storage().resize_(0)
+        self.state = State.SHARDED
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """-> SHARDED: `own` has changed. Where the whole is kept, this rank's span of it follows."""
+        if self.state is State.GATHERING:
+            self.wait()
+        if self.keep:
+            if self.own.data_ptr() != self._span().data_ptr():
+                self._span().copy_(self.own)
+            self.state = State.SHARDED if self.group.size > 1 else State.GATHERED
+        elif self.state is State.GATHERED:
+            self.release()
+
+    def make_ready(self) -> None:
+        """From any state to GATHERED."""
+        if self.state is State.SHARDED:
+            self.start_gather()
+        if self.state is State.GATHERING:
+            self.wait()
+
+    # ------------------------------------------------------------------ what is where
+
+    def piece(self, name: str, values: Tensor) -> Tensor:
+        """This rank's piece of a tensor that has the shape of parameter `name`, flattened."""
+        start, stop = self.layout.piece(name, self.group.rank)
+        return values.reshape(-1)[start:stop]
+
+    def slice_view(self, flat: Tensor, name: str) -> Tensor:
+        """The piece of parameter `name` in a flat slice like `own`; in the parameter's own shape where layouts cut no tensor."""
+        start, stop = self.layout.piece(name, self.group.rank)
+        slot = self.layout.slot(name)
+        first = slot.start + start - self.layout.span(self.group.rank)[0] if stop > start else 0
+        view = flat[first : first + stop - start]
+        return view.view(slot.shape) if self.layout.whole_tensors and stop > start else view
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its parameters get gradients: all do, or none."""
+        return next(iter(self.params.values())).requires_grad
+
+    def expect_gathered(self) -> None:
+        """Raise UnitError when the parameters may not be used now."""
+        self._expect(State.GATHERED)
+
+    def held(self) -> tuple[int, int]:
+        """Bytes in memory now: of this rank's slice, and of the whole beyond it; of common pages, this rank's share."""
+        whole = self.whole.untyped_storage().nbytes() // (self.group.size if self.common else 1)
+        apart = self.own.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr()
+        return self.own.nbytes, whole if apart else whole - self.own.nbytes
+
+    def _view(self, name: str) -> Tensor:
+        slot = self.layout.slot(name)
+        return self.whole[slot.start : slot.end].view(slot.shape)
+
+    def _span(self) -> Tensor:
+        return self.whole[slice(*self.layout.span(self.group.rank))]
+
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
+            shown = ", ".join(list(self.params)[:3])
+            raise UnitError(f"rank {self.group.ranks[self.group.rank]}: unit {self.name} ({shown} ...) is {self.state.value}, expected "
+                            f"{state.value}. Parameters may be used inside the forward and backward of the module that holds them; "
+                            "call that module, not a part of it")

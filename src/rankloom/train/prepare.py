@@ -1,0 +1,164 @@
+"""`rl.prepare`: a plain model becomes an engine. Techniques are applied in the one legal order, written here once.
+
+    number formats   cast what is cast as a whole
+    memory           a model on the meta device gets stand-ins without memory, and values unit by unit
+    equality         all ranks hold the model of rank 0
+    dropout          keyed by name and step
+    optimizer        built from stand-ins in the plain shapes: it says which tensors must stay whole
+    placement        whole (stage 0) or cut (stages 1 to 3)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.events import Sink
+from rankloom.comm.choose import BACKEND
+from rankloom.comm.compress import EXACT
+from rankloom.parallel.replicas import make_replicas_equal
+from rankloom.parallel.wrapping import AUTO, Policy
+from rankloom.parallel.zero import STAGES, Plan, shard
+from rankloom.shard.matrices import lay_out_matrices
+from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.shard.unit import Fill
+from rankloom.train.batch import LOGICAL_SHARDS
+from rankloom.train.build import fill_whole, initial_values, put_stand_ins
+from rankloom.train.dropout import DropoutKey, key_dropout
+from rankloom.train.engine import Engine, Loss, Settings
+from rankloom.train.placement import Cut, CutCanonical, Optimizer, Placement, Whole
+from rankloom.train.precision import Precision, cast_activations, formats_of, precision_named
+from rankloom.world.connect import World
+from rankloom.world.group import Group
+from rankloom.world.launch import fix_cublas_workspace
+
+Build = Callable[[list[nn.Parameter]], Any]
+
+
+def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
+            clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
+            schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
+            keep_gathered: bool = False, ahead: int = 1, gradient_memory: int = 0, initialize: Fill | None = None,
+            sink: Sink | None = None) -> Engine:
+    """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
+
+    loss:            loss(model, micro-batch) -> (sum, count)
+    optimizer:       parameters -> torch optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=3e-4)`, or a list of them
+    stage:           what is cut over the mesh's axis `shard` (all ranks, if the mesh names no axes): 0 nothing (DDP), 1 optimizer state,
+                     2 gradients too, 3 parameters too (FSDP); along `replicate` everything is repeated
+    accumulate:      micro-batches a step; gradients are reduced once, or at stages 2 and 3 each time (see gradient_memory)
+    clip:            the largest global gradient norm
+    precision:       fp32, fp64, bf16, fp16, or a `Precision`; left out, the dtypes the model has
+    deterministic:   the same bits on any number of ranks: True for 8 logical shards, or their number
+    seed:            of dropout, and of initial values drawn here
+    schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
+    all_reduce:      "backend", "ring", or a registered name (stage 0)
+    compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd" ... (stage 0)
+    units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
+                     parameters, or a function of (name, module)
+    keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory
+    ahead:           stage 3: how many units are gathered ahead of their use
+    gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
+    initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
+    sink:            gets a StepDone after each step of this rank
+    raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
+    """
+    settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
+    _check(model, world, stage, settings, all_reduce, compress)
+    group = world.group("replicate", "shard")
+    if settings.leaves:
+        _compute_alike(world)
+    fill = _bring_to_device(model, group, settings.precision, stage, initialize, seed)
+    dropout = DropoutKey(seed)
+    key_dropout(model, dropout)
+    if stage == 0:
+        placement: Placement = Whole(model, group, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
+        made = make_optimizer(optimizer, placement.owners)
+    else:
+        plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
+                    gradient_memory=gradient_memory)
+        placement, made = _cut(model, world, plan, optimizer, settings, fill)
+    return Engine(model, group, settings, placement, made, dropout=dropout, sink=sink)
+
+
+def _compute_alike(world: World) -> None:
+    torch.set_num_threads(1)   # how a kernel splits its sums depends on its threads
+    if world.device.type == "cuda":
+        fix_cublas_workspace()
+        torch.use_deterministic_algorithms(True)
+
+
+def _bring_to_device(model: nn.Module, group: Group, precision: Precision, stage: int, initialize: Fill | None, seed: int) -> Fill | None:
+    """Cast, move, and make equal; a model on the meta device only learns how it will be filled, which is returned."""
+    if precision.compute is not None and precision.master is None:
+        model.to(precision.compute)
+    if not any(param.is_meta for param in model.parameters()):
+        if initialize is not None:
+            raise ConfigError("initialize has no meaning: the model has its values already; build it under torch.device('meta')")
+        model.to(group.device)
+        make_replicas_equal(model, group)
+        return None
+    fill = initial_values(model, initialize, seed)
+    if stage == 0:
+        fill_whole(model, fill, group.device)
+        make_replicas_equal(model, group)
+        return None
+    put_stand_ins(model, fill, group.device)
+    return fill
+
+
+def _cut(model: nn.Module, world: World, plan: Plan, build: Build, settings: Settings, fill: Fill | None) -> tuple[Placement, Optimizer]:
+    group, replicas = (world.group("shard"), world.group("replicate")) if world.axes_named else (world, world.alone())
+    stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=world.device)
+                 for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = make_optimizer(build, stand_ins)
+    whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
+    cast_activations(model, settings.precision)
+    if plan.stage < 3:   # what is frozen is no unit there
+        for name, param in model.named_parameters():
+            param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
+    sharding = shard(model, group, replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves), fill=fill)
+    placement = (CutCanonical if settings.leaves else Cut)(model, sharding, world.group("replicate", "shard"))
+    give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
+    return placement, optimizer
+
+
+def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
+    leaves = LOGICAL_SHARDS if deterministic is True else int(deterministic)
+    if leaves and not world.size <= leaves:
+        raise ConfigError(f"deterministic={leaves} logical shards cannot feed {world.size} ranks; give at least one shard for each rank")
+    if leaves and accumulate != 1:
+        raise ConfigError(f"accumulate={accumulate} has no meaning with deterministic={leaves}: each logical shard is one micro-batch")
+    return leaves
+
+
+def _check(model: nn.Module, world: World, stage: int, settings: Settings, all_reduce: str, compress: str) -> None:
+    sizes = world.mesh.sizes()
+    unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in ("replicate", "shard")]
+    if unknown:
+        raise ConfigError(f"mesh axes {', '.join(unknown)} are not available yet; use replicate and shard")
+    if settings.leaves and compress != EXACT:
+        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
+    if isinstance(stage, bool) or stage not in (0, *STAGES):
+        raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
+    if stage and (all_reduce, compress) != (BACKEND, EXACT):
+        raise ConfigError(f"stage={stage} reduce-scatters gradients exactly, by the backend: all_reduce={all_reduce!r} and "
+                          f"compress={compress!r} have a meaning at stage 0 only")
+    _check_numbers(settings)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    if getattr(model, "_prepared_by_rankloom", False):
+        raise ConfigError("this model has been prepared before; prepare a fresh copy")
+    if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
+        raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
+                          "use GroupNorm or LayerNorm in place of BatchNorm")
+    vars(model)["_prepared_by_rankloom"] = True
+
+
+def _check_numbers(settings: Settings) -> None:
+    if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
+        raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
+    if settings.clip is not None and not settings.clip > 0:
+        raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")

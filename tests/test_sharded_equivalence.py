@@ -1,0 +1,125 @@
+"""The contract for sharding: every stage on every mesh equals one process after five steps, in fp64 to 1e-12 relative.
+
+The bound is that of test_equivalence.py: the same terms, added in another order. The model is tests/blocky.py.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+
+import rankloom as rl
+from awkward import adamw, fingerprint, share
+from blocky import Block, Inner, loss_of, make_blocky, make_turns, train_blocky_plainly
+from rankloom.train.placement import CutCanonical
+from test_equivalence import expect_equal
+
+MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2), "(3,1)": rl.Mesh(replicate=3), "(1,2)": rl.Mesh(shard=2),
+          "(2,3)": rl.Mesh(replicate=2, shard=3)}
+
+
+def train(world: rl.World, stage: int, optimizer=adamw, clip: float | None = 1.0, **options) -> dict:
+    """Five steps with the engine; everything that must equal `train_blocky_plainly`."""
+    engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=optimizer, world=world, clip=clip, stage=stage, **options)
+    reports = [engine.step(share(batch, world.rank, world.size)) for batch in make_turns()]
+    state = engine.full_state_dict()
+    return {"params": state["model"], "optimizer": state["optimizer"]["state"], "grads": {},
+            "losses": [r.loss for r in reports], "norms": [r.grad_norm for r in reports]}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    torch.set_num_threads(1)
+    return train_blocky_plainly(1.0, adamw)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, reference):
+    for mine in rl.simulate(MESHES[mesh], lambda world: train(world, stage), backend=backend):
+        expect_equal(mine, reference)
+
+
+@pytest.mark.parametrize("options", [
+    {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"accumulate": 3, "gradient_memory": 5000}, {"keep_gathered": True},
+    {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": Inner}, {"units": (Block, Inner)}, {"units": 500},
+    {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_option_equals_one_process(stage, options, reference):
+    expected = train_blocky_plainly(None, adamw) if "clip" in options else reference
+    for mine in rl.simulate(3, lambda world: train(world, stage, **options)):
+        expect_equal(mine, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_processes_equal_one_process(stage, reference):
+    for mine in rl.spawn(2, STAGES[stage]):
+        expect_equal(mine, reference)
+
+
+def train_at_1(world: rl.World) -> dict:
+    """At the top of the module, so that a process can be told to run it."""
+    return train(world, 1)
+
+
+def train_at_2(world: rl.World) -> dict:
+    """See `train_at_1`."""
+    return train(world, 2, accumulate=2)
+
+
+def train_at_3(world: rl.World) -> dict:
+    """See `train_at_1`."""
+    return train(world, 3)
+
+
+STAGES = {1: train_at_1, 2: train_at_2, 3: train_at_3}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_random_delays_before_every_collective_change_nothing(stage, backend, reference):
+    def late(world):
+        draw = random.Random(world.rank)
+        for group in (world, world.group("shard"), world.group("replicate")):
+            plain = type(group)._launch
+            group._launch = lambda *args, group=group, plain=plain: (time.sleep(draw.random() * 0.003), plain(group, *args))[1]
+        return train(world, stage)
+
+    for mine in rl.simulate(rl.Mesh(replicate=2, shard=2), late, backend=backend):
+        expect_equal(mine, reference)
+
+
+def train_for_its_hash(world: rl.World, stage: int, precision: str = "fp32") -> str:
+    """Five deterministic steps with dropout on; the hash of all that came out."""
+    engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_of, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
+                        precision=precision, deterministic=True)
+    assert stage == 0 or isinstance(engine.placement, CutCanonical)
+    losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns()]
+    return fingerprint(engine.full_state_dict(), losses)
+
+
+def fused_adamw(params):
+    """Fused, as training runs use it."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deterministic_training_has_one_hash_for_all_stages_and_meshes(precision):
+    hashes = {h for stage in (0, 1, 2, 3) for mesh in (1, 2, 3, 5, rl.Mesh(replicate=2, shard=2), rl.Mesh(replicate=2, shard=3))
+              for h in rl.simulate(mesh, lambda world: train_for_its_hash(world, stage, precision))}
+    assert len(hashes) == 1
+
+
+def test_two_optimizers_one_of_them_for_whole_matrices_equal_one_process():
+    def muon_and_adamw(params):
+        matrices = [p for p in params if p.ndim == 2]
+        return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW([p for p in params if p.ndim != 2], lr=1e-2)]
+
+    expected = train_blocky_plainly(1.0, muon_and_adamw)
+    for stage in (1, 2, 3):
+        for mine in rl.simulate(3, lambda world: train(world, stage, optimizer=muon_and_adamw)):
+            # Muon orthogonalises in bf16, so that rounding of its input may turn a bf16 digit: 2**-8 of an update of 0.01, five times.
+            for name, value in expected["params"].items():
+                torch.testing.assert_close(mine["params"][name], value, rtol=0, atol=5 * 1e-2 * 2**-8)
