@@ -78,7 +78,7 @@ ELEMENTWISE = {
 WHOLE = {
     "muon": muon_and_adamw,
     "adafactor": lambda p: optim.Adafactor(p, lr=0.1),
-    "own": lambda p: RowNorm([q for q in p if q.ndim]),
+    "own rows": lambda p: RowNorm([q for q in p if q.ndim]),
 }
 
 

@@ -57,7 +57,7 @@ def test_groups_and_settings_are_those_that_the_user_made():
 
 
 def test_state_made_at_the_start_is_cut_to_the_piece():
-    mine = Pieces(ELEMENTWISE["adagrad"], 0, 2)
+    mine = next(p for p in (Pieces(ELEMENTWISE["adagrad"], rank, 2) for rank in range(2)) if not p.pieces["scale"].is_empty)
     assert {id(p) for p in mine.optimizer.state} == {id(mine.owners[name]) for name, piece in mine.pieces.items() if not piece.is_empty}
     for owner, held in mine.optimizer.state.items():
         assert held["sum"].shape == owner.shape and held["step"].shape == ()
@@ -69,6 +69,17 @@ def test_a_rank_remembers_nothing_of_what_it_does_not_own():
         mine = Pieces(ELEMENTWISE[name], 2, 3).train()
         empty = {id(mine.owners[n]) for n, piece in mine.pieces.items() if piece.is_empty}
         assert empty and not empty & {id(p) for p in mine.optimizer.state}
+
+
+@pytest.mark.parametrize("name", {**ELEMENTWISE, **WHOLE})
+def test_a_rank_that_owns_nothing_at_all_steps_too(name):
+    stand_ins = {name: stand_in(nn.Parameter(torch.zeros(shape))) for name, shape in {"w": (2, 3), "b": (2,)}.items()}
+    optimizer = make_optimizer({**ELEMENTWISE, **WHOLE}[name], stand_ins)
+    owners = {name: nn.Parameter(torch.zeros(0)) for name in stand_ins}
+    give_owners(optimizer, stand_ins, owners, {name: Piece(name, p.shape, 0, 0) for name, p in stand_ins.items()})
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state == {}
 
 
 def test_elementwise_is_known_of_torchs_own_and_asked_of_others():

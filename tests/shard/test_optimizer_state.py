@@ -149,17 +149,22 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(spoil, said):
     assert all(torch.equal(v, before[id(p)][k]) for p, held in mine.optimizer.state.items() for k, v in held.items())
 
 
-def test_state_that_a_rank_has_lost_is_told_on_all_ranks():
+def test_state_that_a_rank_has_lost_or_has_otherwise_is_told_on_all_ranks():
     def body(world):
         mine = Pieces(by_dims, world.rank, world.size).train()
+        gather = lambda: gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+        if world.rank == 1:
+            mine.optimizer.state[mine.owners["wide"]]["exp_avg"] = mine.optimizer.state[mine.owners["wide"]]["exp_avg"].double()
+        with pytest.raises(ModelMismatch, match=r"rank 1: .* wide is .*exp_avg \(float64\).*, but on rank 0 it is .*exp_avg \(float32\)"):
+            gather()
         if world.rank == 1:
             del mine.optimizer.state[mine.owners["wide"]]["exp_avg"]
         with pytest.raises(ModelMismatch, match=r"rank 1: the optimizer state of wide is .*, but on rank 0 it is .*exp_avg \(float32\)"):
-            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+            gather()
         if world.rank == 1:
             del mine.optimizer.state[mine.owners["wide"]]
         with pytest.raises(ModelMismatch, match=r"have optimizer state for \d+ elements of wide, expected all 207"):
-            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+            gather()
         return True
 
     shared = [not Pieces(by_dims, rank, 4).pieces["wide"].is_empty for rank in range(4)]
@@ -179,22 +184,43 @@ def test_state_of_a_kind_that_cannot_be_sent_is_told_on_all_ranks():
     assert all(rl.simulate(2, body))
 
 
+def one_parameter(world: rl.World, shape: tuple[int, ...], start: int, stop: int, held: dict) -> dict:
+    """A parameter "w" of which this rank has [start, stop), with this state; the whole state of it."""
+    owners = {"w": nn.Parameter(torch.zeros(stop - start))}
+    optimizer = make_optimizer(optim.SGD, owners)
+    optimizer.state[owners["w"]] = held
+    return gather_optimizer_state(optimizer, owners, {"w": Piece("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
+
+
 def test_values_of_any_kind_and_dtype_come_through():
     values = {"flag": True, "rate": 0.1, "name": "x", "nothing": None, "bits": torch.tensor([True, False, True]),
               "half": torch.tensor([1.0, -2.0, 3.5], dtype=torch.bfloat16), "eight": torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn),
               "count": torch.tensor(7), "rows": torch.arange(4.0).view(2, 2), "empty": torch.zeros(0)}
-
-    def body(world):
-        piece = Piece("w", torch.Size([2, 3]), 3 * world.rank, 3 * world.rank + 3)
-        owners = {"w": nn.Parameter(torch.zeros(3))}
-        optimizer = make_optimizer(optim.SGD, owners)
-        optimizer.state[owners["w"]] = dict(values)
-        return gather_optimizer_state(optimizer, owners, {"w": piece}, world)["state"]["w"]
-
-    for found in rl.simulate(2, body):
+    for found in rl.simulate(2, lambda world: one_parameter(world, (2, 3), 3 * world.rank, 3 * world.rank + 3, dict(values))):
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 expected = torch.stack((value, value)) if value.shape == (3,) else value
                 assert found[key].dtype == value.dtype and torch.equal(found[key].float(), expected.float()), key
             else:
                 assert found[key] == value and type(found[key]) is type(value), key
+
+
+def test_one_number_for_a_whole_tensor_comes_from_the_first_rank_that_has_a_piece():
+    """Also where the last rank's piece has as many elements as the number has."""
+    cuts = (0, 0, 3, 4)   # rank 0 has nothing, and remembers something outdated
+
+    def body(world):
+        start, stop = cuts[world.rank], cuts[world.rank + 1]
+        return one_parameter(world, (4,), start, stop, {"step": torch.tensor(float(world.rank)), "rate": torch.tensor([float(world.rank)]),
+                                                        "moment": torch.arange(4.0)[start:stop]})
+
+    for found in rl.simulate(3, body):
+        assert found["step"] == 1.0 and found["rate"].tolist() == [1.0] and found["moment"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_counter_of_a_parameter_without_dims_stays_without_dims():
+    for build in (ELEMENTWISE["nadam"], lambda p: optim.NAdam([q for q in p if q.ndim == 0])):
+        mine = Pieces(build, 0, 1)
+        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, gathered_alone(build), rank=0)
+        held = mine.optimizer.state[mine.owners["scale"]]
+        assert held["exp_avg"].shape == mine.owners["scale"].shape == (1,) and held["step"].shape == ()
