@@ -163,7 +163,7 @@ def give_owners(optimizer: torch.optim.Optimizer | Optimizers, stand_ins: Mappin
                 owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> None:
     """Put the owners in the place of the stand-ins that `optimizer` was built from, in its groups and in its state.
 
-    State that is there from the start (Adagrad) is cut to the pieces. It is made whole, tensor by tensor, before it is cut.
+    State that is there from the start (Adagrad) is cut to the pieces. Until then it takes the memory of the whole.
     Empty owners stay in their groups; torch passes over what has no gradient.
     """
     names = {id(param): name for name, param in stand_ins.items()}
