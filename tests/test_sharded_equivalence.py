@@ -108,7 +108,7 @@ def fused_adamw(params):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_deterministic_training_has_one_hash_for_all_stages_and_meshes(precision):
     hashes = {h for stage in (0, 1, 2, 3) for mesh in (1, 2, 3, 5, rl.Mesh(replicate=2, shard=2), rl.Mesh(replicate=2, shard=3))
-              for h in rl.simulate(mesh, lambda world: train_for_its_hash(world, stage, precision))}
+              for h in rl.simulate(mesh, lambda world, stage=stage: train_for_its_hash(world, stage, precision))}
     assert len(hashes) == 1
 
 
@@ -119,7 +119,7 @@ def test_two_optimizers_one_of_them_for_whole_matrices_equal_one_process():
 
     expected = train_blocky_plainly(1.0, muon_and_adamw)
     for stage in (1, 2, 3):
-        for mine in rl.simulate(3, lambda world: train(world, stage, optimizer=muon_and_adamw)):
+        for mine in rl.simulate(3, lambda world, stage=stage: train(world, stage, optimizer=muon_and_adamw)):
             # Muon orthogonalises in bf16, so that rounding of its input may turn a bf16 digit: 2**-8 of an update of 0.01, five times.
             for name, value in expected["params"].items():
                 torch.testing.assert_close(mine["params"][name], value, rtol=0, atol=5 * 1e-2 * 2**-8)

@@ -92,7 +92,7 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     from rankloom.world.launch import find_place
 
     config = load_config(file, overrides)
-    if find_place().launcher == "alone" and (config.mesh.replicate or 1) > 1:
+    if find_place().launcher == "alone" and config.mesh.as_mesh().size > 1:
         _launch_ranks(config, file, overrides)
     else:
         _be_a_rank(config)

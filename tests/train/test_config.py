@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankloom.base.errors import ConfigError, MeshError
+from rankloom.base.mesh import Mesh
 from rankloom.data.tokenizer import ByteTokenizer
 from rankloom.train import prepare, sections
 from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
@@ -109,7 +110,10 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--train.stage", "3"],
+        ["--train.stage", "4"],
+        ["--train.stage", "3", "--mesh.replicate", "2"],
+        ["--train.stage", "3", "--mesh.shard", "2", "--comm.compress", "int8"],
+        ["--train.stage", "1", "--mesh.shard", "2", "--comm.all_reduce", "ring"],
         ["--mesh.tensor", "2"],
         ["--mesh.shard", "2"],
         ["--data.vocab_size", "300"],
@@ -184,6 +188,20 @@ def test_left_out_replicate_takes_the_ranks_there_are(file):
     config = with_ranks(load_config(file()), 4)
     assert config.mesh.as_mesh().size == 4
     assert config.batch().local == 2
+
+
+def test_from_stage_1_on_left_out_axes_give_all_ranks_to_shard(file):
+    config = with_ranks(load_config(file(), ["--train.stage", "2"]), 4)
+    assert config.mesh.as_mesh() == Mesh(shard=4)
+    assert config.batch().local == 2
+
+
+def test_a_given_shard_leaves_the_other_ranks_to_replicate(file):
+    config = load_config(file(), ["--train.stage", "3", "--mesh.shard", "2"])
+    assert config.mesh.as_mesh() == Mesh(shard=2), "started bare, nobody else was started"
+    assert with_ranks(config, 4).mesh.as_mesh() == Mesh(replicate=2, shard=2)
+    with pytest.raises(MeshError, match="shard 2 does not divide the 3 ranks"):
+        with_ranks(config, 3)
 
 
 def test_given_replicate_must_be_the_ranks_there_are(file):

@@ -6,6 +6,7 @@ part, in which order or where. Read config.py before this file, and loss.py for 
 Shapes: B rows, T tokens, W width, H query heads, K key-value heads, D = W / H.
 """
 
+from collections.abc import Callable
 from math import sqrt
 
 import torch
@@ -201,23 +202,34 @@ class GPT(nn.Module):
 
 
 def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give every parameter of a model on the meta device its values.
-
-    They are drawn on the CPU in fp32 from a stream keyed by the parameter's name, whatever the device and dtype.
-    """
+    """Give every parameter and buffer of a model on the meta device its values."""
     model.to(dtype)      # first: nothing is allocated yet
     model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:                      # norms
-            nn.init.ones_(parameter)
-        elif parameter.dim() == 3:                    # experts: each has its own stream, whoever holds which of them
+    fill = initial_values(model, seed)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        fill(name, tensor.detach())
+
+
+def initial_values(model: GPT, seed: int) -> Callable[[str, Tensor], None]:
+    """What gives a tensor of this model its values, in place, by name.
+
+    They are drawn on the CPU in fp32 from a stream keyed by the name, whatever the device and dtype, and whoever draws which.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+
+    def fill(name: str, tensor: Tensor) -> None:
+        if name in buffers:                           # biases of routers
+            tensor.zero_()
+        elif tensor.dim() == 1:                       # norms
+            tensor.fill_(1.0)
+        elif tensor.dim() == 3:                       # experts: each has its own stream, whoever holds which of them
             first = model.get_submodule(name.rpartition(".")[0]).first
-            for number, matrix in enumerate(parameter.detach(), start=first):   # type: ignore[arg-type]
+            for number, matrix in enumerate(tensor, start=first):   # type: ignore[arg-type]
                 _draw(matrix, model.config, seed, name, number)
         else:
-            _draw(parameter.detach(), model.config, seed, name)
-    for buffer in model.buffers():                    # biases of routers
-        buffer.zero_()
+            _draw(tensor, model.config, seed, name)
+
+    return fill
 
 
 INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")

@@ -55,11 +55,11 @@ def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] |
 
 def with_ranks(config: Config, ranks: int) -> Config:
     """The same config on `ranks` ranks; raises MeshError when its mesh asks for another number."""
-    if config.mesh.replicate is not None:
+    if config.mesh.is_known():
         config.mesh.as_mesh().expect_ranks(ranks)
         return config
     table = config.model_dump(exclude_none=True)
-    table["mesh"]["replicate"] = ranks
+    table["mesh"] |= config.mesh.filled(ranks, config.train.stage)
     return make_config(table, f"on {ranks} ranks")
 
 

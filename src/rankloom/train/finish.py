@@ -47,7 +47,7 @@ def finish(job: Job, engine: Engine, outcome: Mapping[str, Any]) -> Summary:
     leaves the rest out.
     raises: ConfigError, on all ranks, when the weights cannot be written
     """
-    weights = engine.full_state_dict()["model"]
+    weights = engine.full_state_dict(rank=0)["model"]
     save = (lambda: _save(job, weights)) if job.world.rank == 0 else None
     while_others_wait(job.world, save, label="save the weights")
     trigram = None

@@ -21,6 +21,7 @@ from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
 
 SECONDS_BETWEEN_NOTICES = 2.0
+CUT = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +109,8 @@ def introduce(job: Job) -> None:
     )
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.world.size)} {rows}")
+    if stage := job.config.train.stage:
+        mesh = job.config.mesh.as_mesh()
+        job.say(f"stage {stage}: {CUT[stage]} cut over {mesh.shard} ranks, repeated {mesh.replicate} times")
     if job.config.comm.all_reduce == AUTO:
         job.say(f"all-reduce on {job.world.topology}: {describe_decisions(job.world.topology)}")

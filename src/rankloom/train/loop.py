@@ -11,7 +11,7 @@ import torch
 
 from rankloom.base.events import Evaluated, Event, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
-from rankloom.models.gpt import GPT
+from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import with_ranks
 from rankloom.train.engine import Engine
@@ -127,8 +127,10 @@ def evaluation_rows(job: Job) -> int:
 def build_engine(job: Job) -> Engine:
     """The model and its engine, as the config asks for."""
     config, batch = job.config, job.config.batch()
+    cut = config.train.stage == 3   # then no rank ever holds the whole model
+    model = GPT(job.shape, seed=config.run.seed, device="meta" if cut else job.world.device)
     return prepare(
-        GPT(job.shape, seed=config.run.seed, device=job.world.device),
+        model,
         loss=language_model_loss,
         optimizer=lambda params: build_optimizer(config.optimizer, params),
         world=job.world,
@@ -141,5 +143,6 @@ def build_engine(job: Job) -> Engine:
         schedule=schedule(config),
         all_reduce=config.comm.all_reduce,
         compress=config.comm.compress,
+        initialize=initial_values(model, config.run.seed) if cut else None,
         sink=job.sink,
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.models.config import GPTConfig, preset
 from rankloom.train.batch import LOGICAL_SHARDS, Batch, solve_batch
@@ -38,25 +38,42 @@ class Run(Section):
 
 
 class MeshSection(Section):
-    """The grid of ranks. `replicate` left out: all ranks a launcher started, or one."""
+    """The grid of ranks. Where all axes are left out, the ranks that a launcher started (or the one) take the axis of the stage.
+
+    `replicate` alone left out: as many as the ranks that were started leave to the other axes.
+    """
 
     pipe: Count = 1
     replicate: Count | None = None
-    shard: Count = 1
+    shard: Count | None = None
     context: Count = 1
     tensor: Count = 1
     expert: Count = 1
 
-    @field_validator("pipe", "shard", "context", "tensor", "expert")
+    @field_validator("pipe", "context", "tensor", "expert")
     @classmethod
-    def _only_replicate(cls, ranks: int) -> int:
+    def _only_data_axes(cls, ranks: int) -> int:
         if ranks > 1:
-            raise ValueError("this version spreads a run along `replicate` only; every other axis must be 1")
+            raise ValueError("this version spreads a run along `replicate` and `shard` only; every other axis must be 1")
         return ranks
 
     def as_mesh(self) -> Mesh:
-        """The value that the floors below know."""
-        return Mesh(replicate=self.replicate or 1)
+        """The value that the floors below know; axes that are left out are 1."""
+        return Mesh(replicate=self.replicate or 1, shard=self.shard or 1)
+
+    def is_known(self) -> bool:
+        """Whether the number of ranks is."""
+        return self.replicate is not None
+
+    def filled(self, ranks: int, stage: int) -> dict[str, int]:
+        """The axes of a run of `ranks` ranks at a stage, where `replicate` is left out.
+
+        raises: MeshError when `shard` does not divide the ranks
+        """
+        shard = self.shard or (ranks if stage else 1)
+        if ranks % shard:
+            raise MeshError(f"[mesh] shard {shard} does not divide the {ranks} ranks that were started")
+        return {"replicate": ranks // shard, "shard": shard}
 
 
 class Model(Section):
@@ -124,18 +141,11 @@ class Train(Section):
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
     threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
-    stage: Whole = 0
+    stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters
     evaluate: bool = True
     eval_every: Whole = 0   # 0: only after the last step
     samples: Whole = 3
     sample_tokens: Count = 128
-
-    @field_validator("stage")
-    @classmethod
-    def _only_stage_0(cls, stage: int) -> int:
-        if stage:
-            raise ValueError("this version keeps everything whole on every rank, which is stage 0")
-        return stage
 
     def logical_shards(self) -> int:
         """Into how many a batch is cut so that bits do not depend on the ranks; 0 where they may."""
@@ -235,10 +245,24 @@ class Config(Section):
         if self.data.baseline and not self.train.evaluate:
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self.gpt(self.data.vocab_size or BYTES_VOCAB)
-        if self.mesh.replicate is not None:
+        self._expect_stage_and_shard_fit()
+        if self.mesh.is_known() or self.mesh.shard is not None:
             self.batch()
-            self._expect_shards_for(self.mesh.replicate)
+            self._expect_shards_for(self.mesh.as_mesh().size)
         return self
+
+    def _expect_stage_and_shard_fit(self) -> None:
+        stage, replicate, shard = self.train.stage, self.mesh.replicate or 1, self.mesh.shard or 1
+        if not stage and shard > 1:
+            raise ValueError(f"[mesh] shard {shard} has no meaning with [train] stage 0, which cuts nothing: "
+                             f"give --mesh.replicate {shard}, or a stage of 1, 2 or 3")
+        if stage and shard == 1 and replicate > 1:
+            raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
+                             f"give --mesh.replicate 1 --mesh.shard {replicate}")
+        if stage and self.comm.all_reduce != "backend":
+            raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
+        if stage and self.comm.compress != "none":
+            raise ValueError(f"[comm] compress has a meaning at [train] stage 0 only; stage {stage} reduces exactly")
 
     def _expect_shards_for(self, ranks: int) -> None:
         shards = self.train.logical_shards()
@@ -257,5 +281,5 @@ class Config(Section):
         """The rows of a step on this config's ranks; raises BatchError when the equation cannot hold."""
         sizes = self.train
         return solve_batch(
-            self.mesh.replicate or 1, sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
+            self.mesh.as_mesh().size, sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
         )

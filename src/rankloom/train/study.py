@@ -40,9 +40,10 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
     train["threads"] = None if config.train.deterministic else config.train.threads or threads
     words = [f"--train.{key}={'none' if value is None else value}" for key, value in train.items()]
+    axes = {"replicate": 1, "shard": ranks} if config.train.stage else {"replicate": ranks, "shard": "none"}
     warm_up = min(config.schedule.warmup_steps, steps)
     return [
-        *words, f"--mesh.replicate={ranks}", "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
+        *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
         f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
     ]
 
