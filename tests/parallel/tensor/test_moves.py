@@ -7,7 +7,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import collective, conjugate
-from rankloom.parallel.tensor.moves import APART, AXIS, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, redistribute
+from rankloom.parallel.tensor.moves import APART, AXIS, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
 
 LAYOUTS = [WHOLE, APART, OWED, BY_TOKENS, BY_WIDTH]
 NAMES = ["whole", "apart", "owed", "tokens", "width"]
@@ -60,6 +60,8 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
         def body(world, ranks=ranks):
             x = spread(value, src, world.rank, ranks).requires_grad_()
             y = redistribute(x, src, dst, world, label="move")
+            if dst == APART and src not in (WHOLE, OWED):   # what split layers do to what they read
+                claim(y, world, "reader")
             forward = (world.ledger.messages, world.ledger.bytes)
             y.backward(spread(slope, dst.gradient() if ranks > 1 else WHOLE, world.rank, ranks))
             there = collective(src, dst, AXIS).bill(x.nbytes, ranks)

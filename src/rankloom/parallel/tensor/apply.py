@@ -99,7 +99,7 @@ def _no_match(model: nn.Module, pattern: str, names: list[str]) -> str:
     kind = type(model).__name__
     if pattern in dict(model.named_parameters()):
         return f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}"
-    hint = did_you_mean(pattern, {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
+    hint = did_you_mean(pattern, {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names})
     return f"plan: pattern {pattern!r} matches no module of {kind}. {hint}"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, redistribute
+from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
 
 
@@ -25,10 +25,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
     return F.linear(x, weight.T if transposed else weight, bias)
 
 
+def entered(x: Tensor, enter: Entrance | None, group: Group, label: str) -> Tensor:
+    """What a split layer reads of a whole `x`; where there is no entrance, the gather of tokens before it is told.
+
+    raises: ConfigError when there is no such gather
+    """
+    if enter is not None:
+        return enter(x)
+    claim(x, group, label)
+    return x
+
+
 class ColumnLinear(nn.Module):
     """A linear layer of which each rank holds some output features.
 
-    enter:   the entrance shared with its siblings; None where the input's gradient is summed elsewhere
+    enter:   the entrance shared with its siblings; None where a gather of tokens before it sums the input's gradient
     gathers: the output's features come out whole, the first `gathers` of them (the rest is padding); 0: they stay cut
     """
 
@@ -42,7 +53,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in], whole -> [..., out / p].   sent: backward, an all-reduce of x; an all-gather of the output if it gathers"""
-        cut = product(self.enter(x) if self.enter else x, self.weight, self.bias, self.transposed)
+        cut = product(entered(x, self.enter, self.group, self.label), self.weight, self.bias, self.transposed)
         return redistribute(cut, BY_WIDTH, WHOLE, self.group, label=self.label)[..., :self.gathers] if self.gathers else cut
 
 
@@ -81,13 +92,14 @@ class SplitEmbedding(nn.Module):
         return redistribute(F.embedding(tokens, self.weight, self.padding_idx), BY_WIDTH, WHOLE, self.group, label=self.label)
 
 
-def gather_tokens_after(module: nn.Module, group: Group, label: str) -> None:
+def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str) -> None:
     """`module` (a norm) runs on this rank's tokens; what comes after it sees all of them.
 
-    sent: an all-gather of its output; backward, a reduce-scatter of what the split layers behind it owe
+    out:  APART before split layers, WHOLE before what all ranks compute alike
+    sent: an all-gather of its output; backward, a reduce-scatter of what the split layers behind it owe, or nothing
     """
     def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return redistribute(output, BY_TOKENS, APART, group, label=label)
+        return redistribute(output, BY_TOKENS, out, group, label=label)
 
     module.register_forward_hook(gather)
 

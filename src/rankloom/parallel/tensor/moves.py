@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from rankloom.base.errors import ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
 from rankloom.world.group import Group
 
 AXIS = "tensor"
+NEAR = 8   # steps of a graph within which a norm and the layers that read it lie
 WHOLE = Layout.parse("[..., tokens, width]")
 APART = Layout.parse("[..., tokens, width] -tensor")     # whole, and each rank uses it for its own part of the weights
 OWED = Layout.parse("[..., tokens, width] +tensor")
@@ -51,7 +52,7 @@ class _Way:
 class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
-        ctx.way = way
+        ctx.way, ctx.claimed = way, False
         if way.there.kind == "all_reduce" and overwrite and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
@@ -59,7 +60,33 @@ class _Redistribute(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if _gathers_for_split_layers(ctx) and not ctx.claimed:
+            raise ConfigError(f"{ctx.way.group.where(ctx.way.label)}: no split layer has read these, so all ranks have computed the same "
+                              "with them, and their gradients would be added up; in the plan say sequence_parallel_rep for this norm")
         return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
+
+
+def _gathers_for_split_layers(node: Any) -> bool:
+    way = getattr(node, "way", None)
+    return isinstance(way, _Way) and (way.there.kind, way.back.kind) == ("all_gather", "reduce_scatter")
+
+
+def claim(x: Tensor, group: Group, label: str) -> None:
+    """A split layer reads `x` and owes its gradient: note so at the gather that x comes from, which will sum it.
+
+    raises: ConfigError when x comes from no such gather: nobody would sum
+    """
+    if group.size == 1 or x.grad_fn is None:
+        return
+    seen, nodes = False, [x.grad_fn]
+    for _ in range(NEAR):   # through views, slices, dropout
+        for node in nodes:
+            if _gathers_for_split_layers(node):
+                node.claimed = seen = True   # type: ignore[attr-defined]
+        nodes = [before for node in nodes if not hasattr(node, "way") for before, _ in node.next_functions if before]
+    if not seen:
+        raise ConfigError(f"{group.where(label)} reads a tensor that no sequence_parallel norm has gathered, so nobody would sum its "
+                          "gradient over the ranks; name the norm before it in the plan")
 
 
 def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:

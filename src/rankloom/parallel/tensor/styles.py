@@ -9,7 +9,8 @@
     embedding_rowwise               cut over the vocabulary, padded where it does not divide
     embedding_colwise               cut by features, which are gathered
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
-    sequence_parallel               a norm that runs on this rank's tokens; what follows sees all
+    sequence_parallel               a norm that runs on this rank's tokens; the split layers after it see all
+    sequence_parallel_rep           the same, before layers that are not split               (our own)
     sequence_split                  before this module the stream is cut by tokens           (our own)
     replicated_with_grad_allreduce  whole, used for a part: its gradient is owed
     replicate                       whole; what no pattern names is so anyway
@@ -26,7 +27,7 @@ from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, gather_tokens_after, split_tokens_before
-from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance
+from rankloom.parallel.tensor.moves import APART, BY_TOKENS, WHOLE, Entrance
 from rankloom.parallel.tensor.vocabulary import Rows, VocabularyEmbedding, VocabularyOutput
 from rankloom.world.group import Group
 
@@ -46,7 +47,7 @@ class Cutting:
     @property
     def sequence(self) -> bool:
         """Whether the stream between the split layers is cut by tokens."""
-        return "sequence_parallel" in self.words.values()
+        return bool({"sequence_parallel", "sequence_parallel_rep"} & set(self.words.values()))
 
     @property
     def stream(self) -> Layout:
@@ -232,10 +233,10 @@ def owed(site: Site) -> None:
         hold(site.module, name, Holding(tuple(param.shape), owed=True))
 
 
-def between_tokens(site: Site) -> None:
-    """sequence_parallel."""
+def between_tokens(site: Site, *, out: Layout = APART) -> None:
+    """sequence_parallel, and sequence_parallel_rep."""
     owed(site)
-    gather_tokens_after(site.module, site.group, f"tokens after {site.name}")
+    gather_tokens_after(site.module, site.group, out, f"tokens after {site.name}")
 
 
 STYLES: dict[str, Callable[[Site], None]] = {
@@ -252,6 +253,7 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "embedding_colwise": partial(embedding, by_rows=False),
     "vocabulary_output": vocabulary_output,
     "sequence_parallel": between_tokens,
+    "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
     "sequence_split": lambda site: split_tokens_before(site.module, site.group, f"tokens before {site.name}"),
     "replicated_with_grad_allreduce": owed,
     "replicate": lambda site: None,

@@ -23,6 +23,7 @@ from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
 from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 from rankloom.parallel.tensor.holding import padded
+from rankloom.parallel.tensor.layers import entered
 from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, redistribute
 from rankloom.world.group import Group
 
@@ -74,7 +75,7 @@ class VocabularyEmbedding(nn.Module):
 class VocabularyOutput(nn.Module):
     """From hidden states and this rank's rows of the output matrix to logits, gathered, or to the loss, where they are not.
 
-    enter: the entrance of the hidden states; None where their gradient is summed elsewhere (after a gather of tokens)
+    enter: the entrance of the hidden states; None where a gather of tokens before it sums their gradient
     """
 
     def __init__(self, rows: Rows, group: Group, enter: Entrance | None, *, label: str):
@@ -86,10 +87,10 @@ class VocabularyOutput(nn.Module):
         if kernel is not None:
             raise ConfigError(f"{self.group.where(self.label)}: loss_kernel computes the loss of whole logits, which no rank holds here; "
                               "set it to None")
-        entered = self.enter(hidden) if self.enter else hidden
+        hidden = entered(hidden, self.enter, self.group, self.label)
         if targets is None:
-            return gather_logits(F.linear(entered, weight), self.rows, self.group, self.label)
-        total = split_cross_entropy(entered, weight, targets, self.rows, self.group, label=self.label)
+            return gather_logits(F.linear(hidden, weight), self.rows, self.group, self.label)
+        total = split_cross_entropy(hidden, weight, targets, self.rows, self.group, label=self.label)
         return total, (targets != IGNORE).sum()
 
 

@@ -1,0 +1,308 @@
+"""Every word of a plan, on small modules: what it cuts is the plain module, value and gradient; what it cannot cut it says."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.parallel.tensor import styles
+from rankloom.parallel.tensor.holding import holdings
+from split_model import expect_equal
+
+RANKS = [1, 2, 3, 4]
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw))
+    return model.double()
+
+
+class Conv1D(nn.Module):
+    """A linear layer that keeps its weight transposed, as GPT-2 does."""
+
+    def __init__(self, nf: int, nx: int):
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.empty(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
+class Pair(nn.Module):
+    """Two layers with something elementwise between."""
+
+    def __init__(self, first: nn.Module, second: nn.Module):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Gated(nn.Module):
+    """Gate and up in one matrix."""
+
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(6, 48, bias=bias), nn.Linear(24, 6, bias=bias)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Fused(nn.Module):
+    """Attention with queries, keys and values in one matrix, grouped; it reads sizes off what comes, and the counts off itself."""
+
+    def __init__(self, heads: int, kv_heads: int):
+        super().__init__()
+        self.head_dim, self.num_heads, self.num_kv_heads = 2, heads, kv_heads
+        self.qkv, self.out = nn.Linear(6, (heads + 2 * kv_heads) * 2), nn.Linear(heads * 2, 6, bias=False)
+
+    def forward(self, x):
+        sizes = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(sizes, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class NormedHeads(nn.Module):
+    """Each head is normed by one weight that all heads share, so that ranks use it for different heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 24), nn.RMSNorm(2), nn.Linear(24, 6)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
+
+
+class Tower(nn.Module):
+    """An embedding, then whatever comes."""
+
+    def __init__(self, vocab: int, *layers: nn.Module, **options):
+        super().__init__()
+        self.embed, self.rest = nn.Embedding(vocab, 12, **options), nn.Sequential(*layers)
+
+    def forward(self, tokens):
+        return self.rest(self.embed(tokens))
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 4, 6, generator=draw, dtype=torch.float64).requires_grad_()
+    y = model(x)
+    return torch.autograd.grad((y * y.detach().cos()).sum(), x, retain_graph=True)[0], (y * y.detach().cos()).sum()   # the input's too
+
+
+def run_tokens(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    y = model(torch.randint(0, 7, (3, 12), generator=torch.Generator().manual_seed(1)))
+    return y, (y * y.detach().cos()).sum()
+
+
+PAIRS = {
+    "linear": lambda: Pair(nn.Linear(6, 12), nn.Linear(12, 5)),
+    "without bias": lambda: Pair(nn.Linear(6, 12, bias=False), nn.Linear(12, 5, bias=False)),
+    "transposed": lambda: Pair(Conv1D(12, 6), Conv1D(5, 12)),
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_column_then_a_row(pair, ranks):
+    expect_equal(ranks, lambda: shaken(PAIRS[pair]()), run, plan={"first": "colwise", "second": "rowwise"})
+
+
+@pytest.mark.parametrize("words", [("colwise_rep", "rowwise_rep"), ("colwise_gather_output", "rowwise_split_input"),
+                                   ("colwise_rep", "replicate"),
+                                   ("replicate", "rowwise_rep"), ("replicate", "colwise_rep")], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_layers_whose_ends_are_whole(pair, words):
+    for ranks in RANKS:
+        expect_equal(ranks, lambda: shaken(PAIRS[pair]()), run, plan=dict(zip(("first", "second"), words)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gate_and_up_in_one_matrix(ranks, bias):
+    expect_equal(ranks, lambda: shaken(Gated(bias)), run, plan={"gate_up": "packed_colwise", "down": "rowwise"})
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (24, 12)])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
+    expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
+
+
+def test_two_matrices_side_by_side_are_cut_by_rows_each():
+    def body(world):
+        model = rl.tensor_parallel(shaken(nn.Sequential(nn.Linear(8, 3))), {"0": "packed_rowwise"}, world)
+        return model[0].weight.detach()
+
+    whole = shaken(nn.Sequential(nn.Linear(8, 3)))[0].weight.detach()
+    for rank, part in enumerate(rl.simulate(2, body)):
+        assert torch.equal(part, torch.cat((whole[:, 2 * rank:2 * rank + 2], whole[:, 4 + 2 * rank:6 + 2 * rank]), dim=1))
+
+
+@pytest.mark.parametrize("finish", [False, True])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
+    plan = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "rowwise"}
+    if finish:
+        expect_equal(ranks, lambda: shaken(NormedHeads()), run, plan=plan)
+        return
+    for held in rl.simulate(ranks, lambda world: holdings(rl.tensor_parallel(shaken(NormedHeads()), plan, world, finish_gradients=False))):
+        assert [name for name, holding in held.items() if holding.sum_over == ("tensor",)] == ["norm.weight"]
+
+
+@pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
+@pytest.mark.parametrize("padding", [None, 0, 3, 6])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_embedding_by_either_dim_with_or_without_a_padding_token(ranks, padding, word):
+    expect_equal(ranks, lambda: shaken(Tower(7, padding_idx=padding)), run_tokens, plan={"embed": word})
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_stream_may_be_cut_by_tokens_in_the_middle_and_biases_still_count_once(ranks):
+    make = lambda: shaken(Tower(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)))
+    plan = {"rest.0": "sequence_parallel", "rest.1": "colwise", "rest.2": "rowwise", "rest.3": "sequence_parallel_rep"}
+    expect_equal(ranks, make, run_tokens, plan=plan | {"embed": "embedding_rowwise"})
+    expect_equal(ranks, make, run_tokens, plan=plan | {"rest": "sequence_split"})
+    expect_equal(ranks, make, run_tokens, plan=plan | {"embed": "embedding_colwise", "rest": "sequence_split"})
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    ({"rest.3": "sequence_parallel"}, "tokens after rest.3 in group 'world': no split layer has read these"),
+    ({"rest.0": "sequence_parallel_rep"}, "rest.1 in group 'world' reads a tensor that no sequence_parallel norm has gathered"),
+])
+def test_a_norm_before_the_wrong_kind_of_layer_is_refused_by_all_ranks(plan, said):
+    make = lambda: shaken(Tower(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)))
+    words = {"embed": "embedding_rowwise", "rest.0": "sequence_parallel", "rest.1": "colwise", "rest.2": "rowwise",
+             "rest.3": "sequence_parallel_rep"} | plan
+
+    def body(world):
+        with pytest.raises(ConfigError, match=said):
+            run_tokens(rl.tensor_parallel(make(), words, world))[1].backward()
+
+    rl.simulate(3, body)
+
+
+def test_frozen_layers_stay_frozen():
+    def make():
+        model = shaken(PAIRS["linear"]())
+        model.first.requires_grad_(False)
+        return model
+
+    expect_equal(2, make, run, plan={"first": "colwise", "second": "rowwise"})
+    split = lambda world: rl.tensor_parallel(make(), {"first": "colwise"}, world)
+    assert rl.simulate(2, lambda world: [p.requires_grad for p in split(world).parameters()]) == [[False, False, True, True]] * 2
+
+
+def make_pair() -> nn.Module:
+    return shaken(nn.Sequential(Pair(nn.Linear(6, 12), nn.Linear(12, 5)), Pair(nn.Linear(5, 12), nn.Conv1d(3, 3, 1))))
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    ({"*.frist": "colwise"}, "pattern '*.frist' matches no module of Sequential. Did you mean '*.first'?"),
+    ({"0.first": "colwise", "encoder.*.up": "rowwise"}, "pattern 'encoder.*.up' matches no module"),
+    ({"first": "colwise"}, "pattern 'first' matches no module"),
+    ({"*": "colwise"}, "0: colwise cuts nn.Linear and Conv1D, but this is a Pair"),
+    ({"1.second": "rowwise"}, "1.second: rowwise cuts nn.Linear and Conv1D, but this is a Conv1d"),
+    ({"*.first": "columnwise"}, "'*.first' is to be 'columnwise', which is no style. Did you mean 'colwise'?"),
+    ({"*.first": "colwise", "0.first": "rowwise"}, "0.first is to be both 'colwise' and 'rowwise'"),
+    ({"0.first.weight": "colwise"}, "'0.first.weight' is a parameter of Sequential; a plan names modules, here '0.first'"),
+    ({"0.first": "embedding_rowwise"}, "0.first is a Linear; only a plain nn.Embedding can be cut"),
+    ({"0.first": "vocabulary_output"}, "for an nn.Linear say colwise_rep"),
+    ({"0.second": "colwise"}, "0.second: 5 features do not divide by 2 ranks"),
+    ({"0.second": "packed_colwise"}, "0.second: 5 features are not 2 fused matrices of equal size"),
+    ({"1.first": "rowwise"}, "1.first: 5 features do not divide by 2 ranks"),
+    ({"0.first": "packed_qkv_colwise"}, "0 does not say how wide its heads are; give it head_dim, or num_heads"),
+    ({"0.first": "sequence_parallel"}, "nothing cuts the stream by tokens before them"),
+])
+def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(plan, said):
+    refused = []
+
+    def body(world):
+        with pytest.raises(ConfigError) as caught:
+            rl.tensor_parallel(make_pair(), plan, world)
+        refused.append(str(caught.value))
+
+    rl.simulate(2, body)
+    assert len(refused) == 2 and all(said in text for text in refused), refused
+
+
+def test_a_model_without_a_plan_needs_one():
+    with pytest.raises(ConfigError, match="Sequential has no tp_plan of its own; give a plan"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(make_pair(), None, world))
+
+
+def test_plans_that_differ_between_ranks_are_refused_by_all():
+    def body(world):
+        with pytest.raises(ModelMismatch, match="the plans of the ranks differ"):
+            rl.tensor_parallel(make_pair(), {"0.first": "colwise" if world.rank else "colwise_rep"}, world)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "said"), [
+    (4, 1, 2, "1 key-value heads, fused with the queries, do not divide by 2 ranks; choose tensor = 1, or layers that are not fused"),
+    (6, 6, 4, "6 query heads do not divide by 4 ranks"),
+])
+def test_fused_heads_that_do_not_divide_are_refused_with_the_reason(heads, kv_heads, ranks, said):
+    with pytest.raises(ConfigError) as caught:
+        rl.simulate(ranks, lambda world: rl.tensor_parallel(shaken(Fused(heads, kv_heads)), {"qkv": "packed_qkv_colwise"}, world))
+    assert said in str(caught.value)
+
+
+def test_a_matrix_tied_to_one_cut_otherwise_is_refused():
+    def body(world):
+        model = shaken(Pair(nn.Linear(6, 6), nn.Linear(6, 6)))
+        model.second.weight = model.first.weight
+        rl.tensor_parallel(model, {"first": "colwise", "second": "rowwise"}, world)
+
+    with pytest.raises(ConfigError, match="tied parameter .* would be cut in two ways"):
+        rl.simulate(2, body)
+
+
+def test_every_word_is_documented_and_tested():
+    here = Path(__file__).read_text()
+    for word in styles.STYLES:
+        assert word in styles.__doc__ and f'"{word}"' in here, word
+
+
+def test_models_that_differ_are_made_those_of_rank_0():
+    def body(world):
+        model = shaken(PAIRS["linear"]())
+        with torch.no_grad():
+            model.first.weight.add_(world.rank)
+        if world.rank == 0:
+            with pytest.warns(UserWarning, match="differed from rank 0's"):
+                rl.tensor_parallel(model, {"first": "colwise"}, world)
+        else:
+            rl.tensor_parallel(model, {"first": "colwise"}, world)
+        return model.first.weight.detach()
+
+    assert torch.equal(torch.cat(rl.simulate(2, body)), shaken(PAIRS["linear"]()).first.weight)
+
+
+@functools.cache
+def first_error() -> str:
+    """What a rank says whose input has another width."""
+    def body(world):
+        model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world)
+        model(torch.zeros(2, 7, dtype=torch.float64))
+
+    with pytest.raises(RuntimeError) as caught:
+        rl.simulate(2, body)
+    return str(caught.value)
+
+
+def test_a_wrong_width_fails_before_any_rank_waits():
+    assert "mat1 and mat2 shapes cannot be multiplied" in first_error()
