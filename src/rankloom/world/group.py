@@ -238,6 +238,8 @@ class Group:
         if self._at_once and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
         pg = self._connected(label or "exchange")
+        self._peer(to)   # before anything is begun
+        self._require_contiguous(out, label or "exchange")
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             return self._exchange_coalesced(out, to, into, frm, label)
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)

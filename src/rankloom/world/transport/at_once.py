@@ -1,69 +1,117 @@
-"""The short way of a small collective in shared memory: contiguous CPU tensors, waited for at once.
+"""The short way of a small call in shared memory: contiguous CPU tensors, waited for at once.
 
 torch's options, work objects and enums cost several microseconds a call, many times what the call itself takes. Here are
-addresses and lengths only. A method that returns False has done nothing: that case takes the long way (process_group.py).
+addresses and lengths only. A method that returns False or None has done nothing: that case takes the long way, which also
+tells what is wrong with it (world/group.py, process_group.py).
 """
+
+import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from rankloom.base.cost import all_reduce_bill
+from rankloom.world.ledger import Ledger
 from rankloom.world.transport.channel import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Channel
 from rankloom.world.transport.operands import NUMBERS, SUM
 
 
 class AtOnce:
-    """Calls of one rank on one group, each of which returns when it is done."""
+    """Calls of one rank on one group, each of which returns when it is done, and is in the ledger then."""
 
-    def __init__(self, channel: Channel):
-        self._channel, self._run, self._message = channel, channel.link.run, channel.link.message
+    def __init__(self, channel: Channel, ledger: Ledger):
+        self._channel, self._ledger, self._size, self._rank = channel, ledger, channel.size, channel.rank
+        self._run, self._message, self._exchange = channel.link.run, channel.link.message, channel.link.exchange
 
     def all_reduce(self, x: Tensor, op: int, label: str) -> bool:
         """Combine over the ranks, in place; op: the kernel's number for it."""
         number = NUMBERS.get(x.dtype)
         if number is None or not (x.is_cpu and x.is_contiguous()):
             return False
-        address = x.data_ptr()
-        if why := self._run(ALL_REDUCE, number, op, 0, address, address, x.nbytes, self._channel.timeout):
-            raise self._channel.explain(why, label or KINDS[ALL_REDUCE])
+        address, nbytes = x.data_ptr(), x.nbytes
+        self._call(ALL_REDUCE, number, op, (address, address, nbytes), label)
+        bill = all_reduce_bill(nbytes, self._size)
+        self._ledger.enter(bill.sent, bill.messages)
         return True
 
-    def all_gather(self, x: Tensor, out: Tensor, label: str) -> bool:
+    def all_gather(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """All ranks' `x`, in rank order; it may be its part of `out`. x: [n, ...]  out: [p*n, ...]"""
-        return self._call(ALL_GATHER, x, out, nbytes := x.nbytes, -self._channel.rank * nbytes, label)
+        if not (shape := x.shape):
+            return None
+        whole, nbytes = _shaped(x, out, (shape[0] * self._size, *shape[1:])), x.nbytes
+        return self._move(ALL_GATHER, x, whole, nbytes, -self._rank * nbytes, label)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, label: str) -> bool:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """The sum over ranks of this rank's slice of `x`, which may be `out`. x: [p*n, ...]  out: [n, ...]"""
-        return self._call(REDUCE_SCATTER, x, out, nbytes := out.nbytes, self._channel.rank * nbytes, label)
+        if not (shape := x.shape) or shape[0] % self._size:
+            return None
+        mine, nbytes = _shaped(x, out, (shape[0] // self._size, *shape[1:])), x.nbytes // self._size
+        return self._move(REDUCE_SCATTER, x, mine, nbytes, self._rank * nbytes, label)
 
-    def all_to_all(self, x: Tensor, out: Tensor, label: str) -> bool:
+    def all_to_all(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
-        return self._call(ALL_TO_ALL, x, out, x.nbytes // self._channel.size, x.nbytes, label)
+        if not (shape := x.shape) or shape[0] % self._size:
+            return None
+        nbytes = x.nbytes
+        return self._move(ALL_TO_ALL, x, _shaped(x, out, shape), nbytes // self._size, nbytes, label)
 
-    def _call(self, kind: int, x: Tensor, out: Tensor, nbytes: int, home: int, label: str) -> bool:
-        """home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share"""
-        number, source, target = NUMBERS.get(x.dtype), x.data_ptr(), out.data_ptr()
+    def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str) -> Tensor | None:
+        """From `x` to `out`, if that can be done; a share of so many bytes goes to each other rank.
+
+        home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share
+        """
+        number = NUMBERS.get(x.dtype)
+        if out is None or number is None or not (x.is_cpu and x.is_contiguous()):
+            return None
+        source, target = x.data_ptr(), out.data_ptr()
         behind = target - source
-        is_safe = behind == home or behind >= x.nbytes or -behind >= out.nbytes
-        if number is None or not (is_safe and x.is_cpu and x.is_contiguous()):
-            return False
-        if why := self._run(kind, number, SUM, 0, source, target, nbytes, self._channel.timeout):
+        if not (behind >= x.nbytes or -behind >= out.nbytes or behind == home):
+            return None
+        self._call(kind, number, SUM, (source, target, nbytes), label)
+        self._ledger.enter(nbytes * (self._size - 1), self._size - 1)
+        return out
+
+    def _call(self, kind: int, number: int, op: int, where: tuple[int, int, int], label: str) -> None:
+        """where: the address to read, that to write, and how many bytes for each rank"""
+        begin = time.perf_counter()
+        if why := self._run(kind, number, op, 0, *where, self._channel.timeout):
             raise self._channel.explain(why, label or KINDS[kind])
+        self._ledger.waited += time.perf_counter() - begin
+
+    # ------------------------------------------------------------------ one to one
+
+    def send(self, x: Tensor, to: int, tag: int, label: str) -> bool:
+        """Send a tensor to a rank of the group."""
+        if not (0 <= to < self._size and x.is_cpu and x.is_contiguous()):
+            return False
+        nbytes = x.nbytes
+        if (sender := self._message(1, x.data_ptr(), nbytes, to, tag, self._channel.timeout)) < 0:
+            raise self._channel.explain(-sender, label or "send", peer=to)
+        self._ledger.enter(nbytes, 1)
         return True
 
-    def send(self, x: Tensor, to: int, tag: int, label: str) -> Tensor:
-        """Send a contiguous tensor to a rank of the group."""
-        if (sender := self._message(1, x.data_ptr(), x.nbytes, to, tag, self._channel.timeout)) < 0:
-            raise self._channel.explain(-sender, label or "send", peer=to)
-        return x
-
-    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> Tensor:
-        """Send one contiguous tensor while receiving another; no order of ranks can deadlock."""
-        channel = self._channel
-        if why := channel.link.exchange(out.data_ptr(), out.nbytes, to, into.data_ptr(), into.nbytes, frm, tag, channel.timeout):
-            raise channel.explain(why, label or "exchange", peer=frm)
-        return into
-
-    def recv(self, x: Tensor, frm: int, tag: int, label: str) -> Tensor:
-        """Receive into a contiguous tensor from a rank of the group."""
-        if (sender := self._message(0, x.data_ptr(), x.nbytes, frm, tag, self._channel.timeout)) < 0:
+    def recv(self, into: Tensor, frm: int, tag: int, label: str) -> bool:
+        """Receive a tensor from a rank of the group."""
+        if not (0 <= frm < self._size and into.is_cpu and into.is_contiguous()):
+            return False
+        if (sender := self._message(0, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peer=frm)
-        return x
+        return True
+
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
+        """Send one tensor while receiving another; no order of ranks can deadlock."""
+        known = 0 <= to < self._size and 0 <= frm < self._size
+        if not (known and out.is_cpu and out.is_contiguous() and into.is_cpu and into.is_contiguous()):
+            return False
+        nbytes = out.nbytes
+        if why := self._exchange(out.data_ptr(), nbytes, to, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout):
+            raise self._channel.explain(why, label or "exchange", peer=frm)
+        self._ledger.enter(nbytes, 1)
+        return True
+
+
+def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """`out` if it has this shape, or a new tensor like `x` that does; None if there is an `out` that cannot be written as it is."""
+    if out is None:
+        return x.new_empty(shape)
+    return out if out.shape == shape and out.dtype == x.dtype and out.is_cpu and out.is_contiguous() else None

@@ -16,7 +16,6 @@ from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
-from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.channel import (
     ALL_GATHER,
@@ -50,7 +49,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
-        self._herald, self._buffers, self.at_once = Herald(), buffers, AtOnce(channel)
+        self._herald, self._buffers = Herald(), buffers
         self._in_flight: list[Pending] = []   # works whose caller may have dropped them
         self._name = self._description = ""
 

@@ -1,0 +1,90 @@
+"""The short way of small calls: the same results, the same account and the same refusals as the long way."""
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError, NotContiguous, RankLost, ShapeMismatch
+
+P = 3
+CALLS = {
+    "all_reduce": lambda world, x: world.all_reduce(x.clone(), "max"),
+    "mean": lambda world, x: world.all_reduce(x.clone(), "mean"),
+    "all_gather": lambda world, x: world.all_gather(x),
+    "all_gather into": lambda world, x: world.all_gather(x, out=x.new_zeros(P * x.shape[0], *x.shape[1:])),
+    "reduce_scatter": lambda world, x: world.reduce_scatter(x),
+    "reduce_scatter into": lambda world, x: world.reduce_scatter(x, out=x.new_zeros(x.shape[0] // P, *x.shape[1:])),
+    "all_to_all": lambda world, x: world.all_to_all(x),
+    "all_to_all into": lambda world, x: world.all_to_all(x, out=torch.zeros_like(x)),
+    "exchange": lambda world, x: world.exchange(x, (world.rank + 1) % P, torch.zeros_like(x), (world.rank - 1) % P),
+    "send": lambda world, x: world.send(x, 0) if world.rank else [world.recv(torch.zeros_like(x), frm) for frm in range(1, P)][-1],
+}
+
+
+def account(world):
+    ledger = world.ledger
+    return ledger.calls, ledger.messages, ledger.bytes
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (3, 0), (0,)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_account_are_those_of_the_long_way(name, shape):
+    def short(world):
+        assert world._at_once
+        return CALLS[name](world, numbers(world, shape)), account(world)
+
+    def long(world):
+        world._at_once = None
+        return CALLS[name](world, numbers(world, shape)), account(world)
+
+    for (mine, charged), (reference, expected) in zip(*(rl.simulate(P, body, backend="rankloom") for body in (short, long))):
+        assert torch.equal(mine, reference) and mine.shape == reference.shape and charged == expected
+
+
+def numbers(world, shape):
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * world.rank
+
+
+def test_what_the_kernel_has_no_number_type_for_takes_the_long_way():
+    def body(world):
+        flags = torch.tensor([world.rank == at for at in range(P)])
+        return world.all_gather(flags).view(P, P).int().tolist(), world.all_gather(torch.tensor(float(world.rank))).tolist()
+
+    identity = torch.eye(P, dtype=torch.int32).tolist()
+    assert rl.simulate(P, body, backend="rankloom") == [(identity, [0.0, 1.0, 2.0])] * P
+
+
+@pytest.mark.parametrize(("error", "text", "call"), [
+    (ShapeMismatch, "expected \\(18,\\)", lambda world, x: world.all_gather(x, out=torch.zeros(3, 6))),
+    (ShapeMismatch, "expected \\(18,\\) of torch.float32", lambda world, x: world.all_gather(x, out=torch.zeros(18, dtype=torch.int32))),
+    (ShapeMismatch, "3 equal slices", lambda world, x: world.reduce_scatter(x[:4])),
+    (ShapeMismatch, "3 equal slices", lambda world, x: world.all_to_all(x[:4])),
+    (NotContiguous, "strides \\(2,\\)", lambda world, x: world.all_gather(x[::2])),
+    (NotContiguous, "strides \\(2,\\)", lambda world, x: world.all_gather(x, out=torch.zeros(36)[::2])),
+    (NotContiguous, "strides \\(2,\\)", lambda world, x: world.send(x[::2], 1)),
+    (NotContiguous, "strides \\(2,\\)", lambda world, x: world.recv(x[::2], 1)),
+    (NotContiguous, "strides \\(2,\\)", lambda world, x: world.exchange(x, 1, torch.zeros(12)[::2], 1)),
+    (ConfigError, "no rank 3", lambda world, x: world.send(x, 3)), (ConfigError, "no rank -1", lambda world, x: world.recv(x, -1)),
+    (ConfigError, "no rank 7", lambda world, x: world.exchange(x, 7, torch.zeros(6), 1)),
+    (ConfigError, "no rank -2", lambda world, x: world.exchange(x, 1, torch.zeros(6), -2))])
+def test_what_cannot_be_right_is_refused_as_on_the_long_way_and_costs_nothing(error, text, call):
+    def body(world):
+        with pytest.raises(error, match=text):
+            call(world, torch.zeros(6))
+        assert account(world) == (0, 0, 0)
+        world.barrier()
+        return True
+
+    assert rl.simulate(P, body, backend="rankloom") == [True] * P
+
+
+def test_nothing_goes_over_a_group_that_is_closed():
+    def body(world):
+        world.barrier()
+        world.close()
+        for call in (world.all_reduce, world.all_gather, lambda x: world.send(x, 0), lambda x: world.recv(x, 0)):
+            with pytest.raises(RankLost, match="is closed"):
+                call(torch.zeros(3))
+        return True
+
+    assert rl.simulate(2, body, backend="rankloom") == [True] * 2
