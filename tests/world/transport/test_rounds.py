@@ -85,6 +85,29 @@ def test_tensors_of_many_windows_arrive_whole(ranks, size):
                                      into=into, seed=n) for n, name in enumerate(COLLECTIVES) for into in ("plain", "shared")])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_slices_are_gathered_and_summed_in_the_tensor_that_they_are_part_of(ranks, size, shared, dtype):
+    """What sharding does, in several windows; `shared`: in memory that all ranks map."""
+    rows = 2 * SMALL_SLOT // dtype.itemsize + 3
+
+    def body(group, rank):
+        whole = group.buffer((size * rows,), dtype) if shared else torch.zeros(size * rows, dtype=dtype)
+        mine, numbers = whole[rank * rows:(rank + 1) * rows], (torch.arange(size * rows) % 7).to(dtype)
+        whole.fill_(-1)
+        mine.copy_(numbers[:rows] + rank)
+        group._allgather_base(whole, mine).wait()
+        assert torch.equal(whole, torch.cat([numbers[:rows] + other for other in range(size)]))
+        whole.copy_(numbers + rank)
+        group._reduce_scatter_base(mine, whole).wait()
+        expected = numbers + rank
+        expected[rank * rows:(rank + 1) * rows] = (size * numbers + sum(range(size)))[rank * rows:(rank + 1) * rows]
+        assert torch.equal(whole, expected)
+
+    ranks(size).each(body)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_give_every_rank_every_bit(ranks, size):
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
