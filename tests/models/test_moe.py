@@ -108,6 +108,14 @@ def test_what_a_row_loses_does_not_depend_on_the_rows_beside_it():
     torch.testing.assert_close(extra, sum(loss for _, loss in apart), rtol=RTOL, atol=RTOL)
 
 
+def test_outside_training_nothing_is_dropped_counted_or_charged():
+    tight, wide = make_layer(capacity=0.5, balance_loss=0.5).eval(), make_layer().eval()
+    x = draw(3, 7, 5)
+    torch.testing.assert_close(tight(x), wide(x), rtol=0, atol=0)
+    assert tight.routed is None and tight.dropped is None and tight.extra is None
+    assert not torch.equal(tight.train()(x), wide(x))
+
+
 def test_all_tokens_to_one_expert_leave_the_others_a_gradient_of_zeros():
     layer, x = make_layer(top_k=1), draw(2, 6, 5).abs()
     with torch.no_grad():

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.parallel import context as context_file
 from rankloom.parallel import tiles
 from rankloom.parallel.context import (
     KINDS,
@@ -21,7 +22,8 @@ from rankloom.parallel.context import (
     ring_attention_backward_bill,
     ring_attention_bill,
 )
-from rankloom.parallel.sequences import document_cuts
+from rankloom.parallel.sequences import cut_sequence, document_cuts
+from rankloom.world.group import Group
 
 RTOL = 1e-12   # fp64: the same terms in another order
 RANKS = [1, 2, 3, 4]
@@ -85,10 +87,10 @@ def test_attention_over_ranks_is_attention_in_one_process(ranks, kind, kv_heads)
     rl.simulate(ranks, body)
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_heads_need_not_divide_by_the_ranks_that_trade_them(ranks):
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 4), (6, 2, 5), (8, 4, 3), (12, 4, 3)])
+def test_heads_need_not_divide_by_the_ranks_that_trade_them(heads, kv_heads, ranks):
     def body(world):
-        *inputs, grad = whole_rows(11, kv_heads=2, heads=6)
+        *inputs, grad = whole_rows(11, kv_heads, heads)
         context = Context(world, 11, "all_to_all")
         truth = [context.own(x) for x in on_one_rank(inputs, grad, True, None)]
         torch.testing.assert_close(on_this_rank(context, inputs, grad), truth, rtol=RTOL, atol=RTOL)
@@ -137,6 +139,29 @@ def test_on_either_backend_16_bit_attention_is_off_by_its_roundings_only(backend
         torch.testing.assert_close([x.double() for x in found], truth, rtol=2 ** -5, atol=2 ** -5)   # 8 bits, a few times
 
     rl.simulate(2, body, backend=backend)
+
+
+def test_gradients_of_many_tiles_are_added_up_in_32_bits(monkeypatch):
+    of_tiles = {0: 1.0}   # the first tile's; the others' are too small to change 1.0 in bf16, but not all three together
+    monkeypatch.setattr(context_file, "tile_backward", lambda grad, saved, causal: [
+        torch.full_like(x, of_tiles.pop(0, 2 ** -9)) for x in saved[:3]])
+
+    def body(world):
+        context = Context(Group(None, 0, (0,)), 16, causal=False, documents=((0, 16),))
+        object.__setattr__(context, "tiles", (context.tiles[0] * 4,))
+        query, key, value = (torch.ones(1, 16, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        context.attend(query, key, value).sum().backward()
+        return query.grad.unique().item()
+
+    assert rl.simulate(1, body) == [1 + 2 ** -7]
+
+
+def test_a_causal_ring_is_dealt_in_zigzag_and_everything_else_as_it_lies():
+    def body(world):
+        assert Context(world, 16).spans == cut_sequence(16, 2, zigzag=True)
+        assert Context(world, 16, causal=False).spans == Context(world, 16, "all_to_all").spans == cut_sequence(16, 2, zigzag=False)
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -246,6 +271,8 @@ def test_what_cannot_be_is_refused_with_the_reason():
             Context(world, 20).own(torch.zeros(1, 19))
         with pytest.raises(ShapeMismatch, match="expected 4 of 20 tokens here"):
             Context(world, 20).attend(*torch.zeros(3, 1, 5, 2, 4))
+        with pytest.raises(ShapeMismatch, match="expected 4 of 20 tokens here"):
+            Context(world, 20).attend(torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 2, 4))
         with pytest.raises(ShapeMismatch, match="documents for 1 row or for all, not 2"):
             Context(world, 20, documents=((0, 20), (0, 20))).attend(*torch.zeros(3, 3, 4, 2, 4))
 

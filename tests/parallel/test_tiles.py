@@ -87,6 +87,15 @@ def test_16_bit_tiles_are_added_up_in_32_bits(kernel):
     torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-5)
 
 
+def test_the_kernels_of_a_gpu_are_called_as_torch_declares_them(monkeypatch):
+    monkeypatch.setattr(tiles, "_kernel", lambda query: "gpu")
+    query, key, value = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    out, lse = tile_forward(query, key, value, causal=True)
+    assert (out.shape, lse.shape, lse.dtype) == (query.shape, (2, 4, 8), torch.float32)
+    grads = tile_backward(out, (query, key, value, out, lse), causal=True)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
 def test_plain_formulas_hold_few_scores_at_a_time(monkeypatch):
     monkeypatch.setattr(tiles, "SCORES", 64)
     blocks = tiles._row_blocks(draw(1, 2, 100, 4), draw(1, 2, 16, 4))

@@ -17,7 +17,7 @@ class MoEConfig:
     top_k: int = 2                # experts that a token goes through
     ffn: int = 512                # inner width of one expert
     shared: int = 0               # further experts that every token goes through
-    capacity: float = 0.0         # an expert takes at most capacity * T * top_k / experts tokens of a row of T; 0: all
+    capacity: float = 0.0         # an expert takes at most capacity * T * top_k / experts tokens of a row of T in training; 0: all
     balance_loss: float = 0.01    # weight of the loss that asks for even use of the experts
     router_z_loss: float = 0.0    # weight of the loss that keeps the router's logits small
     bias_rate: float = 0.0        # how far a step moves the bias that evens the use without a loss; 0: there is none

@@ -1,7 +1,7 @@
 """Mixture of experts: every token goes through a few of many MLPs, chosen by a router. Plain torch, knows nothing of ranks.
 
     router     scores of every expert for every token -> the chosen ones, and their weights
-    capacity   an expert takes so many tokens of a row, and no more; without a capacity nothing is dropped
+    capacity   an expert takes so many tokens of a row, and no more; without one, and outside training, nothing is dropped
     experts    rows sorted by expert, each run through the matrices of its own
 
 Everything that looks at more than one token looks at its *row* (sequence), never at the batch: the balance that the auxiliary
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         """x: [B, T, W] -> [B, T, W]; what was dropped adds nothing, so the token keeps its residual stream."""
         choice = self.router(x)
         row = part.gather(choice.experts)
-        kept = part.own(within_capacity(row, self.config)) if self.config.capacity else None
+        kept = part.own(within_capacity(row, self.config)) if self.config.capacity and self.training else None
         if self.training:
             self._account(choice, row, kept)
         mixed = self._through_experts(x, choice, kept)

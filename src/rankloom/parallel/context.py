@@ -52,7 +52,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Mod
                           "attention about tokens on other ranks; see Part in models/gpt.py")
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
-    model.register_forward_pre_hook(_OwnTokens(group, kind), with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(_OwnTokens(group, kind), with_kwargs=True)
     return model
 
 
@@ -227,6 +227,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         context: Context = ctx.context
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()   # that of a plain sum has no memory; kernels on a GPU refuse it
         of_query = torch.zeros_like(query, dtype=lse.dtype)
         own, travelling = None, None
         for owner, block in _around(torch.stack((key, value)), context, "keys and values, again"):
