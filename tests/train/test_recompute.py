@@ -259,6 +259,19 @@ def test_selective_learns_in_the_first_backward_that_the_last_product_is_not_ask
     assert held[0] - held[1] == config.layers * 4 * 2 * 32 * 32
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_held_after_backward_or_when_a_forward_is_dropped(policy):
+    model, _, _ = prepared(policy)
+    language_model_loss(model, tokens())[0].backward()
+    for backward in (True, False):
+        with Trace() as trace:
+            loss = language_model_loss(model, tokens())[0]
+            if backward:
+                loss.backward()
+            del loss
+        assert trace.kept(None) == 0
+
+
 class Changing(nn.Module):
     """A block that writes into the outputs of its products, and whose output is written into by its caller."""
 

@@ -1,0 +1,230 @@
+"""Activation offload: what a block saves for its backward waits in CPU memory, and is back before it is needed.
+
+    forward    what a block saves is copied out on a side stream while the next blocks compute; when the block after the next
+               begins, the main stream waits for those copies, and the device memory is free
+    backward   when the backward of a block begins, the copies of the block before it set out for the device
+
+So the last two blocks never travel, and no more than two are there whose copies are under way. Storages travel, not tensors: many
+saved tensors may be views of one. Parameters, buffers and their views stay, tables given to all blocks too, and what is small.
+On a CPU, which has no streams and one memory, the same code copies from buffer to buffer at once: right, and useless.
+
+It is put on after recompute.py's wrapper: with `full` the inputs of the blocks travel, with `selective` they do and the kept
+outputs stay. Read blocks.py before this file.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from rankloom.base.errors import ConfigError
+from rankloom.train.blocks import Wrapped, repeated_blocks
+from rankloom.train.recompute import UNDECIDED, RecomputedForward
+
+SMALL = 1 << 20        # bytes; a copy of fewer costs more than it frees
+UNDER_WAY = 2          # blocks whose copies may be under way
+
+
+def offload_activations(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), small: int = SMALL) -> "Offload":
+    """Let what the repeated blocks of `model` save for backward wait in CPU memory, pinned where the device is a GPU.
+
+    blocks:  their classes; left out, the children of each nn.ModuleList
+    small:   storages of fewer bytes stay on the device
+    sent:    each saved storage once to the CPU and once back, those of the last two blocks only there
+    raises:  ConfigError, also when recompute was given a number of bytes: it counts what this moves away
+    """
+    found = repeated_blocks(model, blocks)
+    for name, block in found.items():
+        if isinstance(block.forward, RecomputedForward) and block.forward.choice == UNDECIDED:
+            raise ConfigError(f"{name}: recompute was given a number of bytes, and offload_activations moves away what it counts; "
+                              "give recompute = 'none', 'selective' or 'full' with it")
+    return Offload(model, found, small)
+
+
+class Offload:
+    """The copies of one model. `bytes_out` and `bytes_back` count what has travelled."""
+
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], small: int):
+        self.bytes_out = self.bytes_back = 0
+        self.small = small
+        self._model = model
+        self._lanes: dict[torch.device, Lane] = {}
+        self._recent: list[ref[Visit]] = []   # visits whose copies may be under way
+        for block in blocks.values():
+            OffloadedForward(block, self)
+
+    def visit(self, given: Any) -> "Visit":
+        """A forward of a block begins, with the arguments `given`; the one before the last must be out by now."""
+        stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+        stay |= {t.untyped_storage()._cdata for t in tree_leaves(given) if _plain(t) and not t.requires_grad}
+        visit = Visit(self, stay, self._recent[-1] if self._recent else None)
+        self._recent.append(ref(visit))
+        while len(self._recent) > UNDER_WAY:
+            done = self._recent.pop(0)()
+            if done:
+                done.leave()
+        return visit
+
+    def lane(self, device: torch.device) -> "Lane":
+        """The way to the CPU and back, one for each device."""
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
+
+
+class OffloadedForward(Wrapped):
+    """The forward of a block whose saved tensors travel."""
+
+    layer = 2
+
+    def __init__(self, block: nn.Module, offload: Offload):
+        super().__init__(block)
+        self._offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        visit = self._offload.visit((args, kwargs))
+        with saved_tensors_hooks(visit.pack, visit.unpack):
+            return self.inner(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What autograd holds in the place of a saved tensor that stays."""
+
+    tensor: Tensor           # without its graph, which would hold itself
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """What autograd holds in the place of one that travels."""
+
+    parcel: "Parcel"
+    dtype: torch.dtype
+    where: tuple[Any, ...]   # offset, size, stride
+
+
+class Visit:
+    """One forward of one block, and its backward. Autograd holds it, and nobody else."""
+
+    def __init__(self, offload: Offload, stay: set[int], before: "ref[Visit] | None"):
+        self._offload, self._stay, self._before = offload, stay, before
+        # by storage and version; a storage may not change while it is saved, so none comes twice
+        self._parcels: WeakValueDictionary[tuple[int, int], Parcel] = WeakValueDictionary()
+        self._returning = False
+
+    def pack(self, t: Tensor) -> Staying | Travelling:
+        """For autograd: what to hold in place of `t`."""
+        if not _plain(t) or t.untyped_storage().nbytes() < self._offload.small or t.untyped_storage()._cdata in self._stay:
+            return Staying(t.detach(), t._version)
+        key = (t.untyped_storage()._cdata, t._version)
+        parcel = self._parcels.get(key)
+        if parcel is None or parcel.here is None:   # a storage that has left may have left its address to another
+            parcel = self._parcels[key] = Parcel(t.untyped_storage(), t.device, self._offload)
+        return Travelling(parcel, t.dtype, (t.storage_offset(), t.size(), t.stride()))
+
+    def unpack(self, held: Staying | Travelling) -> Tensor:
+        """For autograd: the tensor again. The first one of a block calls those of the block before it."""
+        if isinstance(held, Staying):
+            return _unchanged(held)
+        if not self._returning:
+            self._returning = True
+            before = self._before() if self._before else None
+            for visit in (self, before):
+                if visit:
+                    visit.come_back()
+        return torch.empty(0, dtype=held.dtype, device=held.parcel.device).set_(held.parcel.storage(), *held.where)   # type: ignore[call-overload,no-any-return]
+
+    def leave(self) -> None:
+        """The device memory of what has been copied out is free from here on."""
+        for parcel in self._alive():
+            parcel.leave()
+
+    def come_back(self) -> None:
+        """Copies set out for the device."""
+        for parcel in self._alive():
+            parcel.come_back()
+
+    def _alive(self) -> Iterable["Parcel"]:
+        return list(self._parcels.values())
+
+
+class Parcel:
+    """One storage: on the device (`here`), in CPU memory, or both."""
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device, offload: Offload):
+        self.device = device
+        self.here: torch.UntypedStorage | None = storage
+        self._offload, self._lane = offload, offload.lane(device)
+        self._away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._under_way = self._lane.copy(self._away, _bytes_of(storage, device))
+        offload.bytes_out += storage.nbytes()
+
+    def leave(self) -> None:
+        """Free the device memory, once it has been copied."""
+        self._lane.wait(self._under_way)
+        self.here = None
+
+    def come_back(self) -> None:
+        """Begin to copy it to the device, where it is not there."""
+        if self.here is None:
+            back = torch.empty_like(self._away, device=self.device, pin_memory=False)
+            self._under_way = self._lane.copy(back, self._away)
+            self.here = back.untyped_storage()
+            self._offload.bytes_back += len(back)
+
+    def storage(self) -> torch.UntypedStorage:
+        """On the device, to be read by what is asked of it from now on."""
+        self.come_back()
+        self._lane.wait(self._under_way)
+        assert self.here is not None, "a parcel that has come back is here"
+        return self.here
+
+    def __del__(self) -> None:
+        self._lane.wait(self._under_way)   # a copy may not outlive what it reads or writes
+
+
+class Lane:
+    """Copies beside the computation: a stream of its own on a GPU, at once on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Copy once everything asked of the device so far is done; returns what to wait for."""
+        if self._stream is None:
+            to.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, under_way: torch.cuda.Event | None) -> None:
+        """What is asked of the device from now on comes after that copy."""
+        if self._stream is not None and under_way is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(under_way)
+
+
+def _unchanged(held: Staying) -> Tensor:
+    """autograd checks this itself where no hooks stand between."""
+    if held.tensor._version != held.version:
+        raise RuntimeError(f"a tensor of shape {tuple(held.tensor.shape)} that backward needs was changed in place after forward: it is at "
+                           f"version {held.tensor._version}, expected {held.version}; change a copy, or step after backward")
+    return held.tensor
+
+
+def _plain(t: Any) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)   # type: ignore[call-overload,no-any-return]
