@@ -23,14 +23,19 @@ def error(mine: torch.Tensor, truth: torch.Tensor) -> float:
     return ((mine - truth).abs().max() / truth.abs().max().clamp(min=1e-300)).item() if truth.numel() else 0.0
 
 
-def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL, **options) -> None:
-    """Split `make()` over ranks; `run(model) -> (logits, loss)`, logits or None, must give what the plain model does."""
+def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL,
+                 before: Callable = lambda world: None) -> None:
+    """Split `make()` over ranks; `run(model) -> (logits, loss)`, logits or None, must give what the plain model does.
+
+    before: called with each rank's world first
+    """
     plain = make()
     logits, loss = run(plain)
     loss.backward()
 
     def body(world):
-        model = rl.tensor_parallel(make(), plan, world, **options)
+        before(world)
+        model = rl.tensor_parallel(make(), plan, world)
         seen, value = run(model)
         value.backward()
         return seen, value.detach(), whole_gradients(model, world), full_state_dict(model, world)

@@ -1,12 +1,17 @@
 """Our own GPT over tensor ranks is the plain one: logits, loss, every gradient, whatever does not divide."""
 
+import random
+import time
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
+from rankloom.models.config import MoEConfig
 from rankloom.models.generate import generate
-from split_model import expect_equal
+from split_model import RTOL, error, expect_equal, whole_gradients
 
 
 def make(seed: int = 3, dtype: torch.dtype = torch.float64, **shape) -> rl.GPT:
@@ -85,8 +90,6 @@ def test_gradients_accumulate_over_micro_batches(ranks):
 
 
 def test_recomputed_activations_change_nothing():
-    from torch.utils.checkpoint import checkpoint
-
     def recompute(model):
         for block in model.blocks:
             plain = block.forward
@@ -149,3 +152,56 @@ def test_a_split_model_writes_the_same_text(kv_heads):
     for ranks in (2, 4):
         for text in rl.simulate(ranks, lambda world: write(rl.tensor_parallel(make(kv_heads=kv_heads), None, world))):
             assert torch.equal(text, truth)
+
+
+def late(world: rl.World) -> None:
+    """A random pause before every collective: a missing wait, or ranks in another order, shows."""
+    pause, plain = random.Random(world.rank), type(world)._collect
+
+    def collect(*args, **kwargs):
+        time.sleep(pause.random() / 500)
+        return plain(world, *args, **kwargs)
+
+    world._collect = collect
+
+
+@pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
+def test_late_ranks_change_nothing(plan):
+    expect_equal(3, lambda: make(kv_heads=1), run, plan=getattr(make(), plan), before=late)
+
+
+def split_and_run(world: rl.World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """At the top of the module, so that a process can be told to run it."""
+    model = rl.tensor_parallel(make(kv_heads=1, vocab_size=37), make().tp_sequence_plan, world)
+    loss = run(model)[1]
+    loss.backward()
+    return loss.detach(), whole_gradients(model, world)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_processes_are_one_process(backend):
+    plain = make(kv_heads=1, vocab_size=37)
+    loss = run(plain)[1]
+    loss.backward()
+    for value, grads in rl.spawn(2, split_and_run, backend=backend):
+        assert error(value, loss.detach()) < RTOL
+        for name, param in plain.named_parameters():
+            assert error(grads[name], param.grad) < RTOL, name
+
+
+def test_experts_stay_whole_where_attention_is_split():
+    expect_equal(3, lambda: make(moe=MoEConfig(experts=4, top_k=2, ffn=12)), run)
+
+
+def test_fp32_and_bf16_are_off_by_their_roundings_only():
+    truth = run(make())[1]
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        def body(world, dtype=dtype):
+            model = rl.tensor_parallel(make(dtype=dtype), None, world)
+            loss = run(model)[1]
+            loss.backward()
+            assert all(p.grad.dtype == dtype for p in model.parameters())
+            return loss.detach()
+
+        for loss in rl.simulate(2, body):
+            torch.testing.assert_close(loss.double(), truth.detach(), rtol=rtol, atol=0)
