@@ -1,0 +1,30 @@
+"""A GPT as a list of pieces that run one after the other, for whoever cuts it into stages. Names are those of the whole model."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankloom.models.gpt import GPT, Rotary
+from rankloom.models.loss import Kernel, chunked_cross_entropy, count_targets
+
+
+def gpt_pieces(model: GPT) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
+    """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> what `gpt_loss` takes."""
+    # The functions hold their own modules only: a rank that keeps one stage must be able to let go of the rest.
+    embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
+    head = model.head or embedding
+    return [({"embedding": embedding, "embedding_dropout": dropout}, lambda tokens: dropout(embedding(tokens))),
+            *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary)) for i, block in enumerate(model.blocks)),
+            ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: (norm(x), head.weight))]
+
+
+def _run_block(block: nn.Module, rotary: Rotary, x: Tensor) -> Tensor:
+    cos, sin = rotary(0, x.shape[1])
+    return block(x, cos, sin)   # type: ignore[no-any-return]
+
+
+def gpt_loss(output: tuple[Tensor, Tensor], targets: Tensor, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
+    """What the last piece gives, hidden [B, T, W] and the output matrix [V, W], against targets [B, T] -> (sum of the loss, count)."""
+    return chunked_cross_entropy(*output, targets, kernel=kernel), count_targets(targets)

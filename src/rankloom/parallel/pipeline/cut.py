@@ -1,0 +1,102 @@
+"""Cut a model into stages: pieces that run one after the other, dealt out so that no stage is much slower than the others.
+
+A piece is some modules under their names in the model, and a function that runs them. A stage keeps these names, so that its
+parameters are called as in the whole model, and checkpoints do not depend on the cut.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.runtime import Tied
+
+Piece = tuple[Mapping[str, nn.Module | nn.Parameter], Callable[..., Any]]
+
+
+class Stage(nn.Module):
+    """Some pieces, run one after the other."""
+
+    def __init__(self, pieces: Sequence[Piece]):
+        super().__init__()
+        self._runs = [run for _, run in pieces]
+        for parts, _ in pieces:
+            for name, part in parts.items():
+                _place(self, name, part)
+
+    def forward(self, *values: Any) -> Any:
+        """What the pieces make of it; several values go from one to the next as several arguments."""
+        for run in self._runs:
+            output = run(*values)
+            values = output if isinstance(output, tuple) else (output,)
+        return values if len(values) > 1 else values[0]
+
+
+def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
+    """The modules of these names, each of which takes what the one before returns.
+
+    raises: AttributeError for a name that the model has not
+    """
+    return [({name: module}, module) for name in names for module in [model.get_submodule(name)]]
+
+
+def make_stages(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[Stage]:
+    """Stages of so many pieces each. raises: ConfigError"""
+    if sum(sizes) != len(pieces) or min(sizes) < 1:
+        raise ConfigError(f"stages of {list(sizes)} pieces: expected {len(pieces)} pieces in all, and one or more in each")
+    ends = list(accumulate(sizes))
+    return [Stage(pieces[end - size:end]) for size, end in zip(sizes, ends)]
+
+
+def find_tied(stages: Sequence[nn.Module]) -> list[Tied]:
+    """Parameters that stand in several stages, such as an embedding that is the head too. Ask before stages are moved or copied."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(stages):
+        for name, param in module.named_parameters():
+            places.setdefault(id(param), []).append((stage, name))
+    return [tuple(found) for found in places.values() if len(found) > 1]
+
+
+def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | None = None, limit: float = float("inf")) -> list[int]:
+    """How many pieces each stage gets so that the slowest stage is as fast as can be.
+
+    times:  what each piece takes; memory: what it needs, no stage more than `limit`
+    raises: ConfigError when there are fewer pieces than stages, or no cut keeps the limit
+
+    >>> balance([1, 1, 1, 1, 4], stages=3)
+    [2, 2, 1]
+    """
+    n = len(times)
+    if not 1 <= stages <= n:
+        raise ConfigError(f"{stages} stages for a model of {n} pieces: each stage takes one piece or more; use fewer stages, or cut finer")
+    memory = memory or [0.0] * n
+    until, held = [0.0, *accumulate(times)], [0.0, *accumulate(memory)]
+    # (slowest, sum of squares) of the best cut of the first `end` pieces; squares, so that the rest is even too
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for _ in range(stages):
+        longer: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(1, n + 1):
+            fits = [(max(slow, t), squares + t * t, [*sizes, end - start]) for start, (slow, squares, sizes) in best.items()
+                    if start < end and held[end] - held[start] <= limit for t in [until[end] - until[start]]]
+            if fits:
+                longer[end] = min(fits)
+        best = longer
+    if n not in best:
+        raise ConfigError(f"no cut into {stages} stages keeps each within {limit:g} of memory; the pieces need {sum(memory):g} in all, "
+                          f"the largest {max(memory):g}: use more stages")
+    return best[n][2]
+
+
+def _place(root: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:
+    """Register a module or a parameter under a dotted name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    if isinstance(part, nn.Parameter):
+        root.register_parameter(last, part)
+    else:
+        root.add_module(last, part)

@@ -1,0 +1,191 @@
+"""What travels between stages on different ranks: activations forth, gradients back.
+
+Plan of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
+a stage meets micro-batches of such shapes; afterwards both sides know them, and the receiver opens its next receives before
+it needs them, so that bytes arrive while it computes. Sends never wait; their memory is let go once a later message from
+the same neighbour proves that they have arrived.
+
+Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.parallel.pipeline.actions import Action, Plan, needs
+from rankloom.world.group import Group, Handle
+
+Values = list[Tensor | None]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+          torch.uint8, torch.bool, torch.complex64, torch.complex128)
+HEADER = 64      # numbers of a header
+TENSORS = 15     # of a message, at most
+AHEAD = 2        # receives that are open before they are needed
+
+
+class Shape(NamedTuple):
+    """Of a tensor that is on its way; a gradient is wanted for it or not."""
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+    gradient: bool
+
+
+class Messages:
+    """The messages of one rank in a step. `begin`, then `send` and `receive` in the plan's order, then `finish`."""
+
+    def __init__(self, group: Group, plan: Plan):
+        self.group, self.plan = group, plan
+        self._arrived = proven_arrivals(plan, group.rank)
+        self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by way, receiving stage, kind of micro-batch
+        self._numbers: dict[Hashable, int] = {}
+        self._kinds: Sequence[int] = ()      # of this step's micro-batches
+        self._next: deque[Action] = deque()
+        self._open: dict[Action, tuple[Values, list[Handle]]] = {}
+        self._sent: dict[Action, list[tuple[Handle, Tensor]]] = {}
+
+    def begin(self, actions: Sequence[Action], kinds: Sequence[Hashable]) -> None:
+        """A step of these actions. kinds: of each micro-batch what its shapes follow from; the same on every rank"""
+        self._kinds = [self._numbers.setdefault(kind, len(self._numbers)) for kind in kinds]
+        self._open.clear()
+        self._sent.clear()
+        self._next = deque(action for action in actions if action.kind.startswith("RECV"))
+        self._open_ahead()
+
+    def send(self, action: Action, values: Values) -> None:
+        """Let the tensors leave. A `None` in a message whose shapes the receiver knows travels as zeros.
+
+        raises: ShapeMismatch when a stage's output differs from an earlier one of equal input, ConfigError for more than a header holds
+        """
+        way, stage = action.kind[-1], _receiver(action).stage
+        kind = self._kinds[action.microbatch or 0]
+        known, shapes = self._known.get((way, stage, kind)), [_shape(value) for value in values]
+        sent = self._sent[action] = []
+        if known is None:
+            sent.append(self._start(_header(shapes, action).to(self.group.device), action, self._tag(way, stage, kind, TENSORS)))
+            self._learn(way, stage, kind, shapes)
+        elif any(shape is not None and shape != expected for shape, expected in zip(shapes, known, strict=True)):
+            raise ShapeMismatch(f"{self.group.where(str(action))}: the stage gave {shapes}, and {known} for an earlier micro-batch of "
+                                "the same shapes; neither shapes nor what needs a gradient may depend on anything else. If you have "
+                                "frozen or thawed parameters, build the pipeline anew")
+        for index, value in enumerate(values):
+            if value is None and known and (expected := known[index]):
+                value = torch.zeros(expected.dims, dtype=expected.dtype, device=self.group.device)
+            if value is not None and value.numel():
+                sent.append(self._start(value.detach().contiguous(), action, self._tag(way, stage, action.microbatch or 0, index)))
+
+    def receive(self, action: Action) -> Values:
+        """Wait for the tensors; those that want a gradient are leaves that require one."""
+        if action not in self._open:
+            self._post(action)
+        values, handles = self._open.pop(action)
+        for handle in handles:
+            handle.wait()
+        for arrived in self._arrived.get(action, ()):
+            self._settle(arrived)
+        self._open_ahead()
+        return values
+
+    def skip(self, action: Action) -> None:
+        """This receive is not needed: nothing was sent."""
+        self._next.remove(action)
+        self._open_ahead()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for action in list(self._sent):
+            self._settle(action)
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self, x: Tensor, action: Action, tag: int) -> tuple[Handle, Tensor]:
+        to = self.plan.owner[_receiver(action).stage]
+        return self.group.send(x, to, tag=tag, label=str(action), async_op=True), x
+
+    def _settle(self, action: Action) -> None:
+        for handle, _ in self._sent.pop(action, ()):
+            handle.wait()
+
+    def _open_ahead(self) -> None:
+        while self._next and len(self._open) < AHEAD and self._key(self._next[0]) in self._known:
+            self._post(self._next[0])
+
+    def _post(self, action: Action) -> None:
+        """Open a receive; where the shapes are not known, wait for them first."""
+        way, stage, kind = self._key(action)
+        frm = self.plan.owner[needs(action, self.plan)[0].stage]
+        shapes = self._known.get((way, stage, kind))
+        if shapes is None:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
+            shapes = _read(self.group.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}").tolist())
+            self._learn(way, stage, kind, shapes)
+        device, m, label = self.group.device, action.microbatch or 0, str(action)
+        values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient) for s in shapes]
+        handles = [self.group.recv(value.detach(), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
+                   for index, value in enumerate(values) if value is not None and value.numel()]
+        self._open[action] = values, handles
+        self._next.remove(action)
+
+    def _key(self, action: Action) -> tuple[str, int, int]:
+        return action.kind[-1], action.stage, self._kinds[action.microbatch or 0]
+
+    def _learn(self, way: str, stage: int, kind: int, shapes: list[Shape | None]) -> None:
+        """Remember whole messages only: one with a gap, where a gradient is missing, may be without it next time."""
+        if None not in shapes:
+            self._known[way, stage, kind] = shapes
+
+    def _tag(self, way: str, stage: int, number: int, index: int) -> int:
+        return ((number * self.plan.stages + stage) * 2 + (way == "B")) * (TENSORS + 1) + index
+
+
+def proven_arrivals(plan: Plan, rank: int) -> dict[Action, list[Action]]:
+    """What a receive of `rank` proves: its own sends that the neighbour must have received before it sent this."""
+    place = {action: number for actions in plan.ranks for number, action in enumerate(actions)}
+    proven: dict[Action, list[Action]] = {}
+    leaving: list[Action] = []
+    for action in plan.ranks[rank]:
+        if action.kind.startswith("SEND"):
+            leaving.append(action)
+        elif action.kind.startswith("RECV"):
+            answer = needs(action, plan)[0]
+            neighbour = plan.owner[answer.stage]
+            proven[action] = [sent for sent in leaving
+                              if plan.owner[_receiver(sent).stage] == neighbour and place[_receiver(sent)] < place[answer]]
+            leaving = [sent for sent in leaving if sent not in proven[action]]
+    return proven
+
+
+def _receiver(sent: Action) -> Action:
+    """The receive at the other end."""
+    return Action(f"RECV_{sent.kind[-1]}", sent.stage + (1 if sent.kind == "SEND_F" else -1), sent.microbatch)
+
+
+def _shape(value: Tensor | None) -> Shape | None:
+    return None if value is None else Shape(value.dtype, tuple(value.shape), value.requires_grad)
+
+
+def _header(shapes: list[Shape | None], action: Action) -> Tensor:
+    """How many, then of each: its dtype (-1: there is none), whether a gradient is wanted, how many dims, and these."""
+    numbers = [len(shapes)]
+    for shape in shapes:
+        if shape and shape.dtype not in DTYPES:
+            raise ConfigError(f"{action}: a tensor of {shape.dtype} cannot go from stage to stage; convert it to one of {DTYPES}")
+        numbers += [DTYPES.index(shape.dtype), int(shape.gradient), len(shape.dims), *shape.dims] if shape else [-1, 0, 0]
+    if len(shapes) > TENSORS or len(numbers) > HEADER:
+        raise ConfigError(f"{action}: {len(shapes)} tensors of {sum(len(s.dims) for s in shapes if s)} dims in all are more than one "
+                          f"message from stage to stage holds: {TENSORS} tensors, {HEADER} numbers to describe them")
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+
+
+def _read(numbers: list[int]) -> list[Shape | None]:
+    shapes: list[Shape | None] = []
+    at = 1
+    for _ in range(numbers[0]):
+        dtype, gradient, dims = numbers[at:at + 3]
+        at += 3 + dims
+        shapes.append(Shape(DTYPES[dtype], tuple(numbers[at - dims:at]), bool(gradient)) if dtype >= 0 else None)
+    return shapes

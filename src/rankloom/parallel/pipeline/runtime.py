@@ -1,0 +1,222 @@
+"""Run a plan: one small interpreter that knows what each action does, and nothing about schedules.
+
+A stage's forward keeps its inputs and outputs until its backward. Values cross a border between two stages: handed over where
+both are on this rank, else sent and received by the plan's own actions (messages.py). In the end gradients of parameters that
+stand on several ranks are summed, and every rank learns the loss. Read actions.py, messages.py and split.py before.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import BatchError, ConfigError, LossError
+from rankloom.parallel.pipeline.actions import Action, Plan
+from rankloom.parallel.pipeline.check import check
+from rankloom.parallel.pipeline.messages import Messages, Values
+from rankloom.parallel.pipeline.passes import with_messages
+from rankloom.parallel.pipeline.split import Product, deferring, finish
+from rankloom.world.group import Group
+
+Loss = Callable[[Any, Any], tuple[Tensor, Any]]
+MicroBatch = tuple[Any, Any]              # what stage 0 is called with: a tensor or several; and what the loss compares with
+Tied = tuple[tuple[int, str], ...]        # stages and the name that one and the same parameter has in each
+
+
+class _Live(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    products: list[Product]
+
+
+class Pipeline:
+    """The stages of one rank, and how they run a step together with those of the others.
+
+    stages: this rank's modules by stage, as `plan.held_by(group.rank)` says; each takes what the one before returns:
+            a tensor, or several
+    loss:   loss(what the last stage returns, the micro-batch's second part) -> (sum, count)
+    tied:   parameters that stand in several stages (cut.py finds them); their gradients are summed over ranks
+    gather, reduce: what GATHER and REDUCE of a plan with such actions call, with the stage's number
+    raises: ConfigError for a plan that is not right, or not for this group
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], group: Group, plan: Plan, loss: Loss, *, tied: Sequence[Tied] = (),
+                 gather: Callable[[int], None] | None = None, reduce: Callable[[int], None] | None = None):
+        self.plan = with_messages(plan)
+        self.stages, self.group, self.loss = dict(stages), group, loss
+        self._expect_fit()
+        self._do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
+                    "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
+                    **self._around(GATHER=gather, REDUCE=reduce)}
+        self._tied = [each for each in tied if len({self.plan.owner[stage] for stage, _ in each}) > 1]
+        self._split = {action.stage for action in self.plan.ranks[group.rank] if action.kind == "W"}
+        self._messages = Messages(group, self.plan)
+        self._step: Sequence[MicroBatch] = ()
+        self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
+        self._live: dict[tuple[int, int | None], _Live] = {}
+        self._border: dict[tuple[str, int, int | None], Values] = {}  # by way, upper stage of the border, micro-batch
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward of all micro-batches, which every rank is given alike; gradients are added to `.grad`, of the loss *sum*.
+
+        returns: fp64 [sum of the loss, count], on every rank
+        raises:  BatchError when there are not as many as the plan is made for; LossError
+        """
+        if len(microbatches) != self.plan.microbatches:
+            raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of {self.plan.microbatches}; "
+                             "make the plan for the number there is")
+        totals = self._run(self.plan.ranks[self.group.rank], microbatches)
+        self._sum_tied()
+        return totals
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
+        """Forward only, any number of micro-batches. returns: fp64 [sum of the loss, count], on every rank"""
+        forward = [action for action in self.plan.ranks[self.group.rank] if action.kind in ("F", "SEND_F", "RECV_F", "GATHER")]
+        totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(microbatches), self.plan.microbatches):
+            some = microbatches[first:first + self.plan.microbatches]
+            totals += self._run([a for a in forward if a.microbatch is None or a.microbatch < len(some)], some)
+        return totals
+
+    # ------------------------------------------------------------------ a step
+
+    def _run(self, actions: Sequence[Action], microbatches: Sequence[MicroBatch]) -> Tensor:
+        self._step = microbatches
+        self._totals = torch.zeros_like(self._totals)
+        self._live.clear()     # of a step that failed
+        self._border.clear()
+        self._messages.begin(actions, [_shapes(inputs) for inputs, _ in microbatches])
+        for action in actions:
+            self._do[action.kind](action)
+        self._messages.finish()
+        return self.group.all_reduce(self._totals, label="loss of the step")
+
+    def _forward(self, action: Action) -> None:
+        stage, m = action.stage, action.microbatch or 0
+        inputs = _as_list(self._border.pop(("F", stage, m)) if stage else self._step[m][0], "a micro-batch")
+        products: list[Product] = []
+        if stage in self._split:
+            with deferring(products):
+                outputs = self._compute(stage, m, inputs)
+        else:
+            outputs = self._compute(stage, m, inputs)
+        if torch.is_grad_enabled():
+            self._live[stage, m] = _Live(inputs, outputs, products)
+        if stage < self.plan.stages - 1:
+            self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
+
+    def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> list[Tensor]:
+        """The stage's outputs; of the last one the loss."""
+        output = self.stages[stage](*inputs)
+        if stage < self.plan.stages - 1:
+            return _as_list(output, f"stage {stage}")
+        returned = self.loss(output, self._step[m][1])
+        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
+            raise LossError(f"{self.group.where(f'F{m}@{stage}')}: the loss function returned {returned!r:.200}, expected (sum, count): "
+                            "the loss summed over items, a tensor of no dims, and how many items that were")
+        self._totals[0] += returned[0].detach()
+        self._totals[1] += float(returned[1])
+        return [returned[0]]
+
+    def _backward(self, action: Action) -> None:
+        """Towards the inputs, and with `B` the weights' products too."""
+        stage, m = action.stage, action.microbatch
+        live = self._live[stage, m]
+        grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else [torch.ones_like(live.outputs[0])]
+        wanted = [(y, grad) for y, grad in zip(live.outputs, grads) if y.requires_grad and grad is not None]
+        if wanted:
+            torch.autograd.backward([y for y, _ in wanted], [grad for _, grad in wanted])
+        if stage:
+            self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
+        self._live[stage, m] = live._replace(inputs=[], outputs=[])
+        if action.kind == "B":
+            self._weights(action)
+
+    def _weights(self, action: Action) -> None:
+        finish(self._live.pop((action.stage, action.microbatch)).products)
+
+    def _send(self, action: Action) -> None:
+        way, stage = action.kind[-1], action.stage
+        values = self._border.pop((way, stage + (way == "F"), action.microbatch))
+        if values:   # no gradient that anybody wants: no message
+            self._messages.send(action, values)
+
+    def _receive(self, action: Action) -> None:
+        way, stage, m = action.kind[-1], action.stage, action.microbatch
+        if way == "B" and not _trained(self._live[stage, m].outputs):
+            self._messages.skip(action)
+            self._border["B", stage + 1, m] = []
+        else:
+            self._border[way, stage + (way == "B"), m] = self._messages.receive(action)
+
+    def _sum_tied(self) -> None:
+        """Every rank that holds a tied parameter sends its gradient to the others, two at a time; all add in the order of ranks."""
+        for places in self._tied:
+            held = {self.plan.owner[stage]: (stage, name) for stage, name in reversed(places)}
+            if self.group.rank not in held:
+                continue
+            stage, name = held[self.group.rank]
+            param = self.stages[stage].get_parameter(name)
+            if param.requires_grad:
+                self._sum_over(param, sorted(held))
+
+    def _sum_over(self, param: nn.Parameter, ranks: list[int]) -> None:
+        mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+        used = torch.tensor([param.grad is not None], device=param.device)
+        parts: dict[int, Sequence[Tensor]] = {self.group.rank: (mine, used)}
+        for low, high in combinations(ranks, 2):   # the same order everywhere, so that nobody waits in a circle
+            if self.group.rank in (low, high):
+                other = low + high - self.group.rank
+                parts[other] = [self.group.exchange(x, other, torch.empty_like(x), other, label="tied parameter") for x in (mine, used)]
+        if any(bool(flag) for _, flag in parts.values()):
+            param.grad = torch.stack([parts[rank][0] for rank in ranks]).sum(0)
+
+    # ------------------------------------------------------------------ before
+
+    def _expect_fit(self) -> None:
+        check(self.plan)
+        if len(self.plan.ranks) != self.group.size:
+            raise ConfigError(f"{self.group.where('pipeline')}: a schedule for {len(self.plan.ranks)} ranks in a group "
+                              f"of {self.group.size}")
+        held = self.plan.held_by(self.group.rank)
+        if set(held) != self.stages.keys():
+            raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
+                              f"{list(held)} on this rank")
+
+    def _around(self, **functions: Callable[[int], None] | None) -> dict[str, Callable[[Action], None]]:
+        used = {action.kind for actions in self.plan.ranks for action in actions}
+        for kind in (kind for kind, function in functions.items() if function is None and kind in used):
+            raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do with {kind.lower()}=")
+        return {kind: partial(_of_stage, function) for kind, function in functions.items() if function}
+
+
+def _of_stage(function: Callable[[int], None], action: Action) -> None:
+    function(action.stage)
+
+
+def _as_list(value: Any, what: str) -> list[Tensor]:
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    if not all(isinstance(each, Tensor) for each in values):
+        raise ConfigError(f"{what} gives {', '.join(type(each).__name__ for each in values)}; "
+                          "stages take and return tensors, one or several")
+    return values
+
+
+def _leaf(y: Tensor) -> Tensor:
+    """The same numbers for the next stage, where a gradient may end."""
+    return y.detach().requires_grad_(y.requires_grad)
+
+
+def _trained(values: Sequence[Tensor | None]) -> bool:
+    return any(value is not None and value.requires_grad for value in values)
+
+
+def _shapes(inputs: Any) -> tuple[Any, ...]:
+    """What the shapes at all borders follow from."""
+    return (torch.is_grad_enabled(), *((x.dtype, tuple(x.shape)) for x in _as_list(inputs, "a micro-batch")))

@@ -1,0 +1,397 @@
+"""The runtime: under every schedule, gradients and loss equal one process.
+
+Why 1e-12: the same terms are added in another order only where gradients of a tied parameter meet, and where a weight's product
+is made from rows that are laid out differently; sums of fewer than 200 terms in fp64 (see test_equivalence.py).
+"""
+
+import random
+import time
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rankloom as rl
+from awkward import make_batches, make_model
+from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.parallel.pipeline.actions import parse_plan
+from rankloom.parallel.pipeline.check import peak_live
+from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
+from rankloom.parallel.pipeline.messages import proven_arrivals
+from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, with_messages
+from rankloom.parallel.pipeline.runtime import Pipeline
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+
+RTOL = 1e-12
+CHUNKS = {name: schedule.fewest for name, schedule in SCHEDULES.items()}
+
+
+def make_gpt(tie: bool = True) -> GPT:
+    config = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=6, heads=2, kv_heads=1, ffn=12, tie=tie)
+    return GPT(config, seed=3, dtype=torch.float64)
+
+
+def token_batches(count: int, vocab: int = 19, lengths=(8,)):
+    """Of different lengths, some targets not counted, so that micro-batches weigh differently."""
+    draw = torch.Generator().manual_seed(11)
+    batches = []
+    for number in range(count):
+        tokens = torch.randint(1, vocab, (2, lengths[number % len(lengths)]), generator=draw)
+        targets = tokens.roll(-1, 1)
+        targets[:, -1 - number % 3:] = -100
+        batches.append((tokens, targets))
+    return batches
+
+
+def one_process(pieces, loss, batches):
+    """The truth: the whole model, one micro-batch after the other."""
+    (whole,) = make_stages(pieces, [len(pieces)])
+    totals = torch.zeros(2, dtype=torch.float64)
+    for inputs, targets in batches:
+        total, count = loss(whole(inputs), targets)
+        total.backward()
+        totals += torch.tensor([total.item(), float(count)], dtype=torch.float64)
+    return totals, {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+
+
+def run(world, build, loss, plan, batches, steps: int = 1, change=lambda stages: None, **options):
+    """Steps of a pipeline on this rank: totals of the last, and the gradients of its stages by name."""
+    pieces = build()
+    stages = make_stages(pieces, balance([1.0] * len(pieces), plan.stages))
+    change(stages)
+    held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
+    pipeline = Pipeline(held, world, plan, loss, tied=find_tied(stages), **options)
+    for _ in range(steps):
+        for stage in held.values():
+            stage.zero_grad()
+        totals = pipeline.step(batches)
+    return totals, {name: p.grad for stage in held.values() for name, p in stage.named_parameters(remove_duplicate=False)}
+
+
+def expect_equal(results, expected):
+    totals, grads = expected
+    seen = set()
+    for mine, held in results:
+        torch.testing.assert_close(mine, totals, rtol=RTOL, atol=0)
+        for name, grad in held.items():
+            seen.add(name)
+            if grads[name] is None:
+                assert grad is None, f"{name} should have no gradient"
+                continue
+            assert grad is not None, f"{name} has no gradient"
+            bound = RTOL * grads[name].abs().max().item()
+            torch.testing.assert_close(grad, grads[name], rtol=RTOL, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+    assert seen == grads.keys(), "no parameter was left out"
+
+
+def expect_gpt_equal(name, ranks, microbatches, tie=True, lengths=(8,), **options):
+    plan = make_plan(name, ranks * CHUNKS[name], microbatches)
+    batches = token_batches(microbatches, lengths=lengths)
+    results = rl.simulate(ranks, lambda w: run(w, lambda: gpt_pieces(make_gpt(tie)), gpt_loss, plan, batches, **options))
+    expect_equal(results, gpt_alone(microbatches, tie, lengths))
+
+
+@cache
+def gpt_alone(microbatches, tie=True, lengths=(8,)):
+    return one_process(gpt_pieces(make_gpt(tie)), gpt_loss, token_batches(microbatches, lengths=lengths))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_and_loss_of_a_gpt_equal_one_process(name, ranks):
+    for microbatches in (1, 2, 5, 8)[:1 + ranks]:
+        expect_gpt_equal(name, ranks, microbatches)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_micro_batches_may_have_different_lengths(name):
+    expect_gpt_equal(name, 2, 7, lengths=(8, 3, 5, 3))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_an_untied_head_is_left_alone(name):
+    expect_gpt_equal(name, 3, 4, tie=False)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_a_second_step_with_known_shapes_equals_the_first(name):
+    expect_gpt_equal(name, 3, 5, steps=3, lengths=(8, 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_it_runs_over_shared_memory_too(name):
+    plan, batches = make_plan(name, 3 * CHUNKS[name], 6), token_batches(6)
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2), backend="rankloom")
+    expect_equal(results, gpt_alone(6))
+
+
+# ---------------------------------------------------------------------- the awkward model
+
+
+def awkward_pieces():
+    """Four pieces between which two tensors travel, one of them without a gradient; see awkward.py for what is awkward."""
+    model = make_model()
+
+    def embed(tokens):
+        return model.embed(tokens) + model.rows(tokens), (tokens == 0).any(dim=1)
+
+    def middle(x, rows):
+        return x + model.drop(model.out(torch.tanh(model.hidden(model.frozen(x))))), rows
+
+    def sometimes(x, rows):
+        return (x + rows[:, None, None] * model.sometimes(x), rows) if rows.any() else (x, rows)
+
+    def head(x, rows):
+        return model.head(x * model.scale)
+
+    named = [["embed", "rows"], ["frozen", "hidden", "drop", "out", "unused"], ["sometimes"], ["scale", "head"]]
+    return [({name: getattr(model, name) for name in names}, function) for names, function in zip(named, (embed, middle, sometimes, head))]
+
+
+def awkward_loss(logits, targets):
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in SCHEDULES for ranks in (1, 2, 3, 4) if ranks * CHUNKS[name] <= 4])
+def test_the_awkward_model_equals_one_process(name, ranks):
+    """Tied, frozen, unused and conditional parameters, a parameter of no module, a border of two tensors."""
+    batches = [tuple(t[start:start + 5] for t in make_batches(1)[0]) for start in range(0, 25, 5)]
+    plan = make_plan(name, ranks * CHUNKS[name], len(batches))
+    results = rl.simulate(ranks, lambda w: run(w, awkward_pieces, awkward_loss, plan, batches, steps=2))
+    expect_equal(results, one_process(awkward_pieces(), awkward_loss, batches))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_a_tied_parameter_that_is_frozen_stays_without_a_gradient(name):
+    def frozen():
+        pieces = awkward_pieces()
+        pieces[0][0]["embed"].requires_grad_(False)
+        return pieces
+
+    batches = make_batches(2)
+    results = rl.simulate(2, lambda w: run(w, frozen, awkward_loss, make_plan(name, 2, 2), batches))
+    expect_equal(results, one_process(frozen(), awkward_loss, batches))
+
+
+def test_where_nothing_below_is_trained_no_gradient_travels():
+    def frozen_below():
+        pieces = awkward_pieces()
+        for parts, _ in pieces[:2]:
+            for part in parts.values():
+                part.requires_grad_(False)
+        return pieces
+
+    def body(world):
+        result = run(world, frozen_below, awkward_loss, plan, batches)
+        before = world.ledger.messages
+        return result, before
+
+    plan, batches = make_plan("1f1b", 2, 3), make_batches(3)
+    results = rl.simulate(2, body)
+    expect_equal([result for result, _ in results], one_process(frozen_below(), awkward_loss, batches))
+    forth, back = (messages for _, messages in results)
+    assert forth - back == 3 * 2 + 1, "two tensors of each micro-batch and one header; all else is sent by both"
+
+
+def test_a_stage_that_ignores_its_input_leaves_those_below_without_a_gradient():
+    def deaf():
+        first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        return [({"first": first}, first), ({"second": second}, lambda x: second(torch.ones_like(x)) + 0 * x.detach())]
+
+    batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 3
+    torch.manual_seed(0)
+    for totals, grads in rl.simulate(2, lambda w: run(w, deaf, lambda y, _: (y.sum(), 1), make_plan("1f1b", 2, 3), batches, steps=2)):
+        assert totals[1] == 3
+        assert all((grad is None) == name.startswith("first") for name, grad in grads.items())
+
+
+# ---------------------------------------------------------------------- what it promises
+
+
+def test_a_known_border_costs_one_message_each_way_and_a_new_one_a_header_more():
+    plan, batches = make_plan("1f1b", 4, 8), token_batches(8)
+
+    def body(world):
+        counts = []
+        stages = make_stages(gpt_pieces(make_gpt(tie=False)), [2, 2, 2, 2])
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, plan, gpt_loss)
+        for _ in range(2):
+            before = world.ledger.messages, world.ledger.bytes
+            pipeline.step(batches)
+            counts.append((world.ledger.messages - before[0], world.ledger.bytes - before[1]))
+        return counts
+
+    totals = 2 * 3, 2 * 16 * 3 // 4               # the all-reduce of (sum, count) over 4 ranks
+    for rank, (first, second) in enumerate(rl.simulate(4, body)):
+        borders = (rank > 0) + (rank < 3)
+        assert second == (borders * 8 + totals[0], borders * 8 * (2 * 8 * 8 * 8) + totals[1])
+        assert first == (second[0] + borders, second[1] + borders * 64 * 8)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+def test_no_more_activations_live_than_the_plan_says(name):
+    plan, batches = make_plan(name, 3 * CHUNKS[name], 8), token_batches(8)
+
+    def body(world):
+        stages = make_stages(gpt_pieces(make_gpt()), balance([1.0] * 8, plan.stages))
+        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
+        pipeline, seen = Pipeline(held, world, plan, gpt_loss), []
+        for stage in held.values():
+            stage.register_forward_hook(lambda *_: seen.append(len(pipeline._live) + 1))
+        pipeline.step(batches)
+        assert not pipeline._live and not pipeline._border and not pipeline._messages._sent
+        return max(seen)
+
+    assert rl.simulate(3, body) == [peak_live(actions) for actions in plan.ranks]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_sent_tensors_are_let_go_while_the_step_goes_on(name):
+    plan = with_messages(make_plan(name, 4 * CHUNKS[name], 64))
+    for rank, actions in enumerate(plan.ranks):
+        proven, held, most = proven_arrivals(plan, rank), 0, 0
+        for action in actions:
+            held += action.kind.startswith("SEND") - len(proven.get(action, ()))
+            most = max(most, held)
+        assert most <= 4 * 4 * CHUNKS[name], "depends on the stages, not on 64 micro-batches"
+
+
+def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():
+    plan, batches = make_plan("interleaved", 6, 4), token_batches(7, lengths=(8, 5))
+
+    def body(world):
+        stages = make_stages(gpt_pieces(make_gpt()), balance([1.0] * 8, 6))
+        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
+        pipeline = Pipeline(held, world, plan, gpt_loss, tied=find_tied(stages))
+        pipeline.step(batches[:4])
+        for stage in held.values():
+            stage.zero_grad()
+        totals = pipeline.evaluate(batches)
+        assert all(p.grad is None for stage in held.values() for p in stage.parameters())
+        return totals
+
+    expected, _ = one_process(gpt_pieces(make_gpt()), gpt_loss, batches)
+    for totals in rl.simulate(3, body):
+        torch.testing.assert_close(totals, expected, rtol=RTOL, atol=0)
+
+
+def test_gathers_and_reductions_are_called_where_the_plan_has_them():
+    plan = apply_pass(apply_pass(make_plan("breadth-first", 4, 2), add_gathers), add_reductions)
+    batches, called = token_batches(2), {0: [], 1: []}
+
+    def body(world):
+        log = called[world.rank]
+        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches,
+                   gather=lambda stage: log.append(f"GATHER@{stage}"), reduce=lambda stage: log.append(f"REDUCE@{stage}"))
+
+    expect_equal(rl.simulate(2, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
+    assert called == {rank: [str(a) for a in actions if a.microbatch is None] for rank, actions in enumerate(plan.ranks)}
+
+
+def test_ranks_may_take_micro_batches_in_different_orders():
+    plan = parse_plan("F0@0 F1@0 F2@0 B1@0 B2@0 B0@0\nF2@1 F0@1 B0@1 F1@1 B2@1 B1@1")
+    batches = token_batches(3, lengths=(8, 5, 8))
+    results = rl.simulate(2, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2))
+    expect_equal(results, one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v"])
+def test_random_delays_before_every_message_change_nothing(name):
+    plan, batches = make_plan(name, 3 * CHUNKS[name], 5), token_batches(5, lengths=(8, 4))
+
+    def body(world):
+        draw = random.Random(world.rank)
+        for verb in ("send", "recv"):
+            plain = getattr(world, verb)
+
+            def late(*args, plain=plain, **kwargs):
+                time.sleep(draw.random() * 0.003)
+                return plain(*args, **kwargs)
+
+            setattr(world, verb, late)
+        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2)
+
+    expect_equal(rl.simulate(3, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
+
+
+def in_a_process(world):
+    """At the top of the module, so that a process can be told to run it."""
+    return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, make_plan("zb-v", 4, 5), token_batches(5, lengths=(8, 4)), steps=2)
+
+
+def test_processes_equal_one_process_too():
+    expect_equal(rl.spawn(2, in_a_process), one_process(gpt_pieces(make_gpt()), gpt_loss, token_batches(5, lengths=(8, 4))))
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def small(world, plan, microbatches=2, module=None, loss=lambda y, _: (y.sum(), 1), batches=None, **options):
+    """One step of a plan over linear layers."""
+    module = module or nn.Linear(4, 4)
+    batches = batches or [(torch.ones(2, 4), None)] * microbatches
+    return Pipeline(dict.fromkeys(plan.held_by(world.rank), module), world, plan, loss, **options).step(batches)
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"microbatches": 3}, BatchError, "rank 0: step in group 'world': 3 micro-batches for a schedule of 2; make the plan"),
+    ({"loss": lambda y, _: y.mean()}, LossError, r"F0@0 in group 'world': the loss function returned .*expected \(sum, count\)"),
+    ({"loss": lambda y, _: (y, 1)}, LossError, r"expected \(sum, count\)"),
+    ({"batches": [("text", None)] * 2}, ConfigError, "a micro-batch gives str; stages take and return tensors, one or several"),
+])
+def test_a_mistake_is_refused_with_what_was_expected(options, error, message):
+    with pytest.raises(error, match=message):
+        rl.simulate(1, lambda w: small(w, make_plan("1f1b", 1, 2), **options))
+
+
+def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
+    plans = {"a schedule for 3 ranks in a group of 2": make_plan("1f1b", 3, 2), "stage 0 is on rank 1": parse_plan("F0@0\nB0@0")}
+    for message, plan in plans.items():
+        with pytest.raises(ConfigError, match=message):
+            rl.simulate(2, lambda w, plan=plan: small(w, plan))
+    with pytest.raises(ConfigError, match=r"given stages \[0\], but the schedule has \[0, 1\] on this rank"):
+        rl.simulate(1, lambda w: Pipeline({0: nn.Linear(1, 1)}, w, make_plan("interleaved", 2, 1), None))
+    with pytest.raises(ConfigError, match="the schedule has GATHER actions; say what they do with gather="):
+        rl.simulate(1, lambda w: small(w, apply_pass(make_plan("1f1b", 1, 2), add_gathers)))
+
+
+class Moody(nn.Module):
+    """Gives fewer rows the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)[: 2 if self.calls == 1 else 1]
+
+
+def test_a_stage_whose_output_has_another_shape_for_the_same_input_is_named():
+    with pytest.raises(ShapeMismatch, match=r"rank 0: SEND_F1@0 .*dims=\(1, 4\), gradient=True\).*neither shapes nor what needs"):
+        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2), module=Moody()))
+
+
+class Wide(nn.Module):
+    """Returns something that no header describes."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_):
+        return self.output
+
+
+@pytest.mark.parametrize(("output", "message"), [
+    ({"x": torch.ones(1)}, "stage 0 gives dict"), ((torch.ones(1),) * 16, "16 tensors of 16 dims in all are more than one message"),
+    (torch.ones(1).to(torch.float8_e4m3fn), "a tensor of torch.float8_e4m3fn cannot go from stage to stage"),
+])
+def test_what_cannot_travel_between_stages_is_refused(output, message):
+    with pytest.raises(ConfigError, match=message):
+        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2), module=Wide(output)))

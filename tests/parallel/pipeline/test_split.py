@@ -1,0 +1,97 @@
+"""The backward in two parts: the same gradients, the weights' at the end, nothing computed twice."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rankloom.parallel.pipeline.split import deferring, finish
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.Linear(7, 3)).double()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5), (1, 1, 2, 5)])
+def test_both_parts_make_the_gradients_of_one(shape):
+    plain, mine, products = make(), make(), []
+    x, y = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    plain(x).square().sum().backward()
+    with deferring(products):
+        loss = mine(y).square().sum()
+    loss.backward()
+    torch.testing.assert_close(y.grad, x.grad, rtol=1e-13, atol=0)
+    matrices = {name for name, p in mine.named_parameters() if p.dim() == 2}
+    assert {name for name, grad in gradients(mine).items() if grad is None} == matrices, "all but the matrices is there"
+    finish(products)
+    assert products == []
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(mine)[name], grad, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_are_added_to_what_is_there_and_hooks_run_with_the_second_part():
+    layer, products, seen = nn.Linear(2, 2, bias=False), [], []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    for _ in range(2):
+        with deferring(products):
+            out = layer(torch.ones(1, 2, requires_grad=True))
+        out.sum().backward()
+        before = len(seen)
+        finish(products)
+        assert len(seen) == before + 1
+    assert seen == [4.0, 8.0]
+
+
+def test_no_product_is_made_twice():
+    """Counted: one for the forward, one towards the input, one towards the weight."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, products, x = make(), [], torch.ones(4, 5, dtype=torch.float64, requires_grad=True)
+    with FlopCounterMode(display=False) as plain:
+        model(x).sum().backward()
+    with FlopCounterMode(display=False) as first:
+        with deferring(products):
+            loss = model(x).sum()
+        loss.backward()
+    with FlopCounterMode(display=False) as second:
+        finish(products)
+    assert first.get_total_flops() + second.get_total_flops() == plain.get_total_flops()
+    assert second.get_total_flops() == plain.get_total_flops() / 3
+
+
+def test_a_matrix_used_twice_gets_both_gradients():
+    layer, products = nn.Linear(3, 3, bias=False).double(), []
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(layer(layer(x)).sum(), layer.weight)[0]
+    with deferring(products):
+        out = layer(layer(x))
+    out.sum().backward()
+    finish(products)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("what", ["frozen", "computed", "vector", "no_grad", "input"])
+def test_what_cannot_be_deferred_goes_the_plain_way(what):
+    weight, products = nn.Parameter(torch.ones(3, 3)), []
+    x = torch.ones(3) if what == "vector" else torch.ones(2, 3)
+    x.requires_grad_(what != "input")
+    weight.requires_grad_(what != "frozen")
+    with deferring(products), torch.set_grad_enabled(what != "no_grad"):
+        out = F.linear(x, weight * 2 if what == "computed" else weight)
+    if what != "no_grad":
+        out.sum().backward()
+        assert (x.grad is not None) == (what != "input") and (weight.grad is not None) == (what != "frozen")
+    assert products == []
+
+
+def test_under_autocast_the_plain_way_is_taken():
+    layer, products = nn.Linear(3, 3), []
+    with torch.autocast("cpu", torch.bfloat16), deferring(products):
+        out = layer(torch.ones(2, 3))
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16 and products == [] and layer.weight.grad is not None
