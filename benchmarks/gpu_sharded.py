@@ -1,0 +1,327 @@
+"""Sharding on one GPU: stage 3 beside FSDP2, FP8 beside bf16, a 7B model in 24 GB, four ranks on one device.
+
+    python benchmarks/gpu_sharded.py                          # a CUDA device: all parts
+    python benchmarks/gpu_sharded.py --parts speed,fp8        # of speed, fp8, budget, ranks
+    python benchmarks/gpu_sharded.py --small                  # the same script at toy size, on whatever there is
+
+speed    The 1.24B Llama shape, sequence 4096, batch 4, one rank: ours at stage 3; FSDP2 with compiled blocks (parameters freed after
+         forward, and kept; the better one counts); and FSDP2 with our loss in chunks, to see what that alone is worth.
+fp8      The same model at stage 3 in bf16 and in fp8: tokens/s, and 200 steps on real text (bytes of the standard library's source);
+         the mean loss of the last ten steps is compared.
+budget   A 7B Llama with the allocator limited to 24 GB: stage 3; parameters, gradients and optimizer state in host memory; blocks
+         recomputed.
+ranks    Four ranks on the one device at stage 3, and one rank that holds everything: the same global batch.
+
+Every variant runs in processes of its own, one after another, so that its peak is its own: the allocator's, and where several ranks
+share a device what the device says is in use, less what was in use before there was a model.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import keep, machine, run_ranks, show
+from gpu_single import adamw, plain_step, synchronize
+from torch import nn
+
+import rankloom as rl
+from rankloom.data.corpus import prepare_corpus
+from rankloom.data.loader import Loader, TokenSamples
+from rankloom.models.config import GPTConfig, parameter_count, preset
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss, loss_and_gradient
+
+BUDGET = 24 * 10**9
+WARM_UP = 4
+LAST = 10         # steps whose losses are averaged
+LLAMA_7B = GPTConfig(width=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab_size=32000, seq_len=4096)
+Step = Callable[[tuple], float]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train, and how much of it is run."""
+
+    part: str
+    kind: str                  # "ours", "FSDP2"
+    stage: int = 3
+    ranks: int = 1
+    precision: str = "bf16"
+    keeps: bool = False        # FSDP2: parameters after forward
+    chunked: bool = True       # the loss in chunks, by a compiled kernel
+    text: bool = False         # real text in place of random tokens
+    offload: bool = False      # and recompute, in the budget
+
+
+VARIANTS = {
+    "FSDP2 compiled": Variant("speed", "FSDP2", chunked=False),
+    "FSDP2 compiled, kept": Variant("speed", "FSDP2", keeps=True, chunked=False),
+    "FSDP2 compiled, our loss": Variant("speed", "FSDP2"),
+    "ours, stage 3": Variant("speed", "ours"),
+    "bf16": Variant("fp8", "ours"),
+    "fp8": Variant("fp8", "ours", precision="fp8"),
+    "bf16, text": Variant("fp8", "ours", text=True),
+    "fp8, text": Variant("fp8", "ours", precision="fp8", text=True),
+    "7B in 24 GB": Variant("budget", "ours", offload=True),
+    "1 rank, stage 0": Variant("ranks", "ours", stage=0),
+    "4 ranks, stage 3": Variant("ranks", "ours", ranks=4),
+}
+PEERS = ("FSDP2 compiled", "FSDP2 compiled, kept")
+
+
+def shape(variant: Variant, small: bool) -> tuple[GPTConfig, int]:
+    """The model, and the rows of the global batch."""
+    if small:
+        return preset("1M", vocab_size=512, seq_len=128), 4
+    return (LLAMA_7B, 4) if variant.offload else (preset("1.2B"), 4)
+
+
+# ---------------------------------------------------------------------- one variant, in a process of its own
+
+def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -> Step:
+    """A step of `rl.prepare`; the model of 7B is never whole anywhere."""
+    model = GPT(config, device="meta" if variant.offload else world.device)
+    compile_parts(model, compiled, variant.chunked)
+    memory = {"offload": True, "recompute": "full"} if variant.offload else {}
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0,
+                        precision=variant.precision, **memory)
+    return lambda batch: engine.step(batch).loss
+
+
+def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: bool) -> Step:
+    """A step of torch's fully_shard on a group of one: a unit for each block, one for the rest."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = GPT(config, device=device)
+    compile_parts(model, compiled, variant.chunked)
+    for part in (*model.blocks, model):
+        fully_shard(part, mp_policy=policy, reshard_after_forward=not variant.keeps)
+    optimizer = adamw(model.parameters())
+    return loop(model, optimizer) if variant.chunked else plain_step(model, optimizer)
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """`plain_step` with the loss in chunks."""
+    def step(batch: tuple) -> float:
+        total, count = language_model_loss(model, batch)
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def compile_parts(model: GPT, compiled: bool, chunked: bool) -> None:
+    """Each block, and the loss of a chunk."""
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+        if chunked:
+            model.loss_kernel = torch.compile(loss_and_gradient)
+
+
+def batches(variant: Variant, config: GPTConfig, rows: int, world: rl.World) -> Iterator[tuple]:
+    """This rank's rows of each global batch: real text, or the same random tokens again and again."""
+    if variant.text:
+        with tempfile.TemporaryDirectory() as cache:
+            samples = TokenSamples(prepare_corpus("stdlib", tokenizer="bytes", cache=cache).train, config.seq_len)
+            with Loader(samples, global_batch=rows, rank=world.rank, ranks=world.size, device=world.device) as loader:
+                yield from loader
+    each = rows // world.size
+    text = torch.randint(0, config.vocab_size, (rows, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
+    text = text[world.rank * each:(world.rank + 1) * each].to(world.device)
+    while True:
+        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+class Device:
+    """What the device says is in use, looked up all the time; nothing on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._done = device, threading.Event()
+        self.before = self.most = self._in_use()
+        self._watcher = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "Device":
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self.most = max(self.most, self._in_use())
+
+    def _in_use(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank of one variant."""
+    variant = VARIANTS[args.only]
+    torch.set_float32_matmul_precision("high")
+    config, rows = shape(variant, args.small)
+    world = rl.init(rl.Mesh(shard=variant.ranks))
+    device, compiled = world.device, not args.eager
+    if variant.offload and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(BUDGET / torch.cuda.get_device_properties(device).total_memory)
+    torch.zeros(1, device=device)   # the context is there before anything is counted
+    world.barrier()
+    with Device(device) as watched:
+        step = fsdp2(variant, config, device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
+        seconds, losses = run(step, batches(variant, config, rows, world), device, steps_of(variant, args))
+    peaks = world.all_gather_object(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
+    if world.rank == 0:
+        Path(args.out).write_text(json.dumps({
+            "seconds": statistics.median(seconds), "losses": losses, "peaks": peaks, "device": watched.most - watched.before,
+            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    world.close()
+
+
+def steps_of(variant: Variant, args: argparse.Namespace) -> int:
+    """How many steps to run."""
+    if variant.text:
+        return args.steps
+    return 2 + args.repeat // 3 if variant.offload else WARM_UP + args.repeat
+
+
+def run(step: Step, data: Iterator[tuple], device: torch.device, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step after the first ones, which compile; the losses of all."""
+    seconds, losses = [], []
+    for _ in range(steps):
+        batch = next(data)
+        synchronize(device)
+        begin = time.perf_counter()
+        losses.append(step(batch))
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[min(WARM_UP, steps // 2):], losses
+
+
+def measure(name: str, args: argparse.Namespace) -> dict:
+    """Run one variant; what it found, or why it could not run."""
+    shared = ["--only", name, "--repeat", str(args.repeat), "--steps", str(args.steps)]
+    shared += ["--small"] * args.small + ["--eager"] * args.eager
+    if VARIANTS[name].ranks > 1:
+        try:
+            return run_ranks(__file__, VARIANTS[name].ranks, shared)
+        except SystemExit as error:
+            return {"error": last_line(str(error))}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--worker", *shared, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return {"error": last_line(done.stderr)} if done.returncode else json.loads(out.read_text())
+
+
+def last_line(text: str) -> str:
+    """Of an error's output: the line that says what it was."""
+    lines = [line for line in text.strip().splitlines() if "Error" in line] or text.strip().splitlines() or ["no output"]
+    return lines[-1].strip()[:300]
+
+
+# ---------------------------------------------------------------------- what came out
+
+def row(name: str, found: dict, args: argparse.Namespace) -> dict:
+    """One line of the table."""
+    variant = VARIANTS[name]
+    config, rows = shape(variant, args.small)
+    gib = 1 << 30
+    return {"part": variant.part, "variant": name, "parameters": f"{parameter_count(config) / 1e9:.2f}B",
+            "ms": round(found["seconds"] * 1e3, 1), "tokens/s": round(rows * config.seq_len / found["seconds"]),
+            "peak GiB, ranks summed": round(sum(found["peaks"]) / gib, 2),
+            "of the largest rank": round(max(found["peaks"]) / gib, 2), "device GiB": round(found["device"] / gib, 2),
+            "host GiB": round(found["host"] / gib, 1), "first loss": round(found["losses"][0], 4),
+            "last losses": round(statistics.fmean(found["losses"][-LAST:]), 4)}
+
+
+def judge(text: str, met: bool) -> str:
+    """A figure and whether it meets its bar."""
+    return f"- {text}: {'met' if met else 'MISSED'}"
+
+
+def verdicts(found: dict[str, dict]) -> list[str]:
+    """The bars of issue 4 for which both sides ran."""
+    said = []
+    peers = [found[name] for name in PEERS if name in found]
+    if peers and "ours, stage 3" in found:
+        mine, best = found["ours, stage 3"], min(peers, key=lambda peer: peer["seconds"])
+        speed, memory = best["seconds"] / mine["seconds"], ratio(mine["peaks"][0], best["peaks"][0])
+        said += [judge(f"stage 3 has {speed:.3f} x the tokens/s of FSDP2 with compiled blocks (>= 1.15)", speed >= 1.15),
+                 judge(f"and {memory:.1%} of its peak memory (<= 60 %)", memory <= 0.6)]
+    if {"bf16", "fp8"} <= found.keys():
+        speed = found["bf16"]["seconds"] / found["fp8"]["seconds"]
+        said.append(judge(f"fp8 has {speed:.3f} x the tokens/s of bf16 (>= 1.2)", speed >= 1.2))
+    if {"bf16, text", "fp8, text"} <= found.keys():
+        wide, narrow = (statistics.fmean(found[name]["losses"][-LAST:]) for name in ("bf16, text", "fp8, text"))
+        off = abs(narrow / wide - 1)
+        said.append(judge(f"after {len(found['fp8, text']['losses'])} steps of text the loss of fp8 is {narrow:.4f}, of bf16 {wide:.4f}, "
+                          f"{off:.2%} apart (<= 0.5 %)", off <= 0.005))
+    if {"1 rank, stage 0", "4 ranks, stage 3"} <= found.keys():
+        one, four = found["1 rank, stage 0"], found["4 ranks, stage 3"]
+        device = ratio(four["device"], one["device"])
+        said.append(judge(f"4 ranks at stage 3 use together {device:.1%} of the device memory of one unsharded rank (< 100 %)", device < 1))
+    return said
+
+
+def ratio(a: float, b: float) -> float:
+    """a over b; not a number where nothing was counted (a CPU has no such peaks)."""
+    return a / b if b else float("nan")
+
+
+def main() -> None:
+    """Run the parts asked for, print as they come, keep all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="speed,fp8,budget,ranks")
+    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=200, help="on text")
+    parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    if not args.small and not torch.cuda.is_available():
+        raise SystemExit("gpu_sharded.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    where, found, table = machine(), {}, []
+    print(where, flush=True)
+    for name in (name for name, variant in VARIANTS.items() if variant.part in args.parts.split(",")):
+        result = measure(name, args)
+        if "error" in result:
+            print(f"{name} could not run: {result['error']}", flush=True)
+            continue
+        found[name] = result
+        table.append(row(name, result, args))
+        print(show(table[-1:]), flush=True)
+    said = "\n".join(verdicts(found))
+    print(said)
+    if not args.small and table:
+        keep(args.name, where, table, note=f"\n{said}\n")
+
+
+if __name__ == "__main__":
+    main()

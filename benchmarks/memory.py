@@ -1,0 +1,224 @@
+"""What a rank holds and sends at each stage: counted in a running engine, beside the formulas; and what 7 billion parameters need.
+
+    python benchmarks/memory.py                      # prints three tables, writes them into docs/sharding.md
+    python benchmarks/memory.py --no-docs
+
+The first table steps a small GPT on simulated ranks over gloo and asks `engine.held()` for its bytes at the start and the end of every
+block, forward and backward, and between steps; shown is the largest of each kind. Beside it stands what ZeRO's formulas say of the same
+model (n parameters, N ranks, Adam), without padding. Traffic is what the ledger counted in one step.
+
+The second counts what autograd saves of a block, beside the formula for it. The third is arithmetic: both formulas for Llama 7B.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, machine, show
+from torch import Tensor
+
+import rankloom as rl
+from rankloom.models.config import GPTConfig, parameter_count, preset
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
+
+PAGE = Path(__file__).parent.parent / "docs" / "sharding.md"
+LLAMA_7B = GPTConfig(width=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab_size=32000, seq_len=4096)
+KINDS = ("parameters", "gathered", "gradients", "optimizer")
+FP32, BF16 = "fp32", "bf16"
+COMPUTE = {FP32: 4, BF16: 2}   # bytes of a parameter in forward and backward
+MASTER = {FP32: 0, BF16: 4}    # of the copy that the optimizer updates, where there is one
+GRADIENT, ADAM = 4, 8          # gradients are added up in fp32; Adam keeps two moments
+
+
+# ---------------------------------------------------------------------- the formulas
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one rank holds."""
+
+    parameters: float
+    gathered: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameters + self.gathered + self.gradients + self.optimizer
+
+
+def held(stage: int, n: int, ranks: int, precision: str, unit: int = 0) -> Bytes:
+    """Bytes of a rank at the fullest moment of a step, by stage. Source: Rajbhandari et al. 2020, section 5, with fp32 gradients.
+
+    n:    parameters of the model
+    unit: parameters of its largest unit; at stage 3 two are gathered, and from stage 2 on the gradients of two are whole on their way
+    """
+    share = [1 if stage < least else ranks for least in (3, 2, 1)]   # of parameters, of gradients, of optimizer state
+    if stage == 3:   # a slice is kept in one format only, and rounded on its way into `whole`
+        parameters, gathered = (MASTER[precision] or COMPUTE[precision]) * n / ranks, 2 * COMPUTE[precision] * unit
+    else:
+        parameters, gathered = COMPUTE[precision] * n + MASTER[precision] * n / share[2], 0
+    return Bytes(parameters, gathered, GRADIENT * (n / share[1] + (2 * unit if stage >= 2 else 0)), ADAM * n / share[2])
+
+
+def sent(stage: int, n: int, ranks: int, precision: str) -> float:
+    """Bytes that a rank sends in a step: gradients reduced, parameters gathered (at stage 3 twice), each time (N-1)/N of the whole."""
+    once = (ranks - 1) / ranks * n
+    if stage == 0:
+        return 2 * GRADIENT * once
+    return GRADIENT * once + COMPUTE[precision] * once * (2 if stage == 3 else 1)
+
+
+def saved_by_block(config: GPTConfig, tokens: int, itemsize: int) -> int:
+    """Bytes that autograd keeps of one block until backward, attention scores never whole.
+
+    Of each token: the input, what both norms give, query, key, value as they go into attention, what comes out, that as the last
+    matrix reads it, and the sum in between, each of the width; the gate before and after its nonlinearity, the other half, their product.
+    """
+    return tokens * itemsize * (7 * config.width + 2 * config.kv_width + 4 * config.ffn)
+
+
+# ---------------------------------------------------------------------- what is counted
+
+class Probe(torch.autograd.Function):
+    """The identity, which calls back when forward passes, and when backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
+        """x as it is."""
+        ctx.look = look
+        look()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient as it is."""
+        ctx.look()
+        return grad, None
+
+
+def watch(model: GPT, look: Callable[[], None]) -> None:
+    """Look at the start and at the end of every block, forward and backward."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: (Probe.apply(args[0], look), *args[1:]))
+        block.register_forward_hook(lambda _, args, out: Probe.apply(out, look))
+
+
+def largest_held(world: rl.World, stage: int, precision: str, config: GPTConfig) -> dict:
+    """The most of each kind that this rank ever held in its third step, and the bytes that it sent."""
+    seen: list[Any] = []
+    model = GPT(config)
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), world=world, stage=stage,
+                        precision=precision)
+    text = torch.randint(0, config.vocab_size, (1, 65), generator=torch.Generator().manual_seed(world.rank))
+    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    for _ in range(2):
+        engine.step(batch)
+    watch(model, lambda: seen.append(engine.held()))
+    before = world.ledger.bytes
+    engine.step(batch)
+    seen.append(engine.held())
+    most = {kind: max(getattr(moment, kind) for moment in seen) for kind in KINDS}
+    return most | {"total": max(sum(getattr(moment, kind) for kind in KINDS) for moment in seen), "sent": world.ledger.bytes - before}
+
+
+def stage_rows(ranks: int, precision: str, config: GPTConfig) -> Iterator[dict]:
+    """One row per stage."""
+    n = parameter_count(config)
+    tables = config.vocab_size * config.width * (1 if config.tie else 2) + config.width   # what is in no block is a unit
+    unit = max(tables, (n - tables) // config.layers)
+    for stage in range(4):
+        found = rl.simulate(rl.Mesh(shard=ranks), lambda world, stage=stage: largest_held(world, stage, precision, config))
+        most, formula = found[0], held(stage, n, ranks, precision, unit)
+        yield {"precision": precision, "ranks": ranks, "stage": stage} | {
+            kind: f"{readable(most[kind])} / {readable(getattr(formula, kind))}" for kind in (*KINDS, "total")} | {
+            "sent": f"{readable(most['sent'])} / {readable(sent(stage, n, ranks, precision))}"}
+
+
+def saved_rows(config: GPTConfig, tokens: int) -> list[dict]:
+    """What autograd keeps of a block in bf16, counted; each piece of memory once, parameters not at all."""
+    model = GPT(config, dtype=torch.bfloat16)
+    parts = {part.untyped_storage().data_ptr() for part in (*model.parameters(), model.rotary.cos, model.rotary.sin)}
+    storages: dict[int, Any] = {}   # kept, so that no address is given twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    x = torch.randn(1, tokens, config.width, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.blocks[0](x, *model.rotary(0, tokens))
+    counted = sum(storage.nbytes() for at, storage in storages.items() if at not in parts)
+    return [{"width": config.width, "inner": config.ffn, "tokens": tokens, "counted": readable(counted),
+             "formula": readable(saved_by_block(config, tokens, 2))}]
+
+
+# ---------------------------------------------------------------------- 7 billion parameters
+
+def seven_billion(ranks: int, tokens: int) -> list[dict]:
+    """What each way to train Llama 7B in bf16 needs on a GPU, and in host memory; GB are 10^9 bytes."""
+    config = LLAMA_7B
+    n = parameter_count(config)
+    block = saved_by_block(config, tokens, 2)
+    kept, recomputed = config.layers * block, config.layers * tokens * config.width * 2 + block
+    unit = config.vocab_size * config.width * 2
+    ways = [("one GPU", held(0, n, 1, BF16), kept, 0.0), (f"DDP, {ranks} GPUs", held(0, n, ranks, BF16), kept, 0.0)]
+    ways += [(f"stage {stage}, {ranks} GPUs", held(stage, n, ranks, BF16, unit), kept, 0.0) for stage in (1, 2, 3)]
+    ways.append((f"stage 3, {ranks} GPUs, recompute", held(3, n, ranks, BF16, unit), recomputed, 0.0))
+    for gpus, name in ((ranks, f"stage 3, {ranks} GPUs"), (1, "one GPU, stage 3")):
+        there = held(3, n, gpus, BF16)   # all slices are in host memory; only what is whole for the moment is on the GPU
+        whole = Bytes(0, 2 * COMPUTE[BF16] * unit, 2 * GRADIENT * unit, 0)
+        ways.append((f"{name}, offload, recompute", whole, recomputed, there.total))
+    return [{"way": name, "parameters": gb(b.parameters), "gathered": gb(b.gathered), "gradients": gb(b.gradients),
+             "optimizer": gb(b.optimizer), "activations": gb(activations),
+             "GPU, GB": gb(b.total + activations), "host of each rank, GB": gb(host)}
+            for name, b, activations, host in ways]
+
+
+def gb(nbytes: float) -> str:
+    """In 10^9 bytes."""
+    return f"{nbytes / 1e9:.1f}" if nbytes else "-"
+
+
+def readable(nbytes: float) -> str:
+    """In units of 2^10 bytes."""
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB" if nbytes else "0"
+
+
+def put(page: Path, name: str, table: str) -> None:
+    """Write a table between the marks of its name in a page."""
+    text = page.read_text()
+    mark = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+    if not re.search(mark, text, re.DOTALL):
+        raise SystemExit(f"{page} has no marks <!-- {name} --> and <!-- end -->")
+    page.write_text(re.sub(mark, lambda found: found[1] + table + found[2], text, count=1, flags=re.DOTALL))
+
+
+def main() -> None:
+    """Count, compute, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--precision", default=f"{FP32},{BF16}")
+    parser.add_argument("--gpus", type=int, default=8, help="of the table for 7B")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank, in the table for 7B")
+    parser.add_argument("--no-docs", dest="docs", action="store_false")
+    args = parser.parse_args()
+    config = preset("1M", vocab_size=512, seq_len=64)
+    saved, seven = saved_rows(preset("11M"), 256), seven_billion(args.gpus, args.tokens)
+    stages = [row for precision in args.precision.split(",") for ranks in args.ranks.split(",")
+              for row in stage_rows(int(ranks), precision, config)]
+    tables = {"stages": stages, "saved": saved, "seven": seven}
+    for name, rows in tables.items():
+        print(show(rows), end="\n\n", flush=True)
+        if args.docs:
+            put(PAGE, name, show(rows))
+    keep("memory", machine(), stages + saved + seven, shown="\n\n".join(show(rows) for rows in tables.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Rank processes that sleep in a read until they are asked something, so that several libraries can take turns on the same cores.
+
+The one who measures makes a `Pool` for each library and asks; a rank calls `serve` with a function that answers. Questions and answers
+are JSON, one line each.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+Answer = Any
+
+
+class Pool:
+    """`ranks` processes of one host, as torchrun would start them: `python script ARGUMENTS SOCKET`, asleep between questions.
+
+    python: of the environment in which they live
+    """
+
+    def __init__(self, name: str, ranks: int, folder: Path, command: list[str], env: dict[str, str] | None = None):
+        self.name, self._log = name, folder / f"{name}.log"
+        address = str(folder / f"{name}.socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(ranks)
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # belongs to who starts the ranks
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                      "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            self._processes = [self._start([*command, address], shared | (env or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                               for rank in range(ranks)]
+            self._wires = [wire for _, wire in sorted((self._accept(listener) for _ in range(ranks)), key=lambda ranked: ranked[0])]
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of its processes."""
+        return [process.pid for process in self._processes]
+
+    def ask(self, **question: object) -> list[Answer]:
+        """Put a question to all ranks at once; their answers in rank order."""
+        for wire in self._wires:
+            print(json.dumps(question), file=wire, flush=True)
+        answers = [json.loads(wire.readline() or json.dumps({"error": self._log.read_text()})) for wire in self._wires]
+        for answer in answers:
+            if "error" in answer:
+                raise SystemExit(f"{self.name}: {question} failed:\n{answer['error']}")
+        return [answer["answer"] for answer in answers]
+
+    def end(self) -> None:
+        """Close the wires, which ends the ranks."""
+        for wire in self._wires:
+            wire.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
+        with self._log.open("a") as log:
+            return subprocess.Popen(command, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _accept(self, listener: socket.socket) -> tuple[int, Any]:
+        listener.settimeout(1.0)
+        give_up = time.monotonic() + 600   # a first start may compile an extension
+        while time.monotonic() < give_up and not any(process.poll() for process in self._processes):
+            try:
+                wire = listener.accept()[0]
+            except TimeoutError:
+                continue
+            wire.settimeout(600.0)
+            lines = wire.makefile("rw")
+            return int(lines.readline()), lines
+        for process in self._processes:
+            process.kill()
+        raise SystemExit(f"{self.name}: its ranks did not start:\n{self._log.read_text()}")
+
+
+def serve(address: str, rank: int, answer: Callable[[dict], Answer]) -> None:
+    """Answer questions until the other side closes. An exception is an answer too: the other side shows it and ends all."""
+    with socket.socket(socket.AF_UNIX) as wire:
+        wire.connect(address)
+        lines = wire.makefile("rw")
+        print(json.dumps(rank), file=lines, flush=True)
+        for line in lines:
+            try:
+                said = {"answer": answer(json.loads(line))}
+            except Exception:
+                said = {"error": traceback.format_exc()}
+            print(json.dumps(said), file=lines, flush=True)
