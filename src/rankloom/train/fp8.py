@@ -129,6 +129,21 @@ class Float8Layers:
         """Of the layers, in the order of the model."""
         return list(self.layers)
 
+    def readers(self, model: nn.Module) -> dict[str, list[Float8Linear]]:
+        """For weights that travel in eight bits (shard/float8_unit.py): each weight's name in `model`, and the layers that multiply by it.
+
+        raises: ConfigError when scaled by rows: what travels has one scale a weight
+        """
+        scaled = {layer.recipe.scaling for layer in self.layers.values()}
+        if scaled != {"tensor"}:
+            raise ConfigError("weights cannot travel in fp8 with scaling='row': backward needs them scaled by columns too. "
+                              "Use scaling='tensor', or gather in bf16")
+        found: dict[str, list[Float8Linear]] = {}
+        names = {id(param): name for name, param in model.named_parameters()}
+        for layer in self.layers.values():
+            found.setdefault(names[id(layer.weight)], []).append(layer)
+        return found
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """Cast every weight once for all micro-batches of a step. Not where weights come and go (stage 3): then each pass casts.

@@ -1,0 +1,77 @@
+"""A unit whose weights travel in eight bits, and are read so: the layers multiply by what arrives.
+
+The parameters of the model never hold values then: each is one NaN, seen in the weight's shape, with no more memory than that. A layer
+that reads it all the same gives NaN, and the step ends.
+
+Read shard/unit.py and shard/float8.py before this file.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.cost import Bill, all_reduce_bill
+from rankloom.base.float8 import Float8
+from rankloom.shard.float8 import decode, encode_slice, piece_amaxes
+from rankloom.shard.unit import Formats, State, Unit
+from rankloom.world.group import Group
+
+
+class Reader(Protocol):
+    """A layer that multiplies by a weight in eight bits: for products over its rows' elements, and over its columns'."""
+
+    held: tuple[Float8, Float8] | None
+
+
+Readers = Mapping[str, Sequence[Reader]]   # by the name of the weight
+NOBODY: Readers = {}
+
+
+class Float8Unit(Unit):
+    """Weights gathered in E4M3, each scaled by its largest magnitude over all ranks.
+
+    formats: `compute` is what an unsharded model would hold its weights in: they are rounded to that before they are cast
+    readers: name -> the layers that multiply by this weight
+    sent:    n(p-1)/p bytes a gather; one all-reduce of a number for each weight after an update
+    memory:  n/p master elements, and n bytes while gathered
+    """
+
+    def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats,
+                 readers: Readers, **more: Any):
+        self.readers, self._rounded = readers, formats.compute
+        self._amaxes = torch.zeros(len(params), device=group.device)
+        super().__init__(name, params, group, Formats(torch.uint8, formats.master, formats.reduce), **more)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """-> SHARDED: `own` has changed. A collective: the ranks agree on the scales."""
+        if self.state is State.GATHERING:
+            self.wait()
+        amaxes = piece_amaxes(self._own_here().to(self._rounded), self.layout, self.group.rank)
+        self._amaxes = self.group.all_reduce(amaxes, "max", label=f"scales of {self.name}")
+        super().publish()
+        if self.stays:
+            self._show()
+
+    def publish_bill(self) -> Bill:
+        """The message about the scales."""
+        return all_reduce_bill(self._amaxes.nbytes, self.group.size)
+
+    def _write_slice(self, own: Tensor, out: Tensor) -> None:
+        encode_slice(own.to(self._rounded), self.layout, self.group.rank, self._amaxes, out)
+
+    def _place(self, name: str, values: Tensor) -> None:
+        self.params[name].data = torch.full((), torch.nan, dtype=self._rounded, device=self.group.device).expand(values.shape)
+
+    def _show(self) -> None:
+        # `.data`, or to autograd what it keeps for backward would seem changed when it is gathered again
+        for name, eight in decode(self.whole.data, self.layout, self._amaxes).items():
+            for layer in self.readers[name]:
+                layer.held = (eight, eight)
+
+    def _hide(self) -> None:
+        for layers in self.readers.values():
+            for layer in layers:
+                layer.held = None
