@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.cases import COLLECTIVES, Case
-from conformance.ranks import Ranks
+from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
 from rankloom.base.errors import ConfigError, RankLost, ShapeMismatch
 from rankloom.world import connect
@@ -54,6 +54,20 @@ def routed(request):
     made = RoutedRanks(3, request.param)
     yield made
     made.close()
+
+
+def test_both_forms_of_a_call_are_carried(routed):
+    def body(rank):
+        group, x = routed.groups[rank], torch.full((2,), float(rank))
+        group.allreduce(x, op=dist.ReduceOp.MAX).wait()
+        highest = x.tolist()
+        group.broadcast(x.fill_(rank), root=1).wait()
+        everyone = [torch.zeros(2) for _ in range(3)]
+        group.allgather(everyone, x + rank).wait()
+        group.barrier(timeout=seconds(9)).wait()
+        return highest, x.tolist(), [y[0].item() for y in everyone]
+
+    assert routed.run(body) == [([2.0, 2.0], [1.0, 1.0], [1.0, 2.0, 3.0])] * 3
 
 
 # ---------------------------------------------------------------- the choice
