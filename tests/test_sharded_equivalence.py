@@ -44,6 +44,7 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
 
 @pytest.mark.parametrize("options", [
     {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"accumulate": 3, "gradient_memory": 5000}, {"keep_gathered": True},
+    {"offload": True}, {"offload": True, "accumulate": 3}, {"keep_gathered": 1},
     {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": Inner}, {"units": (Block, Inner)}, {"units": 500},
     {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -51,6 +52,11 @@ def test_every_option_equals_one_process(stage, options, reference):
     expected = train_blocky_plainly(None, adamw) if "clip" in options else reference
     for mine in rl.simulate(3, lambda world: train(world, stage, **options)):
         expect_equal(mine, expected)
+
+
+def test_parameters_that_stay_cut_over_neighbours_equal_one_process(reference):
+    for mine in rl.simulate(rl.Mesh(shard=4), lambda world: train(world, 3, keep_gathered=2, accumulate=2)):
+        expect_equal(mine, reference)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

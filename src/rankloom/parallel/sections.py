@@ -7,12 +7,15 @@ Read shard/unit.py and shard/gradient.py before this file; parallel/fully_shard.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
 from rankloom.base.errors import UnitError
+from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
 from rankloom.shard.gradient import Gradient, Lenders
 from rankloom.shard.layout import lay_out_evenly
+from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
@@ -42,13 +45,13 @@ class Section:
         for unit in self.units:
             unit.make_ready()
 
-    def release(self) -> None:
-        """Let the parameters go, where they are not kept."""
+    def release(self, near: Group | None = None) -> None:
+        """Let the parameters go, where they are not kept; see `Unit.release`."""
         for unit in self.units:
             if unit.state is State.GATHERING:   # gathered ahead for a call that did not come
                 unit.wait()
             if unit.state is State.GATHERED:
-                unit.release()
+                unit.release(near)
 
     @property
     def holders(self) -> set[nn.Module]:
@@ -90,21 +93,22 @@ def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
-               fill: Fill | None = None) -> list[Unit]:
-    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`).
+               host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY) -> list[Unit]:
+    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), read in eight bits.
 
     Frozen parameters are units only where the whole is not kept.
     """
-    kinds: dict[tuple[Formats, bool, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[Formats, bool, bool, bool], dict[str, nn.Parameter]] = {}
     for name, param in params.items():
         if param.requires_grad or not keep:
             form = formats(name, param)
             kept = form if param.requires_grad else Formats(form.compute, form.compute, form.compute)   # nothing updates it
-            kinds.setdefault((kept, param.requires_grad, name in whole), {})[name] = param
+            kinds.setdefault((kept, param.requires_grad, name in whole, name in float8), {})[name] = param
     label = section or "root"
-    return [Unit(label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, fill=fill,
-                 lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
-            for at, ((form, _, cut_nowhere), members) in enumerate(kinds.items())]
+    return [(partial(Float8Unit, readers=float8) if eight else Unit)(
+                label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill,
+                lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
+            for at, ((form, _, cut_nowhere, eight), members) in enumerate(kinds.items())]
 
 
 def make_gradients(sections: Sequence[Section], replicas: Group, *, keep: bool, scale: float) -> Lenders:

@@ -48,13 +48,14 @@ class Sharding:
     group:          the shard axis             replicas: ranks with the same slice
     keep_gradients: they stay whole until a step's last backward (stage 1)
     let_go:         a section leaves memory between its forward and its backward
+    near:           ranks among which it stays cut meanwhile, if not among all
     ahead:          how many sections may be on their way while one is in use
     scale:          what summed gradients are multiplied by
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool, let_go: bool = True,
-                 ahead: int = 1, scale: float = 1.0):
-        self.sections, self.group, self.replicas, self.let_go, self.ahead = list(sections), group, replicas, let_go, ahead
+                 near: Group | None = None, ahead: int = 1, scale: float = 1.0):
+        self.sections, self.group, self.replicas, self.let_go, self.near, self.ahead = list(sections), group, replicas, let_go, near, ahead
         self.lenders = make_gradients(sections, replicas, keep=keep_gradients, scale=scale)
         self.syncing = True
         self._order: list[Section] = []        # of the calls of this pass
@@ -132,13 +133,13 @@ class Sharding:
             for unit in section.units:
                 unit.publish()
         for section in self.sections:
-            if all(unit.keep for unit in section.units):
+            if all(unit.stays for unit in section.units):
                 section.start_gather()
 
     @property
     def gathers_in_forward(self) -> bool:
         """Whether a forward is a collective."""
-        return self.group.size > 1 and self.let_go and any(not unit.keep for section in self.sections for unit in section.units)
+        return self.group.size > 1 and self.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
     def stand_by(self) -> None:
         """Gather and let go as a forward without gradients does, for the sake of ranks that run one."""
@@ -199,7 +200,7 @@ class Sharding:
             section.calls += 1
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
         if self.let_go and (section is not self.sections[0] or not tensors):
-            section.release()
+            section.release(self.near if tensors else None)
 
     # ------------------------------------------------------------------ backward
 
@@ -256,6 +257,8 @@ class Sharding:
                 self._settle(section)
         self._queue.learn()
         self.lenders.finish_all()
+        for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
+            host.wait()
         if self.let_go:
             self.release()
         self._stage = Moment.AFTER_BACKWARD

@@ -39,7 +39,7 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
     group, itemsize = unit.group, unit.own.itemsize
     pieces = {at: unit.layout.piece(name, at) for at in range(group.size)}
     spans = {at: (start * itemsize, stop * itemsize) for at, (start, stop) in pieces.items() if stop > start}
-    mine = unit.slice_view(unit.own, name).reshape(-1).view(torch.uint8) if group.rank in spans else None
+    mine = unit.slice_view(unit.own, name).reshape(-1).to(group.device).view(torch.uint8) if group.rank in spans else None
     whole = join(mine, spans, group, rank, f"whole {name}")
     return None if whole is None else whole.view(unit.own.dtype).view(unit.layout.slot(name).shape)
 

@@ -13,17 +13,20 @@ source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP); read parallel/s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError
+from rankloom.comm.part import Part
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
+from rankloom.shard.float8_unit import Readers
 from rankloom.shard.layout import lay_out_evenly
+from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut
 from rankloom.world.group import Group
 
@@ -36,19 +39,24 @@ class Plan:
 
     units:            which modules are sections (parallel/wrapping.py)
     formats:          number formats of a parameter
-    keep_gathered:    stage 3: parameters stay from forward to backward: ZeRO-2's traffic for more memory
+    keep_gathered:    stage 3: parameters stay from forward to backward: ZeRO-2's traffic for more memory; or, as a number n, they
+                      are cut over n neighbours only until then: less traffic between nodes of n ranks, 1/n of the memory
+    offload:          slices, gradients and optimizer state lie in host memory
     ahead:            how many sections are gathered ahead of use
     gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
     scale:            what summed gradients are multiplied by
+    float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     """
 
     stage: int
     formats: Callable[[str, nn.Parameter], Formats]
     units: Policy = AUTO
-    keep_gathered: bool = False
+    keep_gathered: bool | int = False
+    offload: bool = False
     ahead: int = 1
     gradient_memory: int = 0
     scale: float = 1.0
+    float8: Readers = field(default_factory=dict)
 
 
 def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole: frozenset[str] = frozenset(),
@@ -63,16 +71,29 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
     if plan.stage not in STAGES:
         raise ConfigError(f"stage={plan.stage!r} is none of {STAGES}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    host = Host(group.device) if plan.offload else None
     sections = []
     members_of = parameters_of_sections(model, section_names(model, plan.units))
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
         units = make_units(name, {member: params[member] for member in members}, group, plan.formats, keep=plan.stage < 3, whole=whole,
-                           lay_out_whole=lay_out_whole, fill=fill)
+                           lay_out_whole=lay_out_whole, host=host, fill=fill, float8=plan.float8)
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     _choose_what_accumulates_whole(sections, plan, canonical)
-    return Sharding(sections, group, replicas, keep_gradients=plan.stage == 1 or canonical,
-                    let_go=plan.stage == 3 and not plan.keep_gathered and not canonical, ahead=plan.ahead, scale=plan.scale)
+    near = _neighbours(group, plan.keep_gathered)
+    let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True
+    return Sharding(sections, group, replicas, keep_gradients=plan.stage == 1 or canonical, let_go=let_go, near=near, ahead=plan.ahead,
+                    scale=plan.scale)
+
+
+def _neighbours(group: Group, n: bool | int) -> Group | None:
+    """The n ranks in a row that keep parameters among them from forward to backward."""
+    if isinstance(n, bool):
+        return None
+    if n < 1 or group.size % n:
+        raise ConfigError(f"keep_gathered={n} is no number of neighbours that divides the {group.size} ranks of the shard axis")
+    first = group.rank // n * n
+    return Part(group, range(first, first + n))
 
 
 def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, canonical: bool) -> None:
@@ -91,8 +112,11 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
         reductions = backwards if section.each else 1
         for unit in section.units:
             p = unit.group.size
-            gathers = 0 if unit.common else 1 if unit.keep else backwards * (2 if sharding.let_go and section.name else 1)
-            total += _times(gathers, all_gather_bill(unit.layout.total * unit.formats.compute.itemsize // p, p))
+            n = unit.layout.total * unit.formats.compute.itemsize
+            again = backwards if sharding.let_go and section.name and not unit.stays else 0
+            gathers = 0 if unit.common else 1 if unit.stays else backwards
+            near = sharding.near.size if sharding.near else p
+            total += unit.publish_bill() + _times(gathers, all_gather_bill(n // p, p)) + _times(again, all_gather_bill(n // near, near))
             if unit.trainable:
                 total += _times(reductions, scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p))
                 slice_bytes = unit.layout.total * unit.formats.reduce.itemsize // p

@@ -205,7 +205,7 @@ class Gradient:
         self.landed.clear()
 
     def _is_inside(self) -> bool:
-        return self.keep and self.unit.formats.reduce == self.unit.formats.master
+        return self.keep and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None
 
     def _place(self) -> Tensor:
         """Where the sum is written: where it stays, or beside that when there are gradients already."""
@@ -216,15 +216,30 @@ class Gradient:
             assert self.whole is not None and not holds, f"{unit.name}: reduced twice in one step"
             self.slice = self.whole[start:stop]
         elif self.slice is None:
-            self.slice = torch.empty_like(unit.own)
-        fits = not holds and self.slice.dtype == unit.formats.reduce
-        return self.slice if fits else torch.empty(stop - start, dtype=unit.formats.reduce, device=self.slice.device)
+            self.slice = unit.host.empty(unit.own.numel(), unit.own.dtype) if unit.host else torch.empty_like(unit.own)
+        fits = not holds and self.slice.dtype == unit.formats.reduce and unit.host is None
+        return self.slice if fits else torch.empty(stop - start, dtype=unit.formats.reduce, device=unit.group.device)
 
     def _hand_over(self, received: Tensor) -> None:
-        assert self.slice is not None, f"{self.unit.name}: nowhere to put the sum"
+        assert self.slice is not None, f"{self._label}: nowhere to put the sum"
+        fresh = all(owner.grad is None for owner in self.unit.owners.values())
+        if self.unit.host is not None:
+            received = self._bring_to_host(received, fresh)
+        elif fresh and received is not self.slice:
+            self.slice.copy_(received)
         for name, owner in self.unit.owners.items():
             view = self.unit.slice_view(self.slice, name)
-            if received is not self.slice:
+            if not fresh:
                 new = self.unit.slice_view(received, name)
                 view.copy_(new) if owner.grad is None else view.add_(new)
             owner.grad = view if view.numel() else None
+
+    def _bring_to_host(self, received: Tensor, fresh: bool) -> Tensor:
+        """Into the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""
+        host = self.unit.host
+        assert host is not None and self.slice is not None, f"{self._label}: not offloaded"
+        there = self.slice if fresh else host.empty(received.numel(), received.dtype)
+        host.store(there, received)
+        if not fresh:
+            host.wait()
+        return there

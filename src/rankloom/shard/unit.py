@@ -3,7 +3,7 @@
     own     this rank's slice, 1/p of the unit: what the optimizer updates, in the master format
     whole   all elements, in the compute format; the model's parameters are views of it
 
-    SHARDED     `whole` is out of date, or not in memory at all
+    SHARDED     `whole` is out of date, or not in memory at all; maybe a larger slice of it is, near by
     GATHERING   the slices of all ranks are on their way into it
     GATHERED    every parameter may be used
 
@@ -23,8 +23,10 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
 from rankloom.shard.layout import Layout, lay_out_evenly
+from rankloom.shard.offload import Host
 from rankloom.world.group import Group, Handle
 
 LayOut = Callable[[Mapping[str, torch.Size], int, int], Layout]
@@ -48,34 +50,55 @@ class Formats:
     reduce: torch.dtype
 
 
+class Memory(Enum):
+    """What becomes of the whole when it is released."""
+
+    LET_GO = "let go"
+    KEPT = "kept"
+    COMMON = "common"
+
+
 class Unit:
     """Parameters of one dtype, laid end to end and cut over the ranks of `group`.
 
     params: full names -> parameters of the model; a collective: every rank gives the same
     keep:   the whole stays in memory (stages 1 and 2)
+    host:   where the slice lies, if it is not on the group's device (shard/offload.py)
     fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; rank 0's count
     memory: n/p master elements, and n compute elements while gathered (always, if kept; once for all ranks, if common)
     """
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats, *, keep: bool = False,
-                 lay_out: LayOut = lay_out_evenly, fill: Fill | None = None):
-        self.name, self.params, self.group, self.formats = name, dict(params), group, formats
+                 lay_out: LayOut = lay_out_evenly, host: Host | None = None, fill: Fill | None = None):
+        self.name, self.params, self.group, self.formats, self.host = name, dict(params), group, formats, host
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
-        self.whole, self.common = group.common_buffer(self.layout.total, formats.compute)
-        self.keep = keep or self.common or group.size == 1
+        self.whole, common = group.common_buffer(self.layout.total, formats.compute)
+        self.memory = Memory.COMMON if common else Memory.KEPT if keep or (group.size == 1 and host is None) else Memory.LET_GO
         self.state = State.GATHERED
         self._pending: Handle | None = None
-        span = self.whole[slice(*self.layout.span(group.rank))]
-        in_place = self.keep and formats.master == formats.compute
-        self.own = span if in_place else torch.zeros(span.shape, dtype=formats.master, device=group.device)
-        self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in params}
+        self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
+        in_place = self.stays and formats.master == formats.compute and host is None
+        size = self.layout.total // group.size
+        self.own = self._span() if in_place else host.empty(size, formats.master) if host else torch.zeros(
+            size, dtype=formats.master, device=group.device)
         self._take_over(fill)
         self.publish()
+
+    @property
+    def stays(self) -> bool:
+        """Whether the whole is in memory even when it is released."""
+        return self.memory is not Memory.LET_GO
+
+    @property
+    def common(self) -> bool:
+        """Whether the whole exists once for all ranks of the group."""
+        return self.memory is Memory.COMMON
 
     @torch.no_grad()
     def _take_over(self, fill: Fill | None) -> None:
         """Move the parameters' values into the slices, and the parameters onto `whole`."""
+        self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params}
         for name, param in self.params.items():
             values = param.detach()
             if fill is not None:
@@ -83,9 +106,7 @@ class Unit:
                 fill(name, values)
                 self.group.broadcast(values, label=f"initial {name}")
             self.owners[name].copy_(self.piece(name, values).view(self.owners[name].shape))
-            if not self.common:
-                self._view(name).copy_(values)
-            param.data = self._view(name)
+            self._place(name, values)
 
     # ------------------------------------------------------------------ transitions
 
@@ -99,11 +120,12 @@ class Unit:
         label = f"parameters of {self.name}"
         if self.common:
             self.group.barrier(label=label)
-        elif self.keep:
+        elif self.stays:
             self._pending = self.group.all_gather(self._span(), out=self.whole, label=label, async_op=True)
         else:
             self.whole.untyped_storage().resize_(self.whole.nbytes)
-            self._pending = self.group.all_gather(self.own.to(self.formats.compute), out=self.whole, label=label, async_op=True)
+            group, mine = self._near or (self.group, self._slice_to_send())
+            self._pending = group.all_gather(mine, out=self.whole, label=label, async_op=True)
 
     def wait(self) -> None:
         """GATHERING -> GATHERED: every rank sees every parameter."""
@@ -111,19 +133,22 @@ class Unit:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        if not self.keep:
-            for name, param in self.params.items():
-                param.data = self._view(name)
+        self._near = None
+        if not self.stays:
+            self._show()
         self.state = State.GATHERED
 
-    def release(self) -> None:
-        """GATHERED -> SHARDED: the whole leaves memory, unless it is kept: then nothing happens."""
+    def release(self, near: Group | None = None) -> None:
+        """GATHERED -> SHARDED: the whole leaves memory, unless it is kept: then nothing happens.
+
+        near: ranks among which it will be gathered again before the next update: each keeps 1/near of the whole
+        """
         self._expect(State.GATHERED)
-        if self.keep:
+        if self.stays:
             return
-        nothing = self.own.new_empty(0, dtype=self.formats.compute)
-        for param in self.params.values():   # a kernel that met freed memory would end the process
-            param.data = nothing
+        if near is not None:
+            self._near = near, self.whole.view(near.size, -1)[near.rank].clone()
+        self._hide()
         self.whole.untyped_storage().resize_(0)
         self.state = State.SHARDED
 
@@ -132,9 +157,10 @@ class Unit:
         """-> SHARDED: `own` has changed. Where the whole is kept, this rank's span of it follows."""
         if self.state is State.GATHERING:
             self.wait()
-        if self.keep:
+        self._near = None
+        if self.stays:
             if self.own.data_ptr() != self._span().data_ptr():
-                self._span().copy_(self.own)
+                self._write_slice(self._own_here(), self._span())
             self.state = State.SHARDED if self.group.size > 1 else State.GATHERED
         elif self.state is State.GATHERED:
             self.release()
@@ -170,15 +196,52 @@ class Unit:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
 
+    def publish_bill(self) -> Bill:
+        """What this rank sends after each update, beyond the gather."""
+        return Bill()
+
     def held(self) -> tuple[int, int]:
         """Bytes in memory now: of this rank's slice, and of the whole beyond it; of common pages, this rank's share."""
         whole = self.whole.untyped_storage().nbytes() // (self.group.size if self.common else 1)
         apart = self.own.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr()
-        return self.own.nbytes, whole if apart else whole - self.own.nbytes
+        near = self._near[1].nbytes if self._near else 0
+        return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
 
     def _view(self, name: str) -> Tensor:
         slot = self.layout.slot(name)
         return self.whole[slot.start : slot.end].view(slot.shape)
+
+    # ------------------------------------------------------------------ how the whole is written and read
+
+    def _own_here(self) -> Tensor:
+        """The slice on the device of the group."""
+        return self.own if self.host is None else self.host.fetch(self.own)
+
+    def _slice_to_send(self) -> Tensor:
+        out = torch.empty(self.own.shape, dtype=self.formats.compute, device=self.group.device)
+        self._write_slice(self._own_here(), out)
+        return out
+
+    def _write_slice(self, own: Tensor, out: Tensor) -> None:
+        """This rank's slice, as it travels."""
+        out.copy_(own)
+
+    def _place(self, name: str, values: Tensor) -> None:
+        """A parameter's first values are in `whole`."""
+        if not self.common:
+            self._view(name).copy_(values)
+        self.params[name].data = self._view(name)
+
+    def _show(self) -> None:
+        """Whoever reads the parameters finds them in `whole`."""
+        for name, param in self.params.items():
+            param.data = self._view(name)
+
+    def _hide(self) -> None:
+        """Nobody does any more: a kernel that met freed memory would end the process."""
+        nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
+        for param in self.params.values():
+            param.data = nothing
 
     def _span(self) -> Tensor:
         return self.whole[slice(*self.layout.span(self.group.rank))]

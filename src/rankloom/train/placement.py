@@ -242,7 +242,8 @@ class Cut:
 
     def norm(self) -> Tensor:
         """Of all slices together."""
-        return self.group.all_reduce(global_norm(self.flat_gradients()).square(), label="gradient norm").sqrt()
+        square = global_norm(self.flat_gradients()).square().to(self.group.device)
+        return self.group.all_reduce(square, label="gradient norm").sqrt()
 
     def flat_gradients(self) -> list[Tensor]:
         """The slices."""

@@ -40,8 +40,8 @@ Build = Callable[[list[nn.Parameter]], Any]
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
-            keep_gathered: bool = False, ahead: int = 1, gradient_memory: int = 0, initialize: Fill | None = None,
-            sink: Sink | None = None) -> Engine:
+            keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
+            initialize: Fill | None = None, sink: Sink | None = None) -> Engine:
     """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
 
     loss:            loss(model, micro-batch) -> (sum, count)
@@ -58,7 +58,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd" ... (stage 0)
     units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
                      parameters, or a function of (name, module)
-    keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory
+    keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n neighbours
+    offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
     ahead:           stage 3: how many units are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
     initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
@@ -66,7 +67,10 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
     """
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
-    _check(model, world, stage, settings, all_reduce, compress)
+    _check(model, world, settings)
+    _check_stage(stage, offload, all_reduce, compress)
+    if settings.leaves and compress != EXACT:
+        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
     group = world.group("replicate", "shard")
     if settings.leaves:
         _compute_alike(world)
@@ -78,7 +82,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         made = make_optimizer(optimizer, placement.owners)
     else:
         plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
-                    gradient_memory=gradient_memory)
+                    offload=offload, gradient_memory=gradient_memory)
         placement, made = _cut(model, world, plan, optimizer, settings, fill)
     return Engine(model, group, settings, placement, made, dropout=dropout, sink=sink)
 
@@ -111,7 +115,8 @@ def _bring_to_device(model: nn.Module, group: Group, precision: Precision, stage
 
 def _cut(model: nn.Module, world: World, plan: Plan, build: Build, settings: Settings, fill: Fill | None) -> tuple[Placement, Optimizer]:
     group, replicas = (world.group("shard"), world.group("replicate")) if world.axes_named else (world, world.alone())
-    stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=world.device)
+    device = torch.device("cpu") if plan.offload else world.device
+    stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = make_optimizer(build, stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
@@ -134,18 +139,11 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
     return leaves
 
 
-def _check(model: nn.Module, world: World, stage: int, settings: Settings, all_reduce: str, compress: str) -> None:
+def _check(model: nn.Module, world: World, settings: Settings) -> None:
     sizes = world.mesh.sizes()
     unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in ("replicate", "shard")]
     if unknown:
         raise ConfigError(f"mesh axes {', '.join(unknown)} are not available yet; use replicate and shard")
-    if settings.leaves and compress != EXACT:
-        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
-    if isinstance(stage, bool) or stage not in (0, *STAGES):
-        raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
-    if stage and (all_reduce, compress) != (BACKEND, EXACT):
-        raise ConfigError(f"stage={stage} reduce-scatters gradients exactly, by the backend: all_reduce={all_reduce!r} and "
-                          f"compress={compress!r} have a meaning at stage 0 only")
     _check_numbers(settings)
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
@@ -162,3 +160,13 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
     if settings.clip is not None and not settings.clip > 0:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
+
+
+def _check_stage(stage: int, offload: bool, all_reduce: str, compress: str) -> None:
+    if isinstance(stage, bool) or stage not in (0, *STAGES):
+        raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
+    if stage == 0 and offload:
+        raise ConfigError("offload=True moves slices to the host, and stage=0 has none: give a stage of 1, 2 or 3")
+    if stage and (all_reduce, compress) != (BACKEND, EXACT):
+        raise ConfigError(f"stage={stage} reduce-scatters gradients exactly, by the backend: all_reduce={all_reduce!r} and "
+                          f"compress={compress!r} have a meaning at stage 0 only")
