@@ -4,8 +4,8 @@
     python benchmarks/memory.py --no-docs
 
 The first table steps a small GPT on simulated ranks over gloo and asks `engine.held()` for its bytes at the start and the end of every
-block, forward and backward, and between steps; shown is the largest of each kind. Beside it stands what ZeRO's formulas say of the same
-model (n parameters, N ranks, Adam), without padding. Traffic is what the ledger counted in one step.
+block, forward and backward, and between steps; shown is the largest of each kind. Where ZeRO's formulas for the same model (n parameters,
+N ranks, Adam) say something else by more than padding, a hundredth, that stands beside it. Traffic is what the ledger counted in one step.
 
 The second counts what autograd saves of a block, beside the formula for it. The third is arithmetic: both formulas for Llama 7B.
 """
@@ -52,35 +52,51 @@ class Bytes:
         return self.parameters + self.gathered + self.gradients + self.optimizer
 
 
-def held(stage: int, n: int, ranks: int, precision: str, unit: int = 0) -> Bytes:
-    """Bytes of a rank at the fullest moment of a step, by stage. Source: Rajbhandari et al. 2020, section 5, with fp32 gradients.
+@dataclass(frozen=True)
+class Size:
+    """How many parameters a model has: in all, in what is in no block (its root: embedding, last norm, head), and in a block."""
 
-    n:    parameters of the model
-    unit: parameters of its largest unit; at stage 3 two are gathered, and from stage 2 on the gradients of two are whole on their way
+    all: int
+    root: int
+    block: int
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> "Size":
+        """That of a GPT."""
+        everything, root = parameter_count(config), config.vocab_size * config.width * (1 if config.tie else 2) + config.width
+        return cls(everything, root, (everything - root) // config.layers)
+
+
+def held(stage: int, n: Size, ranks: int, precision: str) -> Bytes:
+    """Bytes of a rank at the fullest moment of a step. Source: Rajbhandari et al. 2020, section 5, with fp32 gradients.
+
+    What is whole for the moment: at stage 3 the parameters of the root and of two blocks, and from stage 2 on their gradients. A master
+    that has the format of what is computed with is no second copy, but a part of it.
     """
-    share = [1 if stage < least else ranks for least in (3, 2, 1)]   # of parameters, of gradients, of optimizer state
-    if stage == 3:   # a slice is kept in one format only, and rounded on its way into `whole`
-        parameters, gathered = (MASTER[precision] or COMPUTE[precision]) * n / ranks, 2 * COMPUTE[precision] * unit
-    else:
-        parameters, gathered = COMPUTE[precision] * n + MASTER[precision] * n / share[2], 0
-    return Bytes(parameters, gathered, GRADIENT * (n / share[1] + (2 * unit if stage >= 2 else 0)), ADAM * n / share[2])
-
-
-def sent(stage: int, n: int, ranks: int, precision: str) -> float:
-    """Bytes that a rank sends in a step: gradients reduced, parameters gathered (at stage 3 twice), each time (N-1)/N of the whole."""
-    once = (ranks - 1) / ranks * n
+    compute, master = COMPUTE[precision], MASTER[precision]
+    alive = n.root + 2 * n.block
+    gradients = GRADIENT * (n.all if stage < 2 else n.all / ranks + alive)
     if stage == 0:
-        return 2 * GRADIENT * once
-    return GRADIENT * once + COMPUTE[precision] * once * (2 if stage == 3 else 1)
+        return Bytes((compute + master) * n.all, 0, gradients, ADAM * n.all)
+    own = (master or compute) * n.all / ranks
+    whole = compute * (alive if stage == 3 else n.all) - (own if stage < 3 and not master else 0)
+    return Bytes(own, whole, gradients, ADAM * n.all / ranks)
 
 
-def saved_by_block(config: GPTConfig, tokens: int, itemsize: int) -> int:
-    """Bytes that autograd keeps of one block until backward, attention scores never whole.
+def sent(stage: int, n: Size, ranks: int, precision: str) -> float:
+    """Bytes that a rank sends in a step: gradients reduced, parameters gathered, (N-1)/N of them; at stage 3 blocks are gathered twice."""
+    gathered = {0: GRADIENT * n.all, 3: COMPUTE[precision] * (2 * n.all - n.root)}.get(stage, COMPUTE[precision] * n.all)
+    return (ranks - 1) / ranks * (GRADIENT * n.all + gathered)
 
-    Of each token: the input, what both norms give, query, key, value as they go into attention, what comes out, that as the last
-    matrix reads it, and the sum in between, each of the width; the gate before and after its nonlinearity, the other half, their product.
+
+def saved_by_block(config: GPTConfig, tokens: int, norm: int) -> int:
+    """Bytes that autograd keeps of one block in bf16 until backward, attention scores never whole.
+
+    Of each token: both norms' inputs (`norm` bytes an element: 2 where they are one kernel, 8 where they are taken apart, as on CPUs) and
+    outputs; query, key and value as they go into attention, and what comes out; the gate before and after its nonlinearity, the other
+    half, their product.
     """
-    return tokens * itemsize * (7 * config.width + 2 * config.kv_width + 4 * config.ffn)
+    return tokens * (2 * (norm + 2) * config.width + 2 * (2 * config.width + 2 * config.kv_width + 4 * config.ffn))
 
 
 # ---------------------------------------------------------------------- what is counted
@@ -129,15 +145,18 @@ def largest_held(world: rl.World, stage: int, precision: str, config: GPTConfig)
 
 def stage_rows(ranks: int, precision: str, config: GPTConfig) -> Iterator[dict]:
     """One row per stage."""
-    n = parameter_count(config)
-    tables = config.vocab_size * config.width * (1 if config.tie else 2) + config.width   # what is in no block is a unit
-    unit = max(tables, (n - tables) // config.layers)
+    n = Size.of(config)
     for stage in range(4):
-        found = rl.simulate(rl.Mesh(shard=ranks), lambda world, stage=stage: largest_held(world, stage, precision, config))
-        most, formula = found[0], held(stage, n, ranks, precision, unit)
+        most = rl.simulate(rl.Mesh(shard=ranks), lambda world, stage=stage: largest_held(world, stage, precision, config))[0]
+        formula = held(stage, n, ranks, precision)
+        expected = {kind: getattr(formula, kind) for kind in (*KINDS, "total")} | {"sent": sent(stage, n, ranks, precision)}
         yield {"precision": precision, "ranks": ranks, "stage": stage} | {
-            kind: f"{readable(most[kind])} / {readable(getattr(formula, kind))}" for kind in (*KINDS, "total")} | {
-            "sent": f"{readable(most['sent'])} / {readable(sent(stage, n, ranks, precision))}"}
+            kind: beside(most[kind], nbytes) for kind, nbytes in expected.items()}
+
+
+def beside(counted: int, expected: float) -> str:
+    """What was counted; and what the formula says, where padding does not explain the difference."""
+    return readable(counted) if abs(counted - expected) <= 0.01 * expected else f"{readable(counted)}, by formula {readable(expected)}"
 
 
 def saved_rows(config: GPTConfig, tokens: int) -> list[dict]:
@@ -155,25 +174,22 @@ def saved_rows(config: GPTConfig, tokens: int) -> list[dict]:
         model.blocks[0](x, *model.rotary(0, tokens))
     counted = sum(storage.nbytes() for at, storage in storages.items() if at not in parts)
     return [{"width": config.width, "inner": config.ffn, "tokens": tokens, "counted": readable(counted),
-             "formula": readable(saved_by_block(config, tokens, 2))}]
+             "by formula": readable(saved_by_block(config, tokens, 8))}]
 
 
 # ---------------------------------------------------------------------- 7 billion parameters
 
 def seven_billion(ranks: int, tokens: int) -> list[dict]:
     """What each way to train Llama 7B in bf16 needs on a GPU, and in host memory; GB are 10^9 bytes."""
-    config = LLAMA_7B
-    n = parameter_count(config)
-    block = saved_by_block(config, tokens, 2)
-    kept, recomputed = config.layers * block, config.layers * tokens * config.width * 2 + block
-    unit = config.vocab_size * config.width * 2
+    n, block = Size.of(LLAMA_7B), saved_by_block(LLAMA_7B, tokens, 2)
+    kept, recomputed = LLAMA_7B.layers * block, LLAMA_7B.layers * tokens * LLAMA_7B.width * 2 + block
     ways = [("one GPU", held(0, n, 1, BF16), kept, 0.0), (f"DDP, {ranks} GPUs", held(0, n, ranks, BF16), kept, 0.0)]
-    ways += [(f"stage {stage}, {ranks} GPUs", held(stage, n, ranks, BF16, unit), kept, 0.0) for stage in (1, 2, 3)]
-    ways.append((f"stage 3, {ranks} GPUs, recompute", held(3, n, ranks, BF16, unit), recomputed, 0.0))
-    for gpus, name in ((ranks, f"stage 3, {ranks} GPUs"), (1, "one GPU, stage 3")):
-        there = held(3, n, gpus, BF16)   # all slices are in host memory; only what is whole for the moment is on the GPU
-        whole = Bytes(0, 2 * COMPUTE[BF16] * unit, 2 * GRADIENT * unit, 0)
-        ways.append((f"{name}, offload, recompute", whole, recomputed, there.total))
+    ways += [(f"stage {stage}, {ranks} GPUs", held(stage, n, ranks, BF16), kept, 0.0) for stage in (1, 2, 3)]
+    ways.append((f"stage 3, {ranks} GPUs, recompute", held(3, n, ranks, BF16), recomputed, 0.0))
+    for gpus, name in ((ranks, f"stage 3, {ranks} GPUs"), (1, "stage 3, one GPU")):
+        whole = held(3, n, gpus, BF16).gathered   # slices of everything are in host memory; on the GPU is what is whole for the moment
+        there = Bytes(0, whole, GRADIENT / COMPUTE[BF16] * whole, 0)
+        ways.append((f"{name}, offload, recompute", there, recomputed, (MASTER[BF16] + GRADIENT + ADAM) * n.all / gpus))
     return [{"way": name, "parameters": gb(b.parameters), "gathered": gb(b.gathered), "gradients": gb(b.gradients),
              "optimizer": gb(b.optimizer), "activations": gb(activations),
              "GPU, GB": gb(b.total + activations), "host of each rank, GB": gb(host)}
@@ -208,7 +224,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank, in the table for 7B")
     parser.add_argument("--no-docs", dest="docs", action="store_false")
     args = parser.parse_args()
-    config = preset("1M", vocab_size=512, seq_len=64)
+    config = preset("1M", vocab_size=512, seq_len=64, layers=24)
     saved, seven = saved_rows(preset("11M"), 256), seven_billion(args.gpus, args.tokens)
     stages = [row for precision in args.precision.split(",") for ranks in args.ranks.split(",")
               for row in stage_rows(int(ranks), precision, config)]
