@@ -82,12 +82,12 @@ def test_the_plan_says_why_a_layer_stays():
     assert plan_float8(Odd(), keep=["*.na?ed"]) == {
         "body.tied": "its weight is another module's too", "body.odd": "16 x 24 does not divide by 16", "body.named": "keep names it",
         "body.plain": "", "out": "it makes the output"}
-    assert to_float8(Odd(), keep=["*.na?ed"]).names == ["body.plain"]
+    assert to_float8(Odd(), Recipe(keep=("*.na?ed",))).names == ["body.plain"]
 
 
 def test_a_pattern_that_fits_nothing_and_a_model_that_keeps_all_are_errors():
     with pytest.raises(ConfigError, match="'bloks.0.mlp.up' fits no linear layer. Did you mean 'blocks.0.mlp.up'?"):
-        to_float8(GPT(SMALL), keep=["bloks.0.mlp.up"])
+        to_float8(GPT(SMALL), Recipe(keep=("bloks.0.mlp.up",)))
     with pytest.raises(ConfigError, match="no layer of this model can be in fp8: 0: 2 x 3 does not divide by 16"):
         to_float8(nn.Sequential(nn.Linear(2, 3)))
     with pytest.raises(ConfigError, match="there is no nn.Linear in it"):
@@ -189,7 +189,7 @@ def test_weights_cast_once_a_step_give_the_same_bits_and_are_dropped_before_they
         layers, others = to_float8(held, recipe), to_float8(fresh, recipe)
         loss = lambda m: m(rows(32)).square().sum()
         for _ in range(3):
-            layers.begin_step()
+            layers.begin_step(whole=True)
             assert same(grads_of(held, loss) + grads_of(held, loss), grads_of(fresh, loss) * 2)
             for each in (layers, others):
                 each.end_step(world.group("replicate"))
@@ -217,7 +217,7 @@ def test_what_is_kept_for_backward_is_eight_bits_of_the_input_and_no_copy_of_the
     assert len(weight) == 1
     rest = sum(t.nbytes for t in kept) - weight[0].nbytes
     assert x.numel() <= rest <= x.numel() + 4 * 32
-    layers.begin_step()
+    layers.begin_step(whole=True)
     assert all(t.dtype in (E4M3, torch.float32) and t.nbytes <= max(x.numel(), 48 * 32) for t in saved_by(model[0], x))
 
 
@@ -344,7 +344,7 @@ def test_compiled_blocks_are_one_graph_and_give_the_same(recipe):
         for step in range(2):
             x = rows(16, seed=step).requires_grad_()      # as every block's input does but the first one's
             for each in layers:
-                each.begin_step()
+                each.begin_step(whole=True)
             for a, b in zip(grads_of(eager, lambda m, x: m(x).square().sum(), x), grads_of(compiled, lambda m, x: m(x).square().sum(), x)):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
             for each in layers:
@@ -368,7 +368,7 @@ def losses_of(recipe: Recipe | None) -> list[float]:
         draw, losses = torch.Generator().manual_seed(0), []
         for _ in range(60):
             piece = torch.stack([text[at : at + 33] for at in torch.randint(0, len(text) - 33, (8,), generator=draw)])
-            layers.begin_step()
+            layers.begin_step(whole=True)
             losses.append(engine.step((piece[:, :-1], piece[:, 1:])).loss)
             layers.end_step(world.group("replicate"))
         return losses

@@ -5,8 +5,8 @@
                dw = g.T @ x
 
 A layer stays an `nn.Linear` with the same parameter under the same name; only its class changes. So optimizers, wrappers and checkpoints
-see nothing of it. Weights are always scaled by what they are now, the whole of them; they are cast once a step (`begin_step`),
-or, where nobody calls that, in each pass. `timing="delayed"` is for what flows: inputs and gradients (amax.py).
+see nothing of it. Weights are always scaled by what they are now, the whole of them; they are cast once a step (`begin_step`), come in
+eight bits (shard/float8_unit.py), or are cast in each pass. `timing="delayed"` is for what flows: inputs and gradients (amax.py).
 
 Read base/float8.py first.
 """
@@ -36,12 +36,14 @@ class Recipe:
     timing:  "current": by a tensor's own largest magnitude; "delayed": by that of the last `history` steps, which saves a pass
     history: steps remembered
     margin:  powers of two left free above the remembered magnitude, for what grows
+    keep:    patterns of layers that stay as they are (`blocks.0.*`), beside those that always do: see `plan_float8`
     """
 
     scaling: str = "tensor"
     timing: str = "current"
     history: int = 16
     margin: int = 0
+    keep: tuple[str, ...] = ()
     forward: torch.dtype = E4M3
     backward: torch.dtype = E5M2
 
@@ -119,10 +121,11 @@ def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Float
 
 
 class Float8Layers:
-    """The layers of a model that `to_float8` has converted, and what they need from a training step."""
+    """The layers of a model that `to_float8` has converted, and what they need from a training step. There may be none."""
 
     def __init__(self, layers: dict[str, Float8Linear], history: AmaxHistory | None):
         self.layers, self.history = layers, history
+        self._cast: list[Float8Linear] = []   # in this step
 
     @property
     def names(self) -> list[str]:
@@ -130,51 +133,50 @@ class Float8Layers:
         return list(self.layers)
 
     def readers(self, model: nn.Module) -> dict[str, list[Float8Linear]]:
-        """For weights that travel in eight bits (shard/float8_unit.py): each weight's name in `model`, and the layers that multiply by it.
+        """Weights of `model` that can travel in eight bits (shard/float8_unit.py): by name, the layers that multiply by each.
 
-        raises: ConfigError when scaled by rows: what travels has one scale a weight
+        None when scaled by rows: backward needs these scaled by columns too, and what travels has one scale.
         """
-        scaled = {layer.recipe.scaling for layer in self.layers.values()}
-        if scaled != {"tensor"}:
-            raise ConfigError("weights cannot travel in fp8 with scaling='row': backward needs them scaled by columns too. "
-                              "Use scaling='tensor', or gather in bf16")
         found: dict[str, list[Float8Linear]] = {}
         names = {id(param): name for name, param in model.named_parameters()}
         for layer in self.layers.values():
-            found.setdefault(names[id(layer.weight)], []).append(layer)
+            if layer.recipe.scaling == "tensor":
+                found.setdefault(names[id(layer.weight)], []).append(layer)
         return found
 
     @torch.no_grad()
-    def begin_step(self) -> None:
-        """Cast every weight once for all micro-batches of a step. Not where weights come and go (stage 3): then each pass casts.
+    def begin_step(self, *, whole: bool) -> None:
+        """Before the first micro-batch.
 
-        memory: 1 byte for each weight, 2 when scaled by rows, until `end_step`
+        whole:  the model holds all its weights, so that each is cast once for all micro-batches
+        memory: then 1 byte for each weight, 2 when scaled by rows, until `end_step`
         """
-        for layer in self.layers.values():
+        if self.history:
+            self.history.abandon_step()   # whatever a failed step left behind
+        self._cast = list(self.layers.values()) if whole else []
+        for layer in self._cast:
             layer.held = cast_both_ways(layer.weight, layer.recipe.forward, layer.recipe)
 
     def end_step(self, group: Group, *, finite: bool = True) -> None:
-        """Before the weights change: drop the casts; ranks agree on the magnitudes that the next step scales by.
+        """Before the weights change: drop their casts; ranks agree on the magnitudes that the next step scales by.
 
         group:  all ranks that work with these weights
-        finite: False after a step that was given up, on all ranks
+        finite: False after a step that changes nothing, on all ranks
         """
-        for layer in self.layers.values():
+        for layer in self._cast:
             layer.held = None
+        self._cast = []
         if self.history and finite:
             self.history.close_step(group)
-        elif self.history:
-            self.history.abandon_step()
 
 
-def to_float8(model: nn.Module, recipe: Recipe | None = None, keep: Sequence[str] = ()) -> Float8Layers:
+def to_float8(model: nn.Module, recipe: Recipe | None = None) -> Float8Layers:
     """Let the linear layers of `model` multiply in eight bits, where they stand. To be called once it is on its device.
 
-    keep:   patterns of names that stay as they are (`blocks.0.*`), beside those that always do: see `plan_float8`
-    raises: ConfigError when no layer is left, or a pattern fits none
+    raises: ConfigError when no layer is left, or a pattern of `recipe.keep` fits none
     """
     recipe = recipe or Recipe()
-    plan = plan_float8(model, keep)
+    plan = plan_float8(model, recipe.keep)
     chosen = {name: model.get_submodule(name) for name, reason in plan.items() if not reason}
     if not chosen:
         stays = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in plan.items()) or "there is no nn.Linear in it"

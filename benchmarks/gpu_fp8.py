@@ -1,0 +1,145 @@
+"""FP8 against our own bf16 on one GPU: tokens/s, peak memory, and the loss after 200 steps on real text.
+
+    python benchmarks/gpu_fp8.py                    # a CUDA device from compute capability 8.9: the 1.24B Llama shape, batch 4 x 4096
+    python benchmarks/gpu_fp8.py --small            # the same script at toy size, on whatever there is; the CPU emulates the products
+
+Needs nothing but this repository (PYTHONPATH=src): the text is the source of Python's own library, byte by byte. Every variant runs
+in a process of its own, one after another, from the same weights and on the same batches; blocks are compiled, AdamW is fused.
+The loss is the mean of the last tenth of the steps, the time the median of those after the first tenth.
+
+    bf16            rl.prepare, bf16 with fp32 masters
+    fp8             the same, with the linear layers of the blocks in fp8: one scale a matrix, current
+    fp8 delayed     scaled by the last 16 steps
+    fp8 row         one scale a row
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import keep, machine, show
+
+import rankloom as rl
+from rankloom.data.text import documents
+from rankloom.models.config import GPTConfig, parameter_count, preset
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss, loss_and_gradient
+from rankloom.train.fp8 import Float8Layers, Recipe, to_float8
+
+RECIPES = {"bf16": None, "fp8": Recipe(), "fp8 delayed": Recipe(timing="delayed"), "fp8 row": Recipe(scaling="row")}
+WARM_UP = 20     # steps in which the learning rate rises
+RATE = 3e-4
+
+
+def shape(small: bool) -> tuple[GPTConfig, int]:
+    """The model and the batch."""
+    return (preset("1M", vocab_size=256, seq_len=64), 4) if small else (preset("1.2B"), 4)
+
+
+def text(size: int) -> torch.Tensor:
+    """The first bytes of Python's library."""
+    found = bytearray()
+    for document in documents("stdlib"):
+        found += document.text.encode()
+        if len(found) >= size:
+            break
+    return torch.frombuffer(found[:size], dtype=torch.uint8).long()
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One variant, in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    config, rows = shape(args.small)
+    model = GPT(config, device=device)
+    recipe = RECIPES[args.worker]
+    layers = to_float8(model, recipe) if recipe else Float8Layers({}, None)
+    if not args.eager:
+        for block in model.blocks:
+            block.compile()
+        model.loss_kernel = torch.compile(loss_and_gradient)
+    world = rl.init(device=device.type)
+    engine = rl.prepare(model, loss=language_model_loss, world=world, clip=1.0, precision="bf16",
+                        schedule=lambda step: RATE * min(1.0, (step + 1) / WARM_UP),
+                        optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.9, 0.95), fused=True))
+    corpus, draw = text(1 << 18 if args.small else 1 << 23), torch.Generator().manual_seed(0)
+    seconds, losses = [], []
+    for _ in range(args.steps):
+        starts = torch.randint(0, len(corpus) - config.seq_len - 1, (rows,), generator=draw)
+        piece = torch.stack([corpus[at : at + config.seq_len + 1] for at in starts]).to(device)
+        synchronize(device)
+        begin = time.perf_counter()
+        layers.begin_step(whole=True)
+        losses.append(engine.step((piece[:, :-1].contiguous(), piece[:, 1:].contiguous())).loss)
+        layers.end_step(world.group("replicate", "shard"))
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    tenth = max(1, args.steps // 10)
+    found = {"seconds": statistics.median(seconds[tenth:]), "loss": statistics.mean(losses[-tenth:]), "losses": losses,
+             "layers": len(layers.names), "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
+    Path(args.out).write_text(json.dumps(found))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a clock read before that measures nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(variant: str, args: argparse.Namespace) -> dict:
+    """Run one variant in a process of its own; what it found, or why it could not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--worker", variant, "--out", str(out), "--steps", str(args.steps)]
+        command += ["--small"] * args.small + ["--eager"] * args.eager
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1][:200]}
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Every variant, each compared with the first; print the table and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--variants", default=",".join(RECIPES), help="the first is what the others are compared with")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    if not args.small and not torch.cuda.is_available():
+        raise SystemExit("gpu_fp8.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    where, (config, rows) = machine(), shape(args.small)
+    tokens = rows * config.seq_len
+    print(f"{where}\n{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens, {args.steps} steps", flush=True)
+    table: list[dict] = []
+    first: dict = {}
+    for variant in args.variants.split(","):
+        found = measure(variant, args)
+        if "error" in found:
+            print(f"{variant} could not run: {found['error']}")
+            continue
+        first = first or found
+        table.append({
+            "variant": variant, "layers in fp8": found["layers"], "ms": round(found["seconds"] * 1e3, 1),
+            "tokens/s": round(tokens / found["seconds"]), "speed-up": round(first["seconds"] / found["seconds"], 3),
+            "peak GiB": round(found["peak"] / 2**30, 1), "loss": round(found["loss"], 4),
+            "loss, against the first": f"{100 * (found['loss'] / first['loss'] - 1):+.2f} %",
+        })
+        print(show(table[-1:]), flush=True)
+    if not args.small and table:
+        keep("gpu_fp8", where, table)
+
+
+if __name__ == "__main__":
+    main()
