@@ -7,7 +7,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.shard.optimizer import Piece, make_optimizer
-from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state
+from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
 from shard.pieces import ELEMENTWISE, STEPS, WHOLE, Pieces, by_dims, optim, plain_state, train_whole
 
 ALL = {**ELEMENTWISE, **{f"whole {name}": build for name, build in WHOLE.items()}}
@@ -86,6 +86,7 @@ def test_any_number_of_ranks_goes_on_from_the_state_of_any_other_number(name):
             for owner, piece in ((mine.owners[n], mine.pieces[n]) for n in mine.owners):
                 owner.data.copy_(piece.cut(early[piece.name].detach()).view(owner.shape))
             load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=rank)
+            assert not any(mine.pieces[n].is_empty for n, owner in mine.owners.items() if owner in mine.optimizer.state)
             mine.train(range(3, STEPS))
             for n, owner in mine.owners.items():
                 assert torch.equal(owner.detach().view(-1), mine.pieces[n].cut(expected[n].detach())), f"{n} on rank {rank} of {after}"
@@ -112,6 +113,38 @@ def test_rates_are_taken_over_and_how_to_compute_is_not():
     load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
     group = mine.optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["fused"], group["foreach"]) == (0.5, (0.5, 0.75), None, True)
+
+
+def test_groups_may_know_more_or_less_than_the_saved_ones():
+    """A scheduler leaves notes in them, and versions of torch differ."""
+    saved = gathered_alone(by_dims)
+    saved["param_groups"][0]["initial_lr"] = torch.tensor(0.5)
+    del saved["param_groups"][1]["maximize"]
+    mine = Pieces(by_dims, 0, 1)
+    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    saved["param_groups"][0]["initial_lr"].zero_()
+    assert mine.optimizer.param_groups[0]["initial_lr"] == 0.5 and mine.optimizer.param_groups[1]["maximize"] is False
+
+
+@pytest.mark.parametrize("fused, device, dtype", [(True, "meta", torch.float32), (None, "cpu", torch.float64)])
+def test_a_counter_is_beside_the_parameter_only_where_a_fused_kernel_reads_it(fused, device, dtype):
+    owners = {"w": nn.Parameter(torch.zeros(6, device="meta"))}
+    optimizer = make_optimizer(lambda p: optim.AdamW(p, fused=fused), owners)
+    state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3)}}
+    saved = {"state": state, "param_groups": [{"params": ["w"], "lr": 0.5}]}
+    load_optimizer_state(optimizer, owners, {"w": Piece("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
+    held = optimizer.state[owners["w"]]
+    assert (held["step"].device.type, held["step"].dtype) == (device, dtype)
+    assert held["exp_avg"].device.type == "meta" and held["exp_avg"].shape == (6,)
+
+
+def test_state_of_matrices_is_held_to_their_shapes_and_state_of_any_other_shape_is_let_be():
+    saved = gathered_alone(WHOLE["muon"])
+    saved["state"]["wide"]["momentum_buffer"] = torch.zeros(23, 9)
+    mine = Pieces(WHOLE["muon"], 0, 1)
+    assert "momentum_buffer of wide has shape (23, 9), expected (9, 23)" in misfit(mine.optimizer, mine.owners, mine.pieces, saved)
+    other = Pieces(WHOLE["adafactor"], 0, 1)
+    assert misfit(other.optimizer, other.owners, other.pieces, gathered_alone(WHOLE["adafactor"])) is None
 
 
 def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others_keeps_its_own():

@@ -161,7 +161,7 @@ def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], part: t
         on_device = settings.get("fused") or settings.get("capturable")
         return value.to(owner.device, torch.float32) if on_device else value.to("cpu")
     torchs = type(part).__module__.startswith("torch.optim")   # those keep all they remember in the parameter's dtype
-    return value.to(owner.device, owner.dtype if torchs and value.is_floating_point() else value.dtype)
+    return value.to(owner.device, owner.dtype if torchs else value.dtype)
 
 
 def misfit(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
