@@ -1,4 +1,7 @@
-"""A GPT as a list of pieces that run one after the other, for whoever cuts it into stages. Names are those of the whole model."""
+"""A GPT as a list of pieces that run one after the other, for whoever cuts it into stages. Names are those of the whole model.
+
+Whatever replaces modules of the model (tensor parallel) comes before.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankloom.models.gpt import GPT, Rotary
-from rankloom.models.loss import Kernel, chunked_cross_entropy, count_targets
 
 
 def gpt_pieces(model: GPT) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
@@ -25,6 +27,15 @@ def _run_block(block: nn.Module, rotary: Rotary, x: Tensor) -> Tensor:
     return block(x, cos, sin)   # type: ignore[no-any-return]
 
 
-def gpt_loss(output: tuple[Tensor, Tensor], targets: Tensor, kernel: Kernel | None = None) -> tuple[Tensor, Tensor]:
-    """What the last piece gives, hidden [B, T, W] and the output matrix [V, W], against targets [B, T] -> (sum of the loss, count)."""
-    return chunked_cross_entropy(*output, targets, kernel=kernel), count_targets(targets)
+def gpt_loss(model: GPT) -> Callable[[tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]:
+    """loss(what the last piece gives: hidden [B, T, W] and the output matrix [V, W], targets [B, T]) -> (sum, count).
+
+    The auxiliary losses of routers are not in it: they stand in the stages (`take_extra_loss`).
+    """
+    output, kernel = model.output, model.loss_kernel
+
+    def loss(given: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = output(*given, targets, kernel)
+        return total, count
+
+    return loss

@@ -24,7 +24,7 @@ def test_pieces_of_a_gpt_in_a_row_are_the_gpt_and_keep_its_names(tie):
     for stage in stages:
         hidden = stage(hidden)
     assert torch.equal(hidden[0], model.hidden(tokens))
-    for mine, truth in zip(gpt_loss(hidden, tokens), model(tokens, targets=tokens)):
+    for mine, truth in zip(gpt_loss(model)(hidden, tokens), model(tokens, targets=tokens)):
         assert torch.equal(mine, truth)
     named = [(name, id(p)) for stage in stages for name, p in stage.named_parameters()]
     assert set(named) == {(name, id(p)) for name, p in model.named_parameters()}

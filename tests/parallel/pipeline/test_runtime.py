@@ -16,14 +16,17 @@ from torch.nn import functional as F
 import rankloom as rl
 from awkward import make_batches, make_model
 from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
-from rankloom.models.gpt import GPT, GPTConfig
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
+from rankloom.models.moe import take_extra_loss
+from rankloom.models.pieces import gpt_loss as loss_of
+from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.actions import parse_plan
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.messages import proven_arrivals
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, with_messages
-from rankloom.parallel.pipeline.runtime import Pipeline
+from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 
 RTOL = 1e-12
@@ -33,6 +36,9 @@ CHUNKS = {name: schedule.fewest for name, schedule in SCHEDULES.items()}
 def make_gpt(tie: bool = True) -> GPT:
     config = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=6, heads=2, kv_heads=1, ffn=12, tie=tie)
     return GPT(config, seed=3, dtype=torch.float64)
+
+
+gpt_loss = loss_of(make_gpt())
 
 
 def token_batches(count: int, vocab: int = 19, lengths=(8,)):
@@ -287,10 +293,42 @@ def test_gathers_and_reductions_are_called_where_the_plan_has_them():
     def body(world):
         log = called[world.rank]
         return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches,
-                   gather=lambda stage: log.append(f"GATHER@{stage}"), reduce=lambda stage: log.append(f"REDUCE@{stage}"))
+                   hooks=Hooks(gather=lambda stage: log.append(f"GATHER@{stage}"), reduce=lambda stage: log.append(f"REDUCE@{stage}")))
 
     expect_equal(rl.simulate(2, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
     assert called == {rank: [str(a) for a in actions if a.microbatch is None] for rank, actions in enumerate(plan.ranks)}
+
+
+def routed_pieces():
+    """A GPT with experts, whose routers leave a loss of their own in their stage."""
+    experts = MoEConfig(experts=3, top_k=2, ffn=6, balance_loss=0.1, router_z_loss=0.01)
+    config = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=2, heads=2, kv_heads=1, ffn=12, moe=experts)
+    return gpt_pieces(GPT(config, seed=3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
+    batches, plan = token_batches(3), make_plan(name, 3, 3)
+    (whole,) = make_stages(routed_pieces(), [4])
+
+    def with_extra(output, targets):
+        total, count = gpt_loss(output, targets)
+        return total + take_extra_loss(whole), count
+
+    expected = torch.zeros(2, dtype=torch.float64)
+    for tokens, targets in batches:
+        total, count = with_extra(whole(tokens), targets)
+        total.backward()
+        expected += torch.tensor([total.item(), float(count)], dtype=torch.float64)
+    grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    results = rl.simulate(3, lambda w: run(w, routed_pieces, gpt_loss, plan, batches, hooks=Hooks(extra=take_extra_loss)))
+    expect_equal(results, (expected, grads))
+
+
+def test_before_each_forward_and_backward_its_micro_batch_is_told():
+    plan, told = make_plan("1f1b", 2, 3), {0: [], 1: []}
+    rl.simulate(2, lambda w: small(w, plan, 3, hooks=Hooks(before=told[w.rank].append)))
+    assert told == {rank: [a.microbatch for a in actions] for rank, actions in enumerate(plan.ranks)}
 
 
 def test_ranks_may_take_micro_batches_in_different_orders():
@@ -356,7 +394,7 @@ def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
             rl.simulate(2, lambda w, plan=plan: small(w, plan))
     with pytest.raises(ConfigError, match=r"given stages \[0\], but the schedule has \[0, 1\] on this rank"):
         rl.simulate(1, lambda w: Pipeline({0: nn.Linear(1, 1)}, w, make_plan("interleaved", 2, 1), None))
-    with pytest.raises(ConfigError, match="the schedule has GATHER actions; say what they do with gather="):
+    with pytest.raises(ConfigError, match="the schedule has GATHER actions; say what they do with Hooks\\(gather="):
         rl.simulate(1, lambda w: small(w, apply_pass(make_plan("1f1b", 1, 2), add_gathers)))
 
 

@@ -87,6 +87,11 @@ class Plan:
         """How many micro-batches a step has."""
         return max((a.microbatch for actions in self.ranks for a in actions if a.microbatch is not None), default=-1) + 1
 
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The stages whose backward comes in two parts, at least for some micro-batches."""
+        return frozenset(action.stage for actions in self.ranks for action in actions if action.kind == "W")
+
     def held_by(self, rank: int) -> tuple[int, ...]:
         """The stages of one rank, first to last."""
         return tuple(stage for stage, owner in self.owner.items() if owner == rank)

@@ -6,7 +6,8 @@ stand on several ranks are summed, and every rank learns the loss. Read actions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -31,7 +32,21 @@ class _Live(NamedTuple):
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    own: list[Tensor]          # losses that end here
     products: list[Product]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What else is to be done on the way: all may be left out."""
+
+    before: Callable[[int], None] | None = None                  # with the micro-batch's number, before each forward and backward
+    extra: Callable[[nn.Module], Tensor | None] | None = None    # a loss *sum* of its own that the last forward has left in a stage
+    gather: Callable[[int], None] | None = None                  # what GATHER does, with the stage's number
+    reduce: Callable[[int], None] | None = None                  # what REDUCE does
+
+
+HOOKS = Hooks()
 
 
 class Pipeline:
@@ -41,20 +56,20 @@ class Pipeline:
             a tensor, or several
     loss:   loss(what the last stage returns, the micro-batch's second part) -> (sum, count)
     tied:   parameters that stand in several stages (cut.py finds them); their gradients are summed over ranks
-    gather, reduce: what GATHER and REDUCE of a plan with such actions call, with the stage's number
+    hooks:  what else is to be done on the way
     raises: ConfigError for a plan that is not right, or not for this group
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: Group, plan: Plan, loss: Loss, *, tied: Sequence[Tied] = (),
-                 gather: Callable[[int], None] | None = None, reduce: Callable[[int], None] | None = None):
+                 hooks: Hooks = HOOKS):
         self.plan = with_messages(plan)
-        self.stages, self.group, self.loss = dict(stages), group, loss
+        self.stages, self.group, self.loss, self.hooks = dict(stages), group, loss, hooks
         self._expect_fit()
-        self._do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
+        # What each kind of action does; whoever measures may put a clock around it.
+        self.do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
                     "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
-                    **self._around(GATHER=gather, REDUCE=reduce)}
+                    "GATHER": self._whole_stage, "REDUCE": self._whole_stage}
         self._tied = [each for each in tied if len({self.plan.owner[stage] for stage, _ in each}) > 1]
-        self._split = {action.stage for action in self.plan.ranks[group.rank] if action.kind == "W"}
         self._messages = Messages(group, self.plan)
         self._step: Sequence[MicroBatch] = ()
         self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
@@ -93,7 +108,7 @@ class Pipeline:
         self._border.clear()
         self._messages.begin(actions, [_shapes(inputs) for inputs, _ in microbatches])
         for action in actions:
-            self._do[action.kind](action)
+            self.do[action.kind](action)
         self._messages.finish()
         return self.group.all_reduce(self._totals, label="loss of the step")
 
@@ -101,45 +116,57 @@ class Pipeline:
         stage, m = action.stage, action.microbatch or 0
         inputs = _as_list(self._border.pop(("F", stage, m)) if stage else self._step[m][0], "a micro-batch")
         products: list[Product] = []
-        if stage in self._split:
-            with deferring(products):
-                outputs = self._compute(stage, m, inputs)
-        else:
-            outputs = self._compute(stage, m, inputs)
+        with deferring(products) if stage in self.plan.split else nullcontext():
+            outputs, own = self._compute(stage, m, inputs)
         if torch.is_grad_enabled():
-            self._live[stage, m] = _Live(inputs, outputs, products)
+            self._live[stage, m] = _Live(inputs, outputs, own, products)
         if stage < self.plan.stages - 1:
             self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
 
-    def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> list[Tensor]:
-        """The stage's outputs; of the last one the loss."""
+    def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the stage hands on, and the losses it ends in."""
+        if self.hooks.before:
+            self.hooks.before(m)
         output = self.stages[stage](*inputs)
-        if stage < self.plan.stages - 1:
-            return _as_list(output, f"stage {stage}")
+        extra = self.hooks.extra(self.stages[stage]) if self.hooks.extra else None
+        own = [] if extra is None else [extra]
+        if stage == self.plan.stages - 1:
+            own.append(self._loss(output, m))
+        self._totals[0] += sum(loss.detach().double() for loss in own)
+        return ([] if stage == self.plan.stages - 1 else _as_list(output, f"stage {stage}")), own
+
+    def _loss(self, output: Any, m: int) -> Tensor:
         returned = self.loss(output, self._step[m][1])
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
-            raise LossError(f"{self.group.where(f'F{m}@{stage}')}: the loss function returned {returned!r:.200}, expected (sum, count): "
-                            "the loss summed over items, a tensor of no dims, and how many items that were")
-        self._totals[0] += returned[0].detach()
+            raise LossError(f"{self.group.where(f'F{m}@{self.plan.stages - 1}')}: the loss function returned {returned!r:.200}, expected "
+                            "(sum, count): the loss summed over items, a tensor of no dims, and how many items that were")
         self._totals[1] += float(returned[1])
-        return [returned[0]]
+        return returned[0]
 
     def _backward(self, action: Action) -> None:
         """Towards the inputs, and with `B` the weights' products too."""
-        stage, m = action.stage, action.microbatch
+        stage, m = action.stage, action.microbatch or 0
+        if self.hooks.before:
+            self.hooks.before(m)
         live = self._live[stage, m]
-        grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else [torch.ones_like(live.outputs[0])]
-        wanted = [(y, grad) for y, grad in zip(live.outputs, grads) if y.requires_grad and grad is not None]
-        if wanted:
-            torch.autograd.backward([y for y, _ in wanted], [grad for _, grad in wanted])
+        grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else []
+        ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None] + [(own, torch.ones_like(own)) for own in live.own]
+        ends = [(y, grad) for y, grad in ends if y.requires_grad]
+        if ends:
+            torch.autograd.backward([y for y, _ in ends], [grad for _, grad in ends])
         if stage:
             self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
-        self._live[stage, m] = live._replace(inputs=[], outputs=[])
+        self._live[stage, m] = live._replace(inputs=[], outputs=[], own=[])
         if action.kind == "B":
             self._weights(action)
 
     def _weights(self, action: Action) -> None:
         finish(self._live.pop((action.stage, action.microbatch)).products)
+
+    def _whole_stage(self, action: Action) -> None:
+        hook = self.hooks.gather if action.kind == "GATHER" else self.hooks.reduce
+        if hook:   # as `_expect_fit` has seen to
+            hook(action.stage)
 
     def _send(self, action: Action) -> None:
         way, stage = action.kind[-1], action.stage
@@ -188,16 +215,10 @@ class Pipeline:
         if set(held) != self.stages.keys():
             raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
                               f"{list(held)} on this rank")
-
-    def _around(self, **functions: Callable[[int], None] | None) -> dict[str, Callable[[Action], None]]:
         used = {action.kind for actions in self.plan.ranks for action in actions}
-        for kind in (kind for kind, function in functions.items() if function is None and kind in used):
-            raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do with {kind.lower()}=")
-        return {kind: partial(_of_stage, function) for kind, function in functions.items() if function}
-
-
-def _of_stage(function: Callable[[int], None], action: Action) -> None:
-    function(action.stage)
+        for kind in (kind for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)) if kind in used and not hook):
+            raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
+                              f"with Hooks({kind.lower()}=)")
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
