@@ -111,7 +111,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     def formats(name: str, param: nn.Parameter) -> Formats:
         return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)
 
-    plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size))
+    plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size),
+                reduces_once=False)
     sharding = shard(model, group, alone, plan, fill=fill)
     for section in sharding.sections:
         section.each = False   # `no_sync` is for accumulating without communication

@@ -16,6 +16,7 @@ Read parallel/sections.py before this file; parallel/zero.py has the table of st
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -41,21 +42,32 @@ class Moment(Enum):
     AFTER_BACKWARD = "after backward"
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """When sections are in memory.
+
+    let_go: a section leaves memory between its forward and its backward
+    near:   ranks among which it stays cut meanwhile, if not among all
+    ahead:  how many sections may be on their way while one is in use
+    """
+
+    let_go: bool = True
+    near: Group | None = None
+    ahead: int = 1
+
+
 class Sharding:
     """The sections of one model on one rank, moved through forward and backward by hooks.
 
     sections:       the root first
     group:          the shard axis             replicas: ranks with the same slice
     keep_gradients: they stay whole until a step's last backward (stage 1)
-    let_go:         a section leaves memory between its forward and its backward
-    near:           ranks among which it stays cut meanwhile, if not among all
-    ahead:          how many sections may be on their way while one is in use
     scale:          what summed gradients are multiplied by
     """
 
-    def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool, let_go: bool = True,
-                 near: Group | None = None, ahead: int = 1, scale: float = 1.0):
-        self.sections, self.group, self.replicas, self.let_go, self.near, self.ahead = list(sections), group, replicas, let_go, near, ahead
+    def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
+                 gathering: Gathering, scale: float = 1.0):
+        self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.lenders = make_gradients(sections, replicas, keep=keep_gradients, scale=scale)
         self.syncing = True
         self._order: list[Section] = []        # of the calls of this pass
@@ -139,7 +151,7 @@ class Sharding:
     @property
     def gathers_in_forward(self) -> bool:
         """Whether a forward is a collective."""
-        return self.group.size > 1 and self.let_go and any(not unit.stays for section in self.sections for unit in section.units)
+        return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
     def stand_by(self) -> None:
         """Gather and let go as a forward without gradients does, for the sake of ranks that run one."""
@@ -180,7 +192,7 @@ class Sharding:
         section.first_call = len(self._order) if section.first_call is None else section.first_call
         self._order.append(section)
         at = len(self._order)
-        for following in self._last_order[at : at + self.ahead]:
+        for following in self._last_order[at : at + self.gathering.ahead]:
             following.start_gather()
 
     def _begin_pass(self) -> None:
@@ -199,8 +211,8 @@ class Sharding:
         if tensors:
             section.calls += 1
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
-        if self.let_go and (section is not self.sections[0] or not tensors):
-            section.release(self.near if tensors else None)
+        if self.gathering.let_go and (section is not self.sections[0] or not tensors):
+            section.release(self.gathering.near if tensors else None)
 
     # ------------------------------------------------------------------ backward
 
@@ -213,7 +225,7 @@ class Sharding:
                 self._let_go(other)
         section.make_ready()
         at = self._order.index(section) if section in self._order else 0
-        for previous in self._order[max(0, at - self.ahead) : at]:
+        for previous in self._order[max(0, at - self.gathering.ahead) : at]:
             if not previous.settled:
                 previous.start_gather()
 
@@ -244,7 +256,7 @@ class Sharding:
         self._queue.settle(section, reduce_all=self.syncing)
 
     def _let_go(self, section: Section) -> None:
-        if self.let_go:
+        if self.gathering.let_go:
             section.release()
 
     def end_backward(self) -> None:
@@ -259,7 +271,7 @@ class Sharding:
         self.lenders.finish_all()
         for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
             host.wait()
-        if self.let_go:
+        if self.gathering.let_go:
             self.release()
         self._stage = Moment.AFTER_BACKWARD
         if self.at_end:

@@ -22,7 +22,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.comm.part import Part
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
-from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.sharding import Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Readers
 from rankloom.shard.layout import lay_out_evenly
@@ -45,6 +45,7 @@ class Plan:
     ahead:            how many sections are gathered ahead of use
     gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
     scale:            what summed gradients are multiplied by
+    reduces_once:     gradients are forgotten before every step, and each is whole until its last backward
     float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     """
 
@@ -56,6 +57,7 @@ class Plan:
     ahead: int = 1
     gradient_memory: int = 0
     scale: float = 1.0
+    reduces_once: bool = True
     float8: Readers = field(default_factory=dict)
 
 
@@ -79,11 +81,15 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
                            lay_out_whole=lay_out_whole, host=host, fill=fill, float8=plan.float8)
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
-    _choose_what_accumulates_whole(sections, plan, canonical)
-    near = _neighbours(group, plan.keep_gathered)
+    _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
     let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True
-    return Sharding(sections, group, replicas, keep_gradients=plan.stage == 1 or canonical, let_go=let_go, near=near, ahead=plan.ahead,
-                    scale=plan.scale)
+    return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale,
+                    gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead))
+
+
+def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:
+    """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all."""
+    return plan.stage == 1 or canonical or (plan.reduces_once and group.size == 1)
 
 
 def _neighbours(group: Group, n: bool | int) -> Group | None:
@@ -96,12 +102,12 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     return Part(group, range(first, first + n))
 
 
-def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, canonical: bool) -> None:
+def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, all_do: bool) -> None:
     """Sections whose whole gradients fit the budget are reduced once a step, the others after every backward."""
     left = plan.gradient_memory
     for section in sections:
         size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
-        section.each = plan.stage > 1 and size > left and not canonical
+        section.each = size > left and not all_do
         left -= 0 if section.each else size
 
 
@@ -113,9 +119,9 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
         for unit in section.units:
             p = unit.group.size
             n = unit.layout.total * unit.formats.compute.itemsize
-            again = backwards if sharding.let_go and section.name and not unit.stays else 0
+            again = backwards if sharding.gathering.let_go and section.name and not unit.stays else 0
             gathers = 0 if unit.common else 1 if unit.stays else backwards
-            near = sharding.near.size if sharding.near else p
+            near = sharding.gathering.near.size if sharding.gathering.near else p
             total += unit.publish_bill() + _times(gathers, all_gather_bill(n // p, p)) + _times(again, all_gather_bill(n // near, near))
             if unit.trainable:
                 total += _times(reductions, scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p))

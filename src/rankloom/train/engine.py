@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import LossError
+from rankloom.base.errors import LossError, ModelMismatch
 from rankloom.base.events import Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
 from rankloom.parallel.replicas import BufferKeeper
-from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state
+from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients, peak_memory
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import expect_sum, explain_non_finite
@@ -145,8 +145,10 @@ class Engine:
 
         raises: ModelMismatch, on all ranks, when it is the state of another model
         """
+        owners, pieces = self.placement.owners, self.placement.pieces()
+        self.group.agree(misfit(self.optimizer, owners, pieces, state["optimizer"]), error=ModelMismatch, label="load an optimizer")
         self.placement.load(state["model"])
-        load_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), state["optimizer"], rank=self.group.rank)
+        load_optimizer_state(self.optimizer, owners, pieces, state["optimizer"], rank=self.group.rank)
 
     def held(self) -> Held:
         """The bytes that this rank holds now, by kind."""

@@ -34,10 +34,13 @@ _GPT2 = {
 PLANS = {"GPT2LMHeadModel": _GPT2}   # of models that bring none
 
 
-def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Group, *, finish_gradients: bool = True) -> nn.Module:
+def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Group, *, overlap: int = 1,
+                    finish_gradients: bool = True) -> nn.Module:
     """Cut `model`, in place, over the ranks of `group`; returns it. Begin with the whole model on every rank.
 
     plan:   pattern of module names (`*` is one part of a name) -> a word of styles.py; None: the model's own `tp_plan`
+    overlap: in how many pieces a row-cut product is computed, each sent while the next is multiplied; with more than one, weights'
+            gradients are computed while the inputs' are summed, too. 1: the plain path. The same bytes, in more messages
     finish_gradients: after `backward()` every gradient is that of the plain model, this rank's part of it. False leaves what
             `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
@@ -46,13 +49,15 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
 
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
     """
+    if overlap < 1:
+        raise ConfigError(f"overlap = {overlap} pieces; it must be 1 or more")
     plan = _plan_of(model) if plan is None else dict(plan)
     _expect_same_plan(plan, group)
     words = _with_tied(model, _words(model, plan))
     if not any(param.is_meta for param in model.parameters()):
         make_replicas_equal(model, group)
     columns = [(name, module) for name, module in model.named_modules() if words.get(name) in COLUMNS and is_transposed(module) is not None]
-    cutting = Cutting(model, group, words, features={name: out_features(module) for name, module in columns})
+    cutting = Cutting(model, group, words, {name: out_features(module) for name, module in columns}, pieces=overlap)
     _expect_entry(cutting)
     for name in sorted(words, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
         STYLES[words[name]](Site(cutting, name))

@@ -53,8 +53,12 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in], whole -> [..., out / p].   sent: backward, an all-reduce of x; an all-gather of the output if it gathers"""
-        cut = product(entered(x, self.enter, self.group, self.label), self.weight, self.bias, self.transposed)
+        cut = self.multiply(x)
         return redistribute(cut, BY_WIDTH, WHOLE, self.group, label=self.label)[..., :self.gathers] if self.gathers else cut
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: [..., in], whole -> [..., out / p]."""
+        return product(entered(x, self.enter, self.group, self.label), self.weight, self.bias, self.transposed)
 
 
 class RowLinear(nn.Module):
@@ -75,9 +79,13 @@ class RowLinear(nn.Module):
         """x: [..., in / p] -> [..., out], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of the output"""
         if self.slices:
             x = redistribute(x, WHOLE, BY_WIDTH, self.group, label=self.label)
-        y = product(x, self.weight, None, self.transposed)
-        y = redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
+        y = self.multiply(x)
         return y if self.bias is None else y + self.bias   # once, after the sum
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: [..., in / p] -> [..., out], summed; or this rank's tokens of it."""
+        y = product(x, self.weight, None, self.transposed)
+        return redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
 
 
 class SplitEmbedding(nn.Module):

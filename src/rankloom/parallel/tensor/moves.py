@@ -99,16 +99,17 @@ def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
         case "all_gather":
             return _with_dim_first(x, dim, lambda rows: group.all_gather(rows, label=label))
         case "reduce_scatter":
-            _expect_even(x, move.dim, way, label)
+            expect_even(x.shape[dim], str(move.dim), x, group, label)
             return _with_dim_first(x, dim, lambda rows: group.reduce_scatter(rows, label=label))
         case "slice":
-            _expect_even(x, move.dim, way, label)
+            expect_even(x.shape[dim], str(move.dim), x, group, label)
             return x.chunk(group.size, dim)[group.rank].contiguous()
         case "pad":
             return _padded(x, dim, group)
         case "all_to_all":
-            _expect_even(x, move.to, way, label)
-            return _exchanged(x, dim, way.layout.place(move.to or ""), group, label)
+            cut = way.layout.place(str(move.to))
+            expect_even(x.shape[cut], str(move.to), x, group, label)
+            return _exchanged(x, dim, cut, group, label)
     return x.view_as(x)
 
 
@@ -135,11 +136,11 @@ def _exchanged(x: Tensor, joined: int, cut: int, group: Group, label: str) -> Te
     return torch.cat(came.unbind(0), dim=joined)
 
 
-def _expect_even(x: Tensor, dim: str | None, way: _Way, label: str) -> None:
-    length, ranks = x.shape[way.layout.place(dim or "")], way.group.size
-    if length % ranks:
-        raise ShapeMismatch(f"{way.group.where(label)}: the {length} {dim} of a tensor of shape {tuple(x.shape)} cannot be split over "
-                            f"{ranks} ranks; pad to {-(-length // ranks) * ranks}")
+def expect_even(length: int, dim: str, x: Tensor, group: Group, label: str) -> None:
+    """Raise ShapeMismatch unless the ranks divide the `length` of a dim of `x`."""
+    if length % group.size:
+        raise ShapeMismatch(f"{group.where(label)}: the {length} {dim} of a tensor of shape {tuple(x.shape)} cannot be split over "
+                            f"{group.size} ranks; pad to {-(-length // group.size) * group.size}")
 
 
 class Entrance:
@@ -158,8 +159,12 @@ class Entrance:
         """x: [..., width], whole -> the same, its gradient summed over the ranks.   sent: backward, an all-reduce of x"""
         now = (x, x._version, torch.is_grad_enabled())
         if self._entered is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
-            self._seen, self._entered = now, redistribute(x, WHOLE, APART, self.group, label=self.label)
+            self._seen, self._entered = now, self.enter(x)
         return self._entered
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the layers read of x."""
+        return redistribute(x, WHOLE, APART, self.group, label=self.label)
 
     def forget(self, *_: Any) -> None:
         """Let go of the activation. A forward hook."""

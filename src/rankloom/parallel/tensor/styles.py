@@ -28,6 +28,7 @@ from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of,
 from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, gather_tokens_after, split_tokens_before
 from rankloom.parallel.tensor.moves import APART, BY_TOKENS, WHOLE, Entrance
+from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
 from rankloom.parallel.tensor.vocabulary import Rows, VocabularyEmbedding, VocabularyOutput
 from rankloom.world.group import Group
 
@@ -40,6 +41,7 @@ class Cutting:
     group: Group
     words: dict[str, str]              # module name -> word
     features: dict[str, int]           # of the linear layers that are cut by output features, before the cut
+    pieces: int = 1                    # in which a row-cut product is computed and sent
     new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
     entrances: dict[str, Entrance] = field(default_factory=dict)
     heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)                      # attention -> local heads, width
@@ -73,7 +75,8 @@ class Cutting:
             return None
         if parent not in self.entrances:
             module = self.model.get_submodule(parent)
-            self.entrances[parent] = Entrance(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
+            kind = BusyEntrance if self.pieces > 1 else Entrance
+            self.entrances[parent] = kind(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
         return self.entrances[parent]
 
     def tell_attention(self) -> None:
@@ -164,8 +167,9 @@ def column(site: Site, *, gathers: bool = False) -> None:
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
     held = _of_outputs(site, transposed, length, spans, owed)
-    site.replace(ColumnLinear(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed,
-                              gathers=features if gathers else 0, label=site.name), held)
+    kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
+    site.replace(kind(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed,
+                      gathers=features if gathers else 0, label=site.name), held)
 
 
 def packed_column(site: Site, *, qkv: bool) -> None:
@@ -179,8 +183,9 @@ def packed_column(site: Site, *, qkv: bool) -> None:
     else:
         spans = cut_evenly(features, ranks, site.name, parts=2)
     held = _of_outputs(site, transposed, _length(spans), spans)
-    site.replace(ColumnLinear(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed, gathers=0,
-                              label=site.name), held)
+    kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
+    enter = cutting.entrance(site.parent)
+    site.replace(kind(*site.parts(held), site.group, enter, transposed=transposed, gathers=0, label=site.name), held)
 
 
 def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
@@ -192,7 +197,8 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
     held = {"weight": Holding(tuple(weight.shape), _length(spans), dim, spans)}      # type: ignore[arg-type, union-attr]
     if bias is not None:
         held["bias"] = Holding(tuple(bias.shape), owed=cutting.sequence)             # type: ignore[arg-type, union-attr]
-    site.replace(RowLinear(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held)
+    kind = partial(BusyRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
+    site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held)
 
 
 def embedding(site: Site, *, by_rows: bool) -> None:

@@ -158,7 +158,7 @@ class _SplitCrossEntropy(Function):
             value, grad_logits = loss.of(F.linear(part, weight), targets[start:start + loss.chunk])
             total += value
             if grad_hidden is not None and grad_weight is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[start:start + loss.chunk])
+                grad_hidden[start:start + loss.chunk] = grad_logits @ weight
                 grad_weight += grad_logits.T @ part
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
