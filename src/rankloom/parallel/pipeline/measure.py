@@ -1,0 +1,150 @@
+"""Measure what schedules are made of: the time and memory of each piece of a model, and of a step that has run.
+
+Measured pieces say where to cut (`balance`) and what a plan should take (`stage_costs`, then `simulate_plan`). A recorded step is
+a `Timeline` like a simulated one, so that the same numbers and drawings show where the two differ.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.parallel.pipeline.actions import COMPUTES, Action
+from rankloom.parallel.pipeline.cut import Piece, Stage
+from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
+from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
+from rankloom.parallel.pipeline.split import Product, deferring, finish
+from rankloom.world.group import Group
+
+TURNS = 5
+
+
+class Measured(NamedTuple):
+    """One piece with one micro-batch."""
+
+    forward: float       # seconds
+    input: float         # seconds of the backward towards the input
+    weight: float        # seconds of the backward towards the weights
+    parameters: int      # bytes
+    activations: int     # bytes that its forward leaves for its backward, parameters not counted
+
+    @property
+    def seconds(self) -> float:
+        """Of all three parts."""
+        return self.forward + self.input + self.weight
+
+
+def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[Measured]:
+    """Run one piece after the other on every rank: the median over turns and ranks, the same everywhere, so that all cut alike.
+
+    microbatch: one as in training; the loss counts as part of the last piece. Gradients are afterwards as they were before.
+    """
+    stages = [Stage([piece]) for piece in pieces]
+    params = [param for stage in stages for param in stage.parameters()]
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None   # else it would be added to
+    turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(1 + TURNS)][1:]   # the first one warms up
+    for param, grad in zip(params, kept):
+        param.grad = grad
+    everyone = group.all_gather_object(_medians(turns), label="measured pieces")
+    return [Measured(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
+
+
+def stage_costs(measured: Sequence[Measured], sizes: Sequence[int], message: float = 0.0) -> Costs:
+    """What stages of so many pieces should take, for `simulate_plan`. message: seconds from one rank to another"""
+    ends = [sum(sizes[:number + 1]) for number in range(len(sizes))]
+    parts = [[sum(times) for times in zip(*(piece[:3] for piece in measured[end - size:end]))] for size, end in zip(sizes, ends)]
+    forward, back, weight = zip(*parts)
+    return Costs(forward, back, weight, message)
+
+
+def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timeline:
+    """One step with a clock around every action: who computed what when, from a common begin; the same on every rank.
+
+    On a device each action is waited for. The clocks of several hosts are as equal as a barrier makes them.
+    """
+    group, plain = pipeline.group, dict(pipeline.do)
+    spans: list[tuple[str, int, int, float, float]] = []
+    group.barrier(label="begin of a recorded step")
+    zero = 0.0 if group.one_host else _now(group.device)   # ranks of one host read the same clock
+
+    def timed(action: Action) -> None:
+        start = _now(group.device) - zero
+        plain[action.kind](action)
+        spans.append((action.kind, action.stage, action.microbatch or 0, start, _now(group.device) - zero))
+
+    try:
+        pipeline.do.update(dict.fromkeys(COMPUTES, timed))
+        pipeline.step(microbatches)
+    finally:
+        pipeline.do.update(plain)
+    everyone = group.all_gather_object(spans, label="recorded step")
+    first = min(start for told in everyone for *_, start, _ in told)
+    found = [Span(rank, Action(kind, stage, m), start - first, end - first)
+             for rank, told in enumerate(everyone) for kind, stage, m, start, end in told]
+    return Timeline(pipeline.plan, tuple(found), kept=1.0)
+
+
+def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Of each number of each piece, over turns or ranks."""
+    return [[median(numbers) for numbers in zip(*rows)] for rows in zip(*tables)]
+
+
+def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, device: torch.device) -> list[list[float]]:
+    values, found = microbatch[0], []
+    for number, stage in enumerate(stages):
+        last = (lambda output: loss(output, microbatch[1])[0]) if number == len(stages) - 1 else None
+        values, numbers = _time_piece(stage, values, last, device)
+        found.append(numbers)
+    return found
+
+
+def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, list[float]]:
+    """What the piece gives, and the numbers of a `Measured`."""
+    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in _several(values)]
+    products: list[Product] = []
+    saved = _Saved(stage)
+    clock = [_now(device)]
+    with torch.autograd.graph.saved_tensors_hooks(saved.count, lambda x: x), deferring(products):
+        output = stage(*inputs)
+        output = loss(output) if loss else output
+    clock.append(_now(device))
+    ends = [y for y in _several(output) if y.requires_grad and not y.is_leaf]
+    for part in (partial(torch.autograd.backward, ends, [torch.ones_like(y) for y in ends]), partial(finish, products)):
+        if ends:
+            part()
+        clock.append(_now(device))
+    held = sum(param.nbytes for param in stage.parameters())
+    return output, [*(later - earlier for earlier, later in pairwise(clock)), held, saved.bytes]
+
+
+class _Saved:
+    """Counts what autograd saves, each memory once."""
+
+    def __init__(self, stage: nn.Module):
+        self.bytes = 0
+        self.seen = {param.untyped_storage().data_ptr() for param in stage.parameters()}
+
+    def count(self, x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in self.seen:
+            self.seen.add(memory.data_ptr())
+            self.bytes += memory.nbytes()
+        return x
+
+
+def _several(values: Any) -> Sequence[Tensor]:
+    return values if isinstance(values, tuple | list) else (values,)
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was told to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

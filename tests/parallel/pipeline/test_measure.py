@@ -1,0 +1,120 @@
+"""Measured times and memory are those of the pieces, and a recorded step is one that ran."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
+from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.parallel.pipeline.actions import COMPUTES
+from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
+from rankloom.parallel.pipeline.draw import as_svg
+from rankloom.parallel.pipeline.measure import Measured, measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.runtime import Pipeline
+from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+
+
+class Asleep(torch.autograd.Function):
+    """Takes its time, forth and back."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+def sleepy(seconds):
+    layer = nn.Linear(4, 4)
+    return {"layer": layer}, lambda x: Asleep.apply(layer(x), seconds)
+
+
+BATCH = (torch.ones(8, 4), None)
+
+
+def test_pieces_take_the_time_they_take_and_all_ranks_agree():
+    def body(world):
+        pieces = [sleepy(0.002), sleepy(0.02), sleepy(0.002)]
+        before = [part.weight for parts, _ in pieces for part in parts.values()]
+        for weight in before:
+            weight.grad = torch.full_like(weight, 7.0)
+        measured = measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world)
+        assert all((weight.grad == 7).all() for weight in before), "gradients are as they were"
+        return measured
+
+    first, second = rl.simulate(2, body)
+    assert first == second
+    for piece, seconds in zip(first, (0.002, 0.02, 0.002)):
+        assert piece.forward >= seconds and piece.input >= 2 * seconds
+    assert first[1].forward > first[0].forward and first[1].seconds > first[2].seconds
+    assert balance([piece.seconds for piece in first], 2) in ([1, 2], [2, 1])
+
+
+def test_bytes_are_counted_once_and_without_parameters():
+    pieces = [({"a": nn.Linear(4, 16)}, None), ({"b": nn.Linear(16, 4)}, None)]
+    pieces = [(parts, next(iter(parts.values()))) for parts, _ in pieces]
+    first, second = rl.simulate(1, lambda world: measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world))[0]
+    assert (first.parameters, second.parameters) == ((4 * 16 + 16) * 4, (16 * 4 + 4) * 4)
+    assert (first.activations, second.activations) == (8 * 4 * 4, 8 * 16 * 4), "a linear layer keeps its input"
+
+
+def test_costs_of_stages_are_sums_of_those_of_their_pieces():
+    measured = [Measured(1, 2, 3, 0, 0), Measured(10, 20, 30, 0, 0), Measured(100, 200, 300, 0, 0)]
+    assert stage_costs(measured, [2, 1], message=0.5) == Costs((11, 100), (22, 200), (33, 300), 0.5)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_recorded_step_is_the_plan_with_the_time_that_it_took(name):
+    chunks = 1 + (name == "zb-v")
+    plan = make_plan(name, 2 * chunks, 4)
+
+    def body(world):
+        stages = make_stages([sleepy(0.004) for _ in range(plan.stages)], [1] * plan.stages)
+        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
+        pipeline = Pipeline(held, world, plan, lambda y, _: (y.sum(), 1))
+        plain = dict(pipeline.do)
+        timeline = record_step(pipeline, [BATCH] * 4)
+        assert pipeline.do == plain
+        return timeline
+
+    first, second = rl.simulate(2, body)
+    assert first.spans == second.spans, "every rank knows all"
+    simulated = simulate_plan(plan, Costs.even(plan.stages, forward=0.004, input=0.008, weight=0.0))
+    assert min(span.start for span in first.spans) == 0
+    for rank, actions in enumerate(plan.ranks):
+        assert [span.action for span in first.by_rank[rank]] == [action for action in actions if action.kind in COMPUTES]
+        assert all(earlier.end <= later.start for earlier, later in zip(first.by_rank[rank], first.by_rank[rank][1:]))
+    at = {span.action: span for span in first.spans}
+    assert all(at[span.action].start >= at[span.action._replace(stage=span.action.stage - 1)].end
+               for span in first.spans if span.action.kind == "F" and span.action.stage)
+    assert first.makespan >= simulated.makespan and "</svg>" in as_svg(first, "recorded")
+
+
+def test_a_gpt_is_measured_cut_and_run():
+    model_of = lambda: GPT(GPTConfig(vocab_size=19, seq_len=8, width=8, layers=4, heads=2, kv_heads=1, ffn=12))
+    batch = (torch.arange(16).view(2, 8), torch.arange(16).view(2, 8))
+
+    def body(world):
+        model = model_of()
+        pieces = gpt_pieces(model)
+        measured = measure_pieces(pieces, batch, gpt_loss(model), world)
+        sizes = balance([piece.seconds for piece in measured], 2)
+        stages = make_stages(pieces, sizes)
+        plan = make_plan("zb-h1", 2, 4)
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, plan, gpt_loss(model), tied=find_tied(stages))
+        timeline = record_step(pipeline, [batch] * 4)
+        return sizes, simulate_plan(plan, stage_costs(measured, sizes)).bubble, timeline.bubble
+
+    (sizes, simulated, recorded), other = rl.simulate(2, body)
+    assert (sizes, simulated, recorded) == other and sum(sizes) == 6
+    assert 0 < simulated < 1 and 0 < recorded < 1
