@@ -57,6 +57,18 @@ def test_layers_hold_the_cast_weights_while_they_are_gathered_and_new_ones_after
     rl.simulate(rl.Mesh(shard=p), body)
 
 
+def test_a_unit_that_lets_go_leaves_the_layers_of_others_alone():
+    def body(world):
+        params, readers = weights(), {name: [Reader()] for name in SHAPES}
+        units = [Float8Unit(name, {name: params[name]}, world.group("shard"), BF16, readers) for name in SHAPES]
+        for unit in units:
+            unit.make_ready()
+        units[0].release()
+        return readers["a"][0].held is None and is_same(readers["b"][0].held, weights()["b"])
+
+    assert all(rl.simulate(rl.Mesh(shard=2), body))
+
+
 class Net(nn.Module):
     """Two blocks of which some weights stay as they are, and an output."""
 
@@ -119,8 +131,13 @@ def losses_at_3(world) -> list[float]:
     return sharded_steps(world, 3, in_float8=True)[0]
 
 
-def test_scaling_by_rows_cannot_travel_so():
+def test_a_weight_scaled_by_rows_does_not_travel_so():
     model = Net()
-    layers = to_float8(model, Recipe(scaling="row"))
-    with pytest.raises(rl.ConfigError, match="scaling='row'"):
-        layers.readers(model)
+    assert to_float8(model, Recipe(scaling="row")).readers(model) == {}
+
+
+def test_a_weight_that_two_layers_use_goes_to_both():
+    model = Net()
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    readers = to_float8(model).readers(model)
+    assert readers["blocks.0.0.weight"] == [model.blocks[0][0], model.blocks[1][0]] and "blocks.1.0.weight" not in readers

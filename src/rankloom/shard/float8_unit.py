@@ -40,7 +40,7 @@ class Float8Unit(Unit):
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats,
                  readers: Readers, **more: Any):
-        self.readers, self._rounded = readers, formats.compute
+        self.readers, self._rounded = {name: readers[name] for name in params}, formats.compute
         self._amaxes = torch.zeros(len(params), device=group.device)
         super().__init__(name, params, group, Formats(torch.uint8, formats.master, formats.reduce), **more)
 
