@@ -395,6 +395,25 @@ def test_collectives_and_questions_pass_by_what_nobody_has_asked_for(full):
         assert (receive(world.groups[1], n, k % 2) == k % 251).all(), k
 
 
+def test_a_rank_that_waits_inside_its_host_hears_what_happens_on_another(ranks, monkeypatch):
+    """Rank 0 waits in shared memory, for rank 1; the news is behind what it has not asked for."""
+    monkeypatch.setattr(wire, "ASIDE", 1 << 20)
+    world, n = ranks("aab"), 1 << 20
+    works = [world.groups[2].send([torch.zeros(n, dtype=torch.uint8)], 0, 0) for _ in range(60)]
+    assert put_aside(world.groups[0]) > wire.ASIDE and not works[-1].is_completed()
+    begin = time.monotonic()
+
+    def body(rank):
+        if rank == 0:
+            all_reduce(world.groups[0], torch.ones(4))
+        elif rank == 2:
+            time.sleep(0.5)
+            world.groups[2].abort()
+
+    error, *_ = world.errors(body)
+    assert isinstance(error, RankLost) and "rank 2: it aborted" in str(error) and time.monotonic() - begin < 10
+
+
 # ---------------------------------------------------------------- how they meet
 
 

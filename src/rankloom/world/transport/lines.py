@@ -113,7 +113,7 @@ class Mailbox:
 
     awaited: the receives whose message is not whole yet, also where it is on its way
     unasked: bytes put aside for which nobody has asked
-    waiting: how many threads of this rank wait for anything at all
+    waiting: how many calls of this rank wait for anything at all
     """
 
     def __init__(self) -> None:
@@ -203,6 +203,7 @@ class Watch:
 
     def close(self) -> None:
         """Give back what it has opened, not the lines."""
+        self.unread.clear()
         self._poll.close()
         os.close(self._bell)
 

@@ -94,8 +94,7 @@ class Wire:
             return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
         if self._flush():   # may have taken its time
             return FINE
-        with self._waiting():
-            self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
+        self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
         return FINE
 
     def drop(self, messages: Sequence[Message]) -> None:
@@ -127,12 +126,25 @@ class Wire:
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:
-        """A call that ends in an exception, such as Ctrl-C, leaves the others waiting for its rest: end their waits."""
+        """Around every call that waits. One that ends in an exception, such as Ctrl-C, leaves others waiting: end their waits."""
         try:
-            yield
+            with self._reading():
+                yield
         except BaseException:
             self.break_group(self.rank, INTERRUPTED)
             raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Read on, however much was put aside: what this rank waits for may be behind what nobody has asked for yet."""
+        with self.changed:
+            self._mailbox.waiting += 1
+            self._read_on()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._mailbox.waiting -= 1
 
     def begin_call(self, call: Sequence[int]) -> int:
         """Note what this rank is about to do: kind, number type, operation, root, bytes. Returns why it cannot, or FINE."""
@@ -169,7 +181,7 @@ class Wire:
         with self.changed:
             told = self._roll.told = {self.rank: self._roll.mine}
             self._tell_all(ASKED, [])
-            with self._waiting():
+            with self._reading():
                 self.changed.wait_for(lambda: all(peer in told or line.gone for peer, line in self._lines.items()), PATIENCE)
             return told
 
@@ -226,16 +238,6 @@ class Wire:
         if self._watch.unread and not self._mailbox.is_full(ASIDE):
             for line in [*self._watch.unread]:
                 self._look(line)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Around every wait of this rank: what it waits for may be behind what nobody has asked for yet."""
-        self._mailbox.waiting += 1
-        self._read_on()
-        try:
-            yield
-        finally:
-            self._mailbox.waiting -= 1
 
     def _put(self, line: Line, m: Message) -> None:
         line.outbox.append(m)
