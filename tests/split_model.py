@@ -24,7 +24,7 @@ def error(mine: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL,
-                 before: Callable = lambda world: None) -> None:
+                 before: Callable = lambda world: None, **options) -> None:
     """Split `make()` over ranks; `run(model) -> (logits, loss)`, logits or None, must give what the plain model does.
 
     before: called with each rank's world first
@@ -35,7 +35,7 @@ def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, pl
 
     def body(world):
         before(world)
-        model = rl.tensor_parallel(make(), plan, world)
+        model = rl.tensor_parallel(make(), plan, world, **options)
         seen, value = run(model)
         value.backward()
         return seen, value.detach(), whole_gradients(model, world), full_state_dict(model, world)

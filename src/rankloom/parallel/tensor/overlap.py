@@ -1,0 +1,184 @@
+"""The same layers with the collective under way while the next product is computed: beside the plain path, which proves it.
+
+    row, forward       the tokens go in pieces: while the sum of one travels, the next is multiplied
+    row, backward      by tokens: pieces of the gradient are gathered, and multiplied as they come
+    column, backward   the input's gradient leaves first, and the weights' gradients are computed while it travels
+
+The last needs help: queries, keys and values are layers of their own, each with a backward that makes both gradients at
+once. Here a layer's backward makes the input's only and leaves a note at the entrance; the entrance, which runs when all of
+them have, starts the sum, works off the notes, and returns the weights' gradients as its own (they pass through it).
+
+The bytes are those of the plain path, in `pieces` times the messages. Read layers.py and moves.py before this file.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rankloom.base.layout import Layout
+from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
+from rankloom.parallel.tensor.moves import BY_TOKENS, Entrance, expect_even
+from rankloom.world.group import Group
+
+Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input
+
+
+class BusyEntrance(Entrance):
+    """An entrance that computes the gradients of its layers' weights while that of the input is summed."""
+
+    def __init__(self, group: Group, label: str):
+        super().__init__(group, label)
+        self.layers: list[BusyColumnLinear] = []
+        self.notes: list[Note] = []
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x, whole, with the weights of all layers passing through. The notes are of this forward alone."""
+        if self.group.size == 1:
+            return x
+        self.notes = []
+        entered: Tensor = _Enter.apply(x, self, self.notes, *(layer.weight for layer in self.layers))   # type: ignore[no-untyped-call]
+        return entered
+
+
+class BusyColumnLinear(ColumnLinear):
+    """A `ColumnLinear` whose weight's gradient is left to the entrance."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.at: int | None = None   # its place at the entrance
+        if isinstance(self.enter, BusyEntrance):
+            self.at = len(self.enter.layers)
+            self.enter.layers.append(self)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: [..., in], whole -> [..., out / p]."""
+        if self.at is None or self.group.size == 1:
+            return super().multiply(x)
+        assert isinstance(self.enter, BusyEntrance), "a layer with a place has an entrance"
+        entered = self.enter(x)
+        way = (self.at, self.enter.notes, self.transposed)
+        y: Tensor = _Column.apply(*_cast(entered, self.weight.detach()), way)   # type: ignore[no-untyped-call]
+        return y if self.bias is None else y + self.bias
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entrance: BusyEntrance, notes: list[Note], *weights: Tensor) -> Tensor:
+        ctx.group, ctx.label, ctx.notes = entrance.group, entrance.label, notes
+        ctx.transposed = [layer.transposed for layer in entrance.layers]
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        handle = ctx.group.all_reduce(total, label=f"{ctx.label}: backward", async_op=True)
+        found: list[Tensor | None] = [None] * len(ctx.transposed)
+        while ctx.notes:
+            at, slope, x = ctx.notes.pop()
+            if ctx.needs_input_grad[3 + at]:
+                part = _weight_gradient(slope, x, ctx.transposed[at]).to(ctx.dtypes[at])
+                found[at] = part if (before := found[at]) is None else before + part
+        return handle.wait(), None, None, *found
+
+
+class _Column(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: tuple[int, list[Note], bool]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.way = way
+        return product(x, weight, None, way[2])
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        at, notes, transposed = ctx.way
+        notes.append((at, slope, x))
+        return _input_gradient(slope, weight, transposed), None, None
+
+
+class BusyRowLinear(RowLinear):
+    """A `RowLinear` that sends its sum off in `pieces`, each while the next is multiplied."""
+
+    def __init__(self, *args: Any, pieces: int, **options: Any):
+        super().__init__(*args, **options)
+        self.pieces = pieces
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x: [..., tokens, in / p] -> [..., tokens, out], summed; or this rank's tokens of it."""
+        if self.group.size == 1:
+            return super().multiply(x)
+        x, weight = _cast(x, self.weight)
+        way = _Pieces(self.group, self.out, self.pieces, self.transposed, self.label)
+        y: Tensor = _Row.apply(x, weight, way)   # type: ignore[no-untyped-call]
+        return y
+
+
+class _Pieces:
+    """How a row-cut product is cut in pieces of tokens."""
+
+    def __init__(self, group: Group, out: Layout, pieces: int, transposed: bool, label: str):
+        self.group, self.by_tokens, self.pieces, self.transposed, self.label = group, out == BY_TOKENS, pieces, transposed, label
+
+    def views(self, x: Tensor, ranks: int) -> list[Tensor]:
+        """Pieces of the tokens of x [..., ranks x tokens, n], each with its share of the tokens of every rank: [ranks, ..., share, n]."""
+        return list(x.unflatten(-2, (ranks, -1)).movedim(-3, 0).tensor_split(self.pieces, dim=-2))
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: _Pieces) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.way = way
+        group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
+        if not way.by_tokens:
+            return _each(way, x.flatten(0, -2).tensor_split(way.pieces), multiply).view(*x.shape[:-1], -1)
+        expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
+        handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{way.label}: forward", async_op=True)
+                   for part in way.views(x, group.size)]
+        return torch.cat([handle.wait()[0] for handle in handles], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        way: _Pieces = ctx.way
+        if not way.by_tokens:
+            return _input_gradient(slope, weight, way.transposed), _weight_gradient(slope, x, way.transposed), None
+        parts = [part.contiguous() for part in way.views(slope, 1)]
+        handles = [way.group.all_gather(part, label=f"{way.label}: backward", async_op=True) for part in parts]
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for handle, x_part, grad_part in zip(handles, way.views(x, way.group.size), way.views(grad_x, way.group.size)):
+            came = handle.wait()
+            grad_part.copy_(_input_gradient(came, weight, way.transposed))
+            grad_weight += _weight_gradient(came, x_part, way.transposed)
+        return grad_x, grad_weight, None
+
+
+def _each(way: _Pieces, parts: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Products of all parts, one below the other, each summed over the ranks while the next is computed."""
+    handles = []
+    for part in parts:
+        if part.shape[0]:
+            handles.append(way.group.all_reduce(multiply(part), label=f"{way.label}: forward", async_op=True))
+    return torch.cat([handle.wait() for handle in handles])
+
+
+def _input_gradient(slope: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return slope @ (weight.T if transposed else weight)
+
+
+def _weight_gradient(slope: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    slope, x = slope.flatten(0, -2), x.flatten(0, -2)
+    return x.T @ slope if transposed else slope.T @ x
+
+
+def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As a product under autocast would have them."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return x.to(dtype), weight.to(dtype)
+    return x, weight

@@ -1,0 +1,130 @@
+"""Layers that compute while they send are the plain ones: values, gradients, bytes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.parallel.tensor.moves import BY_TOKENS
+from rankloom.parallel.tensor.overlap import BusyRowLinear
+from split_model import expect_equal
+
+from .test_gpt import late, make, run
+from .test_styles import PAIRS, Gated, shaken
+from .test_styles import run as run_pair
+
+PLANS = ["tp_plan", "tp_sequence_plan"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pieces", [2, 3, 50])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_gpt_in_pieces_is_the_plain_one(ranks, pieces, plan):
+    shape = dict(kv_heads=1, tie=pieces == 2, layers=1)
+    expect_equal(ranks, lambda: make(**shape), run, plan=getattr(make(**shape), plan), overlap=pieces)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_late_ranks_change_nothing(plan):
+    expect_equal(3, make, run, plan=getattr(make(), plan), overlap=2, before=late)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_layers_with_and_without_bias_or_transposed(pair):
+    expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise", "second": "rowwise"}, overlap=2)
+    expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise_rep", "second": "rowwise_rep"}, overlap=2)
+    expect_equal(2, lambda: shaken(Gated()), run_pair, plan={"gate_up": "packed_colwise", "down": "rowwise"}, overlap=2)
+
+
+def test_gradients_accumulate_and_activations_may_be_recomputed():
+    def twice(model):
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+        run(model)[1].backward()
+        return None, run(model)[1]
+
+    for plan in PLANS:
+        expect_equal(2, make, twice, plan=getattr(make(), plan), overlap=2)
+
+
+@pytest.mark.parametrize("frozen", ["query", "key", "query key value"])
+def test_layers_that_share_an_entrance_may_be_frozen(frozen):
+    def some_frozen():
+        model = make(layers=1)
+        for name in frozen.split():
+            getattr(model.blocks[0].attention, name).requires_grad_(False)
+        return model
+
+    expect_equal(2, some_frozen, run, overlap=2)
+
+
+def test_layers_of_one_module_may_read_different_tensors_and_one_twice():
+    class Cross(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x):
+            other = x.sin()
+            return self.out(self.query(x) * self.key(other) + self.query(other) * self.key(x).tanh())
+
+    plan = {"query": "colwise", "key": "colwise", "out": "rowwise"}
+    expect_equal(2, lambda: shaken(Cross()), run_pair, plan=plan)
+    expect_equal(2, lambda: shaken(Cross()), run_pair, plan=plan, overlap=2)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_one_backward_after_another_through_the_same_graph(overlap):
+    def body(world):
+        model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world, overlap=overlap)
+        loss = run_pair(model)[1]
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), first, rtol=0, atol=0)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_bytes_are_those_of_the_plain_path(plan):
+    def sent(world, overlap):
+        model = rl.tensor_parallel(make(), getattr(make(), plan), world, overlap=overlap)
+        before = world.ledger.bytes, world.ledger.calls
+        run(model)[1].backward()
+        return world.ledger.bytes - before[0], world.ledger.calls - before[1]
+
+    plain, = set(rl.simulate(3, lambda world: sent(world, 1)))
+    pieces, = set(rl.simulate(3, lambda world: sent(world, 2)))
+    exits = 2 * 2 * 2                                          # two half blocks, two layers; once without a gradient, once with
+    backward = 0 if plan == "tp_plan" else 2 * 2               # gathers of the exits' gradients
+    assert pieces == (plain[0], plain[1] + exits + backward)   # one more message for each
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_under_autocast_the_products_are_16_bit(plan):
+    def body(world, overlap):
+        model = rl.tensor_parallel(make(dtype=torch.float32), getattr(make(), plan), world, overlap=overlap)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(model)[1]
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        return loss.detach()
+
+    plain = rl.simulate(2, lambda world: body(world, 1))
+    torch.testing.assert_close(rl.simulate(2, lambda world: body(world, 2)), plain, rtol=2e-3, atol=0)
+    torch.testing.assert_close(plain[0].double(), run(make())[1].detach(), rtol=2e-2, atol=0)
+
+
+def test_what_cannot_be_cut_in_pieces_is_refused():
+    with pytest.raises(ConfigError, match="overlap = 0 pieces; it must be 1 or more"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(make(), None, world, overlap=0))
+
+    def body(world):
+        weight = nn.Parameter(torch.zeros(3, 4))
+        layer = BusyRowLinear(weight, None, world, BY_TOKENS, transposed=False, slices=False, label="row", pieces=2)
+        layer(torch.zeros(1, 7, 4))
+
+    with pytest.raises(ShapeMismatch, match="row: forward in group 'world': the 7 tokens of .* cannot be split over 2 ranks; pad to 8"):
+        rl.simulate(2, body)
