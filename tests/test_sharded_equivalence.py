@@ -12,6 +12,7 @@ import torch
 import rankloom as rl
 from awkward import adamw, fingerprint, share
 from blocky import Block, Inner, loss_of, make_blocky, make_turns, train_blocky_plainly
+from rankloom.train import prepare
 from rankloom.train.placement import CutCanonical
 from test_equivalence import expect_equal
 
@@ -44,11 +45,16 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
 
 @pytest.mark.parametrize("options", [
     {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"accumulate": 3, "gradient_memory": 5000}, {"keep_gathered": True},
+    {"recompute": "full"}, {"recompute": "selective", "accumulate": 2}, {"offload_activations": True}, {"recompute": "1 MiB"},
     {"offload": True}, {"offload": True, "accumulate": 3}, {"keep_gathered": 1},
     {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": Inner}, {"units": (Block, Inner)}, {"units": 500},
     {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_option_equals_one_process(stage, options, reference):
+    if any(stage not in prepare.MEANING.get(option, (0, (1, 2, 3)))[1] for option in options):
+        with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
+            rl.simulate(2, lambda world: train(world, stage, **options))
+        return
     expected = train_blocky_plainly(None, adamw) if "clip" in options else reference
     for mine in rl.simulate(3, lambda world: train(world, stage, **options)):
         expect_equal(mine, expected)

@@ -111,6 +111,9 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
     "flags",
     [
         ["--train.stage", "4"],
+        ["--train.offload", "true"],
+        ["--train.keep_gathered", "true"],
+        ["--train.recompute", "some"],
         ["--train.stage", "3", "--mesh.replicate", "2"],
         ["--train.stage", "3", "--mesh.shard", "2", "--comm.compress", "int8"],
         ["--train.stage", "1", "--mesh.shard", "2", "--comm.all_reduce", "ring"],

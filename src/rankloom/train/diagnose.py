@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError, NonFinite
 from rankloom.train.batches import cut, rows_of
+from rankloom.train.compiled import is_compiled
 from rankloom.train.modes import evaluating
 from rankloom.world.group import Group
 
@@ -44,7 +45,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
     raises: LossError
     """
     rows = rows_of(piece, rank)
-    if rows < 2 or any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+    if rows < 2 or is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
         return
     with evaluating(model):
         (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]

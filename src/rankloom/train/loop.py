@@ -144,5 +144,10 @@ def build_engine(job: Job) -> Engine:
         all_reduce=config.comm.all_reduce,
         compress=config.comm.compress,
         initialize=initial_values(model, config.run.seed) if cut else None,
+        recompute=config.train.recompute,
+        offload=config.train.offload,
+        offload_activations=config.train.offload_activations,
+        compile=config.train.compile,
+        keep_gathered=config.train.keep_gathered,
         sink=job.sink,
     )

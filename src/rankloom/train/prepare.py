@@ -4,6 +4,7 @@
     memory           a model on the meta device gets stand-ins without memory, and values unit by unit
     equality         all ranks hold the model of rank 0
     dropout          keyed by name and step
+    blocks           recompute, activation offload, compile
     optimizer        built from stand-ins in the plain shapes: it says which tensors must stay whole
     placement        whole (stage 0) or cut (stages 1 to 3)
 """
@@ -25,23 +26,32 @@ from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
+from rankloom.train.budget import NONE
 from rankloom.train.build import fill_whole, initial_values, put_stand_ins
+from rankloom.train.compiled import compile_blocks
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
+from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.placement import Cut, CutCanonical, Optimizer, Placement, Whole
 from rankloom.train.precision import Precision, cast_activations, formats_of, precision_named
+from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
 
 Build = Callable[[list[nn.Parameter]], Any]
 
+MEANING: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which it changes anything
+    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
+    "gradient_memory": (0, (2, 3)), "keep_gathered": (False, (3,)), "ahead": (1, (3,))}
+
 
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
             keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
-            initialize: Fill | None = None, sink: Sink | None = None) -> Engine:
+            initialize: Fill | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
+            sink: Sink | None = None) -> Engine:
     """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
 
     loss:            loss(model, micro-batch) -> (sum, count)
@@ -63,12 +73,17 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     ahead:           stage 3: how many units are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
     initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
+    recompute:       what blocks compute again in backward in place of keeping it: "none", "selective", "full", or the bytes that
+                     activations may take, as a number or as "24 GiB"
+    offload_activations: what blocks keep for backward waits in the host's memory
+    compile:         blocks go through torch.compile
     sink:            gets a StepDone after each step of this rank
     raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
     """
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
     _check(model, world, settings)
-    _check_stage(stage, offload, all_reduce, compress)
+    _check_stage(stage, all_reduce=all_reduce, compress=compress, units=units, keep_gathered=keep_gathered, ahead=ahead, offload=offload,
+                 gradient_memory=gradient_memory)
     if settings.leaves and compress != EXACT:
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
     group = world.group("replicate", "shard")
@@ -77,6 +92,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     fill = _bring_to_device(model, group, settings.precision, stage, initialize, seed)
     dropout = DropoutKey(seed)
     key_dropout(model, dropout)
+    _change_blocks(model, recompute, offload_activations, compile)
     if stage == 0:
         placement: Placement = Whole(model, group, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
         made = make_optimizer(optimizer, placement.owners)
@@ -85,6 +101,16 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                     offload=offload, gradient_memory=gradient_memory)
         placement, made = _cut(model, world, plan, optimizer, settings, fill)
     return Engine(model, group, settings, placement, made, dropout=dropout, sink=sink)
+
+
+def _change_blocks(model: nn.Module, recompute: str | int, offload: bool, compiled: bool) -> None:
+    """From the block outwards; hooks that gather parameters come around all of them."""
+    if recompute != NONE:
+        recompute_blocks(model, recompute)
+    if offload:
+        offload_blocks(model)
+    if compiled:
+        compile_blocks(model)
 
 
 def _compute_alike(world: World) -> None:
@@ -162,11 +188,10 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 
 
-def _check_stage(stage: int, offload: bool, all_reduce: str, compress: str) -> None:
+def _check_stage(stage: int, **asked: Any) -> None:
+    """Nothing is accepted and then ignored."""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
-    if stage == 0 and offload:
-        raise ConfigError("offload=True moves slices to the host, and stage=0 has none: give a stage of 1, 2 or 3")
-    if stage and (all_reduce, compress) != (BACKEND, EXACT):
-        raise ConfigError(f"stage={stage} reduce-scatters gradients exactly, by the backend: all_reduce={all_reduce!r} and "
-                          f"compress={compress!r} have a meaning at stage 0 only")
+    for name, (default, stages) in MEANING.items():
+        if asked[name] != default and stage not in stages:
+            raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")

@@ -142,6 +142,11 @@ class Train(Section):
     deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
     threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
     stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters
+    recompute: str = Field(default="none", pattern=r"^(none|selective|full|\d.*)$")   # or the bytes that activations may take: 24 GiB
+    offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in the host's memory
+    offload_activations: bool = False
+    compile: bool = False              # blocks, by torch.compile
+    keep_gathered: bool = False        # stage 3: parameters stay from forward to backward
     evaluate: bool = True
     eval_every: Whole = 0   # 0: only after the last step
     samples: Whole = 3
@@ -259,6 +264,10 @@ class Config(Section):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
+        if self.train.offload and not stage:
+            raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
+        if self.train.keep_gathered and stage != 3:
+            raise ValueError("[train] keep_gathered has a meaning at stage 3 only: before that, parameters are never let go")
         if stage and self.comm.all_reduce != "backend":
             raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
         if stage and self.comm.compress != "none":
