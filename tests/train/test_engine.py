@@ -362,7 +362,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
 @pytest.mark.parametrize(("asked", "says"), [
     ({"stage": True}, "stage=True is none of 0"), ({"stage": 4}, "stage=4"), ({"accumulate": 0}, "accumulate=0, expected"),
     ({"stage": 1, "compress": "int8"}, "compress='int8' has no meaning at stage 1, only at stage 0"),
-    ({"units": 5}, "units=5 has no meaning at stage 0, only at stage 1 and 2 and 3"), ({"stage": 2, "ahead": 2}, "ahead=2 has no meaning at"),
+    ({"units": 5}, "units=5 has no meaning at stage 0, only at stage 1 and 2 and 3"), ({"stage": 2, "ahead": 2}, "ahead=2 has no meaning"),
     ({"accumulate": True}, "accumulate=True"), ({"accumulate": 1.5}, "accumulate=1.5"), ({"clip": 0}, "clip=0, expected a norm above 0"),
     ({"clip": -1.0}, "clip=-1.0"), ({"clip": math.nan}, "clip=nan"), ({"precision": "bf61"}, "'bf61' is unknown. Did you mean 'bf16'"),
     ({"all_reduce": "backed"}, "Did you mean 'backend'"), ({"deterministic": 2}, "deterministic=2 logical shards cannot feed 3 ranks"),

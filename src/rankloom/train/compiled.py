@@ -1,0 +1,68 @@
+"""torch.compile, block by block: each block's own forward, inside of everything that is put around it.
+
+Compiled whole, a model would take in its module hooks, and break its graph at each that talks to other ranks. So only what is
+innermost is compiled, once for all blocks of a class; hooks, recompute and offload stay outside. One policy of recompute goes in:
+`selective`, because inside the graph the compiler repeats cheap operations together with what follows them.
+Read blocks.py and recompute.py before this file.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import ismethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankloom.train.blocks import Wrapped, repeated_blocks
+
+
+def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), backend: Any = "inductor") -> None:
+    """Compile the forward, and with it the backward, of the repeated blocks of `model`. Put on last.
+
+    blocks:  their classes; left out, the children of each nn.ModuleList
+    backend: of torch.compile
+    raises:  ConfigError when they are compiled already; torch's own error at the first forward when recompute is "selective" and a
+             block does not fit in one graph
+    """
+    compiler = cache(partial(torch.compile, backend=backend))   # one function for all blocks of a class
+    for block in repeated_blocks(model, blocks).values():
+        CompiledForward(block, partial(_compiled, compiler))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a block of the model is compiled, so that each new shape of its input costs seconds."""
+    return any(isinstance(vars(module).get("forward"), CompiledForward) for module in model.modules())
+
+
+class CompiledForward(Wrapped):
+    """Marks a block whose innermost forward is compiled."""
+
+    layer = 3
+
+    def __init__(self, block: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]):
+        super().__init__(block)
+        self.compile(compiler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own forward."""
+        return self.inner(*args, **kwargs)
+
+
+class WithGradients:
+    """A compiled function where there are gradients, the plain one where not: evaluation and generation have shapes of their own."""
+
+    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]):
+        self._plain, self._compiled = plain, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the plain function."""
+        return (self._compiled if torch.is_grad_enabled() else self._plain)(*args, **kwargs)
+
+
+def _compiled(compiler: Callable[..., Callable[..., Any]], forward: Callable[..., Any]) -> Callable[..., Any]:
+    if ismethod(forward):   # compiled as a function of the block, so that a copy of the block calls itself
+        return WithGradients(forward, partial(compiler(forward.__func__), forward.__self__))
+    if isinstance(forward, partial):
+        return WithGradients(forward, partial(compiler(forward.func, fullgraph=True), *forward.args))
+    return WithGradients(forward, compiler(forward))
