@@ -73,6 +73,7 @@ def test_forwards_that_wait_at_the_same_time_are_all_counted():
     once = [cost("a", (100, 60, 10), (0, 20, 100))] * 2
     twice = [cost("a", (100, 60, 10), (0, 20, 100), calls=2)] * 2
     assert [d.choice for d in fit(once, 300).decisions] == [NONE, NONE]
+    assert [d.choice for d in fit(twice, 400).decisions] == [NONE, NONE], "nothing runs again, so nothing is set aside"
     plan = fit(twice, 300)
     assert plan.peak == sum(d.kept for d in plan.decisions) + 90 <= 300
     assert sorted(d.choice for d in plan.decisions) == [FULL, SELECTIVE]
@@ -83,7 +84,7 @@ def test_forwards_that_wait_at_the_same_time_are_all_counted():
 
 def test_too_few_bytes_is_an_error_with_the_bytes_that_are_enough():
     costs = [cost("a", (100, 60, 10), (0, 20, 100))] * 3
-    with pytest.raises(rl.ConfigError, match="recompute = 119 bytes.* need 120 bytes .* 300 B when nothing"):
+    with pytest.raises(rl.ConfigError, match="recompute = 119 bytes: .* 3 blocks need 120 bytes .* 300 B when nothing"):
         fit(costs, 119)
     assert fit(costs, 120).peak == 120
 

@@ -1,12 +1,15 @@
 """Keyed dropout: masks that depend on what is trained and never on where."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
-from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout
+from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
 
 
 def mask(seed=0, step=0, microbatch=0, name="drop", p=0.5, n=1000, calls=1) -> torch.Tensor:
@@ -111,3 +114,27 @@ def test_another_seed_and_no_dropout_train_otherwise():
 
     losses = {rl.simulate(1, lambda w, d=d, s=s: body(w, d, s))[0] for d, s in ((0.0, 0), (0.5, 0), (0.5, 1))}
     assert len(losses) == 3
+
+
+def test_a_compiled_module_draws_the_same_masks_call_by_call_and_is_compiled_once():
+    """Ten modules, two calls each: names, counters and keys are no part of the graph."""
+    torch._dynamo.reset()
+    counter, key = CompileCounterWithBackend("aot_eager"), DropoutKey(4)
+    modules = [KeyedDropout(0.5, f"drop.{i}", key) for i in range(10)]
+    compiled = torch.compile(lambda module, x: module(module(x)), backend=counter, fullgraph=True)
+    for step in range(2):
+        key.move_to(step, 1)
+        expected = [module(module(torch.ones(40))) for module in modules]
+        key.move_to(step, 1)
+        assert all(torch.equal(compiled(module, torch.ones(40)), wanted) for module, wanted in zip(modules, expected))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_a_copy_of_a_module_draws_with_its_own_key():
+    key = DropoutKey(4)
+    module = KeyedDropout(0.5, "drop", key)
+    twin = copy.deepcopy(module)
+    key.move_to(5, 5)
+    assert torch.equal(keyed_mask(torch.ones(40), twin._place), mask(4, name="drop", n=40))
+    assert twin.key.calls == {"drop": 0} and key.calls == {}

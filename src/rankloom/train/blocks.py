@@ -1,7 +1,7 @@
 """The repeated blocks of a model, and their `forward` replaced by one that does something around it.
 
-Recompute, activation offload and compile all act on the same blocks. The first two put a `Wrapped` in the place of the block's
-`forward`; module hooks on the block, such as those that gather and free its parameters, stay outside of it and run once.
+Recompute, activation offload and compile act on the same blocks, and put a `Wrapped` in the place of a block's `forward`. Module
+hooks on the block, such as those that gather and free its parameters, stay outside of it: they run once, and are not compiled.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Wrapped:
@@ -25,8 +27,15 @@ class Wrapped:
         self.inner: Callable[..., Any] = block.forward
         if isinstance(self.inner, Wrapped) and self.inner.layer >= self.layer:
             raise ConfigError(f"a {type(block).__name__} has {type(self.inner).__name__} already, so {type(self).__name__} cannot be put "
-                              "on it: recompute comes first, then offload_activations, each once")
+                              "on it: recompute comes first, then offload_activations, then compile_blocks, each once")
         block.forward = self   # type: ignore[assignment]
+
+    def compile(self, compiler: "Compiler") -> None:
+        """Compile what is innermost."""
+        if isinstance(self.inner, Wrapped):
+            self.inner.compile(compiler)
+        else:
+            self.inner = compiler(self.inner)
 
 
 def repeated_blocks(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:

@@ -13,6 +13,7 @@ repeated wins. recompute.py measures the costs and obeys the plan. Source of the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.units import show_bytes
@@ -83,19 +84,37 @@ def fit(costs: Sequence[BlockCost], budget: int) -> Plan:
     >>> [d.choice for d in fit([BlockCost(name, work=100, **cost) for name in "abc"], 200).decisions]
     ['selective', 'selective', 'none']
     """
-    several = any(cost.calls > 1 for cost in costs)
+    nothing = [NONE] * len(costs)
+    if peak(costs, nothing) <= budget:
+        return _plan(costs, nothing, budget)
     # With several forwards waiting, later blocks of another micro-batch are not gone: room for the largest is set aside.
-    aside = max((cost.moment(FULL) for cost in costs), default=0) if several else 0
+    aside = max(cost.moment(_least(cost)) for cost in costs) if _several(costs) else 0
     partials = [_Partial(0, 0)]
     for cost in costs:
-        room = budget - aside
         grown = [_grow(partial, cost, choice) for partial in partials for choice in CHOICES]
-        moments = [partial.kept if several else partial.kept + cost.moment(partial.choices[-1]) for partial in grown]
-        partials = _best([partial for partial, most in zip(grown, moments) if most <= room])
+        most = [aside if aside else cost.moment(partial.choices[-1]) for partial in grown]
+        partials = _best([partial for partial, more in zip(grown, most) if partial.kept + more <= budget])
         if not partials:
-            raise _too_small(costs, budget, aside)
+            raise _too_small(costs, budget)
     best = min(partials, key=lambda partial: (partial.repeated, partial.kept))
-    return _plan(costs, best.choices, budget, aside)
+    return _plan(costs, best.choices, budget)
+
+
+def peak(costs: Sequence[BlockCost], choices: Sequence[str]) -> int:
+    """The most bytes at any moment of backward; where several forwards wait, a bound of it."""
+    moments = [cost.moment(choice) for cost, choice in zip(costs, choices, strict=True)]
+    kept = list(accumulate(cost.calls * cost.kept[choice] for cost, choice in zip(costs, choices)))
+    if _several(costs):
+        return kept[-1] + max(moments)
+    return max((before + more for before, more in zip(kept, moments)), default=0)
+
+
+def _several(costs: Sequence[BlockCost]) -> bool:
+    return any(cost.calls > 1 for cost in costs)
+
+
+def _least(cost: BlockCost) -> str:
+    return min(CHOICES, key=lambda choice: cost.kept[choice])
 
 
 def _grow(partial: _Partial, cost: BlockCost, choice: str) -> _Partial:
@@ -114,21 +133,11 @@ def _best(partials: list[_Partial]) -> list[_Partial]:
     return best
 
 
-def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int, aside: int) -> Plan:
+def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int) -> Plan:
     decisions = tuple(_explain(cost, choice) for cost, choice in zip(costs, choices, strict=True))
     work = sum(cost.calls * cost.work for cost in costs)
     repeated = sum(cost.calls * cost.repeated[choice] for cost, choice in zip(costs, choices))
-    return Plan(decisions, budget, peak(costs, choices) if not aside else sum(d.kept for d in decisions) + aside,
-                repeated / work if work else 0.0)
-
-
-def peak(costs: Sequence[BlockCost], choices: Sequence[str]) -> int:
-    """The most bytes at any moment of a backward that undoes one forward of each block."""
-    kept = most = 0
-    for cost, choice in zip(costs, choices, strict=True):
-        kept += cost.kept[choice]
-        most = max(most, kept + cost.moment(choice))
-    return most
+    return Plan(decisions, budget, peak(costs, choices), repeated / work if work else 0.0)
 
 
 def _explain(cost: BlockCost, choice: str) -> Decision:
@@ -140,13 +149,8 @@ def _explain(cost: BlockCost, choice: str) -> Decision:
     return Decision(cost.name, choice, kept, share, why)
 
 
-def _too_small(costs: Sequence[BlockCost], budget: int, aside: int) -> ConfigError:
-    least = [min(CHOICES, key=lambda choice: cost.kept[choice]) for cost in costs]
-    need = sum(cost.calls * cost.kept[choice] for cost, choice in zip(costs, least)) + aside if aside else peak(costs, least)
-    return ConfigError(f"recompute = {budget} bytes ({show_bytes(budget)}): the activations of {len(costs)} blocks need {need} bytes "
-                       f"({show_bytes(need)}) even when all that can be is computed again, and {show_bytes(sum(_whole(c) for c in costs))} "
-                       "when nothing is; give at least that many, or smaller micro-batches")
-
-
-def _whole(cost: BlockCost) -> int:
-    return cost.calls * cost.kept[NONE]
+def _too_small(costs: Sequence[BlockCost], budget: int) -> ConfigError:
+    need, whole = peak(costs, [_least(cost) for cost in costs]), peak(costs, [NONE] * len(costs))
+    return ConfigError(f"recompute = {budget} bytes: the activations of {len(costs)} blocks need {need} bytes ({show_bytes(need)}) even "
+                       f"when all that can be is computed again, and {show_bytes(whole)} when nothing is; give at least that many, "
+                       "or smaller micro-batches")

@@ -6,6 +6,9 @@ functional `F.dropout` inside a model is out of reach and stays as it is.
 """
 
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +42,11 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, name: str, key: DropoutKey):
         super().__init__()
         self.p, self.name, self.key = p, name, key
+        self._place = _take_place(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._place = _take_place(self)   # a copy draws with its own key
 
     def extra_repr(self) -> str:
         """For printing the model."""
@@ -50,8 +58,35 @@ class KeyedDropout(nn.Module):
             return x
         if self.p == 1.0:
             return x * 0.0
+        return x * (keyed_mask(x.detach(), self._place) if torch.compiler.is_compiling() else self.mask(x))
+
+    def mask(self, x: Tensor) -> Tensor:
+        """What to multiply the next call's `x` by: 0 or 1/(1-p)."""
         kept = torch.empty_like(x).bernoulli_(1.0 - self.p, generator=self.key.generator(self.name, x.device))
-        return x * kept.mul_(1.0 / (1.0 - self.p))
+        return kept.mul_(1.0 / (1.0 - self.p))
+
+
+# A compiler cannot look into a generator, and must not write names and counters into its graph: blocks would each have a graph of
+# their own. So it sees one operation, which is told by a tensor whose mask it is, and which it may neither repeat nor merge.
+_places: WeakValueDictionary[int, KeyedDropout] = WeakValueDictionary()
+_numbers = count()
+
+
+def _take_place(module: KeyedDropout) -> Tensor:
+    number = next(_numbers)
+    _places[number] = module
+    return torch.tensor(number)
+
+
+@torch.library.custom_op("rankloom::keyed_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def keyed_mask(x: Tensor, place: Tensor) -> Tensor:
+    """The mask for `x` of the module at a place, as one operation of a compiled graph."""
+    return _places[int(place)].mask(x)
+
+
+@keyed_mask.register_fake
+def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:

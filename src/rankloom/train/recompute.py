@@ -21,15 +21,15 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.units import parse_size
-from rankloom.train.blocks import Wrapped, repeated_blocks
+from rankloom.train.blocks import Compiler, Wrapped, repeated_blocks
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Plan, fit
 from rankloom.train.dropout import KeyedDropout
 from rankloom.train.measure import Trace
-from rankloom.train.selective import Keep, Reuse
+from rankloom.train.selective import Keep, Reuse, is_kept
 
 UNDECIDED = "undecided"   # `full` for the moment, and measured
 
@@ -110,6 +110,8 @@ class RecomputedForward(Wrapped):
     def __init__(self, block: nn.Module, choice: str, measure: Callable[["Replay", Any, Any], None], decide: Callable[[], None]):
         super().__init__(block)
         self.choice = choice
+        self.plain = self.inner                          # as it was before it was compiled
+        self._in_graph: Callable[..., Any] | None = None   # `selective`, compiled
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many `selective` has to keep
 
@@ -117,28 +119,46 @@ class RecomputedForward(Wrapped):
         """As the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        if self.choice == SELECTIVE and self._in_graph:
+            return self._in_graph(*args, **kwargs)
         if self.choice != UNDECIDED:
-            return self.run(self.choice, Replay(self.block), args, kwargs)
+            return self.run(self.inner, self.choice, Replay(self.block), args, kwargs)
         replay = Replay(self.block, self._decide)
         self._measure(replay, args, kwargs)
-        return self.run(FULL, replay, args, kwargs)
+        return self.run(self.inner, FULL, replay, args, kwargs)
 
-    def run(self, choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
+    def compile(self, compiler: Compiler) -> None:
+        """The block's own forward; and with `selective` around it, as one graph."""
+        super().compile(compiler)
+        self._in_graph = compiler(partial(_selectively, self.plain))
+
+    def run(self, forward: Callable[..., Any], choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
         """The forward with one of the choices; `replay` is what stands around it when it runs again."""
-        run = partial(self.inner, **kwargs)   # names in kwargs must not meet those of `checkpoint`
+        forward = partial(forward, **kwargs)   # names in kwargs must not meet those of `checkpoint`
         if choice == NONE:
-            return run(*args)
+            return forward(*args)
         if choice == FULL:
-            return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
         keep = Keep(self._products)
         replay.reuse(keep, self._learn)
-        out = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
+        out = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
         keep.forget(out)   # the caller may change it
         return out
 
     def _learn(self, used: int) -> None:
         """A second run has come to so many products; later forwards need not keep more."""
         self._products = max(used, self._products or 0)
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    once = is_kept(operation) or operation is torch.ops.rankloom.keyed_mask.default   # a graph that runs again has no Replay
+    return CheckpointPolicy.MUST_SAVE if once else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`selective` for the compiler, which knows torch's own way to say it, and repeats operations, not Python."""
+    around = partial(create_selective_checkpoint_contexts, _keep_products)
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=around)   # type: ignore[no-untyped-call]
 
 
 class Replay:
@@ -190,7 +210,7 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     for choice in CHOICES:
         with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
-            out = forward.run(choice, Replay(forward.block), args, kwargs)
+            out = forward.run(forward.plain, choice, Replay(forward.block), args, kwargs)
         kept[choice] = trace.kept(out)
         del out
         if choice == NONE:

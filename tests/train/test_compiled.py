@@ -1,0 +1,166 @@
+"""torch.compile per block: one graph for all blocks, nothing of what is around a block inside it, and the same bits.
+
+The backend is "aot_eager": all of the compiler but its code generation, so the numbers must not change at all.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rankloom as rl
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train.compiled import compile_blocks, is_compiled
+from rankloom.train.dropout import DropoutKey, key_dropout
+from rankloom.train.offload import offload_activations
+from rankloom.train.recompute import recompute
+
+LAYERS = 10     # more than the eight graphs of one function that torch allows
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs():
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(seed=0, length=16):
+    ids = torch.randint(0, 37, (2, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def prepared(policy="none", compile=True, offload=False, dropout=0.2, layers=LAYERS):
+    config = GPTConfig(vocab_size=37, seq_len=16, width=16, layers=layers, heads=2, kv_heads=1, ffn=48, dropout=dropout)
+    model, key, counter = GPT(config), DropoutKey(5), CompileCounterWithBackend("aot_eager")
+    key_dropout(model, key)
+    found = recompute(model, policy)
+    if offload:
+        offload_activations(model, small=1024)
+    if compile:
+        compile_blocks(model, backend=counter)
+    return model, key, counter, found
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=name)
+
+
+def train(model, key):
+    """Two steps of two micro-batches in flight."""
+    for step in range(2):
+        losses = []
+        for micro in range(2):
+            key.move_to(step, micro)
+            losses.append(language_model_loss(model, tokens(micro))[0])
+        for loss in losses:
+            loss.backward()
+    return gradients(model)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model, key, _, _ = prepared(compile=False)
+    return train(model, key)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_all_blocks_share_one_graph_and_the_bits_stay(policy, offload, reference):
+    model, key, counter, _ = prepared(policy, offload=offload)
+    assert_same(train(model, key), reference)
+    assert counter.frame_count == 1, "one graph for all blocks, so none was broken in two"
+
+
+def test_a_mixture_that_fits_so_many_bytes_is_compiled_too(reference):
+    model, key, counter, found = prepared("500 KiB")
+    assert_same(train(model, key), reference)
+    assert {d.choice for d in found.plan.decisions} == {"none", "selective", "full"}
+    assert counter.frame_count == 2, "the block alone, and with selective around it"
+
+
+def test_hooks_on_a_block_stay_outside_its_graph():
+    model, key, counter, _ = prepared("full", layers=3)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+        block.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    train(model, key)
+    assert seen == [False] * (2 * 3 * 4) and counter.frame_count == 1
+
+
+def saved_bytes(policy):
+    """What autograd is given to hold for the blocks of a compiled model, and for its loss."""
+    model, _, _, _ = prepared(policy, layers=3)
+    language_model_loss(model, tokens())[0].backward()   # compiles
+    saved = {}
+    stay = {p.untyped_storage()._cdata for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage()._cdata, t), lambda t: t):
+        language_model_loss(model, tokens())
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in stay)
+
+
+def test_compiled_blocks_keep_less_with_each_policy():
+    assert saved_bytes("full") < saved_bytes("selective") < saved_bytes("none")
+
+
+def test_evaluation_runs_the_plain_forward_in_any_shape():
+    model, _, counter, _ = prepared("full")
+    plain = prepared(compile=False)[0]
+    for length in (3, 5, 16):
+        with torch.no_grad():
+            ids = tokens(length=length)[0]
+            assert torch.equal(model.eval()(ids), plain.eval()(ids))
+    assert counter.frame_count == 0
+
+
+def test_a_copy_of_a_compiled_model_calls_itself_and_draws_with_its_own_key(reference):
+    model, key, _, _ = prepared("selective")
+    twin = copy.deepcopy(model)
+    for p in model.parameters():
+        p.data.fill_(float("nan"))
+    key.move_to(9, 9)
+    assert_same(train(twin, twin.embedding_dropout.key), reference)
+
+
+def test_a_block_that_does_not_fit_in_one_graph_is_told_with_selective_and_broken_without():
+    class Breaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return self.linear(x)
+
+    for policy in ("none", "full", "selective"):
+        torch._dynamo.reset()
+        model = nn.ModuleList([nn.Sequential(Breaking()), nn.Sequential(Breaking())])
+        recompute(model, policy, blocks=(Breaking,))
+        compile_blocks(model, blocks=(Breaking,), backend="eager")
+        x = torch.ones(2, 4, requires_grad=True)
+        if policy == "selective":
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                model[0](x)
+        else:
+            model[0](x).sum().backward()
+            torch.testing.assert_close(x.grad, model[0][0].linear.weight.sum(0).expand(2, 4), rtol=0, atol=0)
+
+
+def test_compile_is_put_on_last_and_once():
+    model = prepared(layers=2)[0]
+    assert is_compiled(model) and not is_compiled(prepared(compile=False, layers=2)[0])
+    for put_on in (compile_blocks, offload_activations, lambda model: recompute(model, "full")):
+        with pytest.raises(rl.ConfigError, match="a Block has CompiledForward already.*then compile_blocks, each once"):
+            put_on(model)
