@@ -185,6 +185,23 @@ def test_the_bias_moves_towards_experts_with_few_tokens_and_stays_in_32_bits():
     assert "router.bias" in layer.state_dict() and "router.bias" not in make_layer().state_dict()
 
 
+def test_a_router_computes_in_32_bits_whatever_the_layer_does():
+    layer = make_layer().to(torch.bfloat16)
+    choice = layer.router(draw(1, 6, 5).to(torch.bfloat16))
+    assert {choice.scores.dtype, choice.weights.dtype, choice.spread.dtype} == {torch.float32}
+    wanted = draw(1, 6, 5).to(torch.bfloat16).double() @ layer.router.weight.double().T
+    torch.testing.assert_close(choice.scores.double(), wanted.softmax(-1), rtol=1e-5, atol=0)   # fp32
+    assert layer(draw(1, 6, 5).to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_frozen_experts_stay_frozen_where_only_some_are_kept():
+    layer = make_layer()
+    layer.experts.up.requires_grad_(False)
+    layer.experts.keep(1, 2)
+    assert [p.requires_grad for p in (layer.experts.gate, layer.experts.up, layer.experts.down)] == [True, False, True]
+    assert layer.experts.held == 2 and layer.experts.first == 1
+
+
 def test_the_bias_evens_out_a_router_that_prefers_one_expert():
     layer, x = make_layer(top_k=1, bias_rate=0.02), draw(8, 32, 5)
     with torch.no_grad():
