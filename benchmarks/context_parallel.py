@@ -2,9 +2,9 @@
 
     python benchmarks/context_parallel.py
 
-Counted is what the resident memory of the fullest rank grew by, at its highest, during a step. A step of a short sequence goes before it, so
-that libraries, threads and connections are there already; and tensors get pages of their own, so that what malloc keeps of freed
-ones is not counted. Linux only: there a process may forget its peak.
+Counted is what the resident memory of the fullest rank grew by, at its highest, during a step. A step of a short sequence goes before
+it, so that libraries, threads and connections are there already; and tensors get pages of their own, so that what malloc keeps of
+freed ones is not counted. Linux only: there a process may forget its peak.
 """
 
 import argparse
