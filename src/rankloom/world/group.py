@@ -90,6 +90,11 @@ class Group:
         return len(self.ranks)
 
     @property
+    def debug(self) -> bool:
+        """Whether what the ranks do is compared before they do it."""
+        return self._inspector is not None
+
+    @property
     def _shared(self) -> SharedMemoryGroup | None:
         return self._process_group if isinstance(self._process_group, SharedMemoryGroup) else None
 
@@ -233,20 +238,21 @@ class Group:
         self._require_contiguous(into, label or "recv")
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
-    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
-        if self._at_once and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
+        if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
         pg = self._connected(label or "exchange")
         self._peer(to)   # before anything is begun
         self._require_contiguous(out, label or "exchange")
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
-            return self._exchange_coalesced(out, to, into, frm, label)
+            both = self._exchange_coalesced(out, to, into, frm, label)
+            return both if async_op else both.wait()
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
-        self.send(out, to, tag=tag, label=label)
-        return received.wait()
+        sent = self.send(out, to, tag=tag, label=label, async_op=async_op)
+        return self._keep(Handle(self, label or "exchange", (received, sent), lambda: into)) if async_op else received.wait()
 
-    def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Tensor:
+    def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
         self._require_contiguous(out, label)
         pg, device = self._connected(label), into.device
@@ -255,7 +261,7 @@ class Group:
         pg.recv([into], self._peer(frm), 0)
         pg.send([out], self._peer(to), 0)
         work = pg._end_coalescing(device)
-        return Handle(self, label, [work] if work is not None else [], lambda: into).wait()
+        return self._keep(Handle(self, label, [work] if work is not None else [], lambda: into))
 
     # ------------------------------------------------------------------ values that are not tensors
 
@@ -317,7 +323,10 @@ class Group:
             self.ledger.waited += time.perf_counter() - begin
             return finish()
         with self.translated_errors(label):
-            handle = Handle(self, label, [start(self._connected(label))], finish)
+            return self._keep(Handle(self, label, [start(self._connected(label))], finish))
+
+    def _keep(self, handle: Handle) -> Handle:
+        """So that `close` finds it."""
         self._handles[id(handle)] = handle
         if self._process_group is None:   # closed meanwhile by another thread
             handle.works = None

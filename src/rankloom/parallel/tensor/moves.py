@@ -4,13 +4,13 @@ base/layout.py derives what has to be done there and back; here it is done. All 
 through `redistribute`, except that of the loss (vocabulary.py). Layouts name the last dims, so any number may come before.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
 from rankloom.world.group import Group
 
@@ -36,23 +36,26 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
     there, back = collective(src, dst, AXIS), conjugate(src, dst, AXIS)
     if there.kind == back.kind == "nothing":
         return x
-    moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, group, label), overwrite)   # type: ignore[no-untyped-call]
+    moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, dst, group, label), overwrite)   # type: ignore[no-untyped-call]
     return moved
 
 
-class _Way:
+class _Way(NamedTuple):
     """One move there and one back, of layouts whose dims are named alike."""
 
-    __slots__ = ("back", "group", "label", "layout", "there")
-
-    def __init__(self, there: Move, back: Move, layout: Layout, group: Group, label: str):
-        self.there, self.back, self.layout, self.group, self.label = there, back, layout, group, label
+    there: Move
+    back: Move
+    layout: Layout
+    after: Layout
+    group: Group
+    label: str
 
 
 class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
         ctx.way, ctx.claimed = way, False
+        expect_alike(x, way.layout, way.group, f"{way.label}: forward")
         if way.there.kind == "all_reduce" and overwrite and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
@@ -63,7 +66,24 @@ class _Redistribute(Function):
         if _gathers_for_split_layers(ctx) and not ctx.claimed:
             raise ConfigError(f"{ctx.way.group.where(ctx.way.label)}: no split layer has read these, so all ranks have computed the same "
                               "with them, and their gradients would be added up; in the plan say sequence_parallel_rep for this norm")
+        expect_alike(gradient, ctx.way.after.gradient(), ctx.way.group, f"{ctx.way.label}: backward")
         return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
+
+
+def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
+    """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
+
+    Batches or dropout that differ between tensor ranks show here, at the first layer that they reach.
+    """
+    if not group.debug or layout.owed or any(layout.cut):
+        return
+    wide = x.detach().double().flatten()
+    mine = torch.stack((wide.sum(), wide @ torch.arange(len(wide), dtype=wide.dtype, device=wide.device)))   # what, and where
+    everyone = group.all_gather(mine[None], label=f"{label}: compare")
+    bits = everyone.view(torch.int64)   # NaN is like itself
+    if differs := [rank for rank in range(group.size) if not torch.equal(bits[rank], bits[0])]:
+        raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, alike on all ranks, "
+                                 f"but ranks {differs} hold another than rank 0. Do all get the same batch, and draw the same dropout?")
 
 
 def _gathers_for_split_layers(node: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
-from rankloom.parallel.tensor.moves import BY_TOKENS, Entrance, expect_even
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_alike, expect_even
 from rankloom.world.group import Group
 
 Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input
@@ -39,6 +39,7 @@ class BusyEntrance(Entrance):
         if self.group.size == 1:
             return x
         self.notes = []
+        expect_alike(x, WHOLE, self.group, f"{self.label}: forward")
         entered: Tensor = _Enter.apply(x, self, self.notes, *(layer.weight for layer in self.layers))   # type: ignore[no-untyped-call]
         return entered
 

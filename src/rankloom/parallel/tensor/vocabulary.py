@@ -24,8 +24,10 @@ from rankloom.base.layout import Layout
 from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import entered
-from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, redistribute
+from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, expect_alike, redistribute
 from rankloom.world.group import Group
+
+TOKENS = Layout.parse("[..., tokens]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [...] -> [..., W], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of [..., W]"""
         self.rows.expect(tokens, self.group.where(self.label))
+        expect_alike(tokens, TOKENS, self.group, f"{self.label}: tokens")
         row, here = self.rows.local(tokens)
         mine = F.embedding(row, self.weight, self.padding_idx).masked_fill(~here[..., None], 0.0)
         return redistribute(mine, OWED, self.out, self.group, label=self.label, overwrite=True)
@@ -112,6 +115,7 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: R
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     rows.expect(targets[targets != IGNORE] if targets.device.type == "cpu" else targets, group.where(label))
+    expect_alike(targets, TOKENS, group, f"{label}: targets")
     if chunk is None:
         chunk = chunk_rows(weight.shape[0], hidden.device.type)
     total: Tensor = _SplitCrossEntropy.apply(hidden, weight, targets, _Loss(rows, group, chunk, label))   # type: ignore[no-untyped-call]
