@@ -1,13 +1,11 @@
 """FP8 training: which layers, what they compute, what they keep, and that a model learns with it."""
 
-import copy
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, NonFinite
@@ -15,7 +13,9 @@ from rankloom.base.float8 import E4M3, E5M2, cast, magnitude, scaled_product
 from rankloom.data.text import documents
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT, language_model_loss
+from rankloom.train import fp8
 from rankloom.train.fp8 import Float8Layers, Float8Linear, Recipe, plan_float8, to_float8
+from rankloom.train.recompute import recompute
 
 RECIPES = [Recipe(), Recipe(scaling="row"), Recipe(timing="delayed"), Recipe(backward=E4M3)]
 NAMES = ["current", "row", "delayed", "e4m3"]
@@ -148,6 +148,14 @@ def test_rows_of_unlike_size_need_scales_of_their_own():
     assert errors["row"] < 0.1 and errors["tensor"] > 0.5
 
 
+def test_only_the_forward_product_may_be_added_up_roughly(monkeypatch):
+    model, calls = net(), []
+    to_float8(model)
+    monkeypatch.setattr(fp8, "scaled_product", lambda *given, fast_accum=False: calls.append(fast_accum) or scaled_product(*given))
+    model[0](rows(8).requires_grad_()).sum().backward()
+    assert calls == [True, False, False]
+
+
 def test_an_empty_batch_and_frozen_parts_are_no_trouble():
     model = net()
     to_float8(model)
@@ -221,20 +229,22 @@ def test_what_is_kept_for_backward_is_eight_bits_of_the_input_and_no_copy_of_the
     assert all(t.dtype in (E4M3, torch.float32) and t.nbytes <= max(x.numel(), 48 * 32) for t in saved_by(model[0], x))
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=NAMES[:3])
-def test_recompute_gives_the_same_bits(recipe):
+def test_recompute_gives_the_same_bits(recipe, policy):
     def body(world):
-        plain = net()
-        again = copy.deepcopy(plain)
+        plain, again = drawn(Blocks()), drawn(Blocks())
         layers = [to_float8(plain, recipe), to_float8(again, recipe)]
+        recompute(again, policy)
         for step in range(3):
             x = rows(16, seed=step)
-            assert same(grads_of(plain, lambda m, x: m(x).square().sum(), x),
-                        grads_of(again, lambda m, x: checkpoint(m, x, use_reentrant=False).square().sum(), x))
+            for each in layers:
+                each.begin_step(whole=step != 1)
+            assert same(grads_of(plain, lambda m, x: m(x).square().sum(), x), grads_of(again, lambda m, x: m(x).square().sum(), x))
             for each in layers:
                 each.end_step(world.group("replicate"))
         if recipe.timing == "delayed":
-            assert torch.equal(layers[0].history.rows, layers[1].history.rows) and plain[0].meters[0].ready
+            assert torch.equal(layers[0].history.rows, layers[1].history.rows) and plain.blocks[0].up.meters[0].ready
 
     rl.simulate(1, body)
 
@@ -278,6 +288,29 @@ def test_delayed_scaling_begins_with_current_and_then_knows_only_the_past():
             torch.testing.assert_close(delayed[0](large), current[0](large), rtol=0, atol=0)
 
     rl.simulate(1, body)
+
+
+def test_a_margin_leaves_room_above_what_is_remembered():
+    def body(world):
+        model, x = net(), rows(16)
+        layers = to_float8(model, Recipe(timing="delayed", margin=2))
+        grads_of(model, lambda m: m(x).sum())
+        layers.end_step(world.group("replicate"))
+        with torch.no_grad():
+            larger = model[0](x * 4.0) - model[0].bias
+        expected = scaled_product(cast(x * 4.0, E4M3, magnitude(x * 4.0)),
+                                  cast(model[0].weight.detach(), E4M3, magnitude(model[0].weight.detach())).transposed(), torch.float32)
+        torch.testing.assert_close(larger, expected, rtol=1e-5, atol=1e-5)     # nothing was cut off; taking off the bias rounds
+
+    rl.simulate(1, body)
+
+
+def test_a_step_that_failed_leaves_no_trace_in_the_history():
+    model = net()
+    layers = to_float8(model, Recipe(timing="delayed"))
+    model(rows(8) * 100.0)
+    layers.begin_step(whole=True)
+    assert not any(meter.seen for meter in layers.history.meters.values())
 
 
 def test_evaluation_leaves_no_trace_in_the_history():
