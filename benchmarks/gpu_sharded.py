@@ -1,13 +1,11 @@
-"""Sharding on one GPU: stage 3 beside FSDP2, FP8 beside bf16, a 7B model in 24 GB, four ranks on one device.
+"""Sharding on one GPU: stage 3 beside FSDP2, a 7B model in 24 GB, four ranks on one device.
 
     python benchmarks/gpu_sharded.py                          # a CUDA device: all parts
-    python benchmarks/gpu_sharded.py --parts speed,fp8        # of speed, fp8, budget, ranks
+    python benchmarks/gpu_sharded.py --parts speed,ranks      # of speed, budget, ranks
     python benchmarks/gpu_sharded.py --small                  # the same script at toy size, on whatever there is
 
 speed    The 1.24B Llama shape, sequence 4096, batch 4, one rank: ours at stage 3; FSDP2 with compiled blocks (parameters freed after
          forward, and kept; the better one counts); and FSDP2 with our loss in chunks, to see what that alone is worth.
-fp8      The same model at stage 3 in bf16 and in fp8: tokens/s, and 200 steps on real text (bytes of the standard library's source);
-         the mean loss of the last ten steps is compared.
 budget   A 7B Llama with the allocator limited to 24 GB: stage 3; parameters, gradients and optimizer state in host memory; blocks
          recomputed.
 ranks    Four ranks on the one device at stage 3, and one rank that holds everything: the same global batch.
@@ -25,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +34,12 @@ from gpu_single import adamw, plain_step, synchronize
 from torch import nn
 
 import rankloom as rl
-from rankloom.data.corpus import prepare_corpus
-from rankloom.data.loader import Loader, TokenSamples
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss, loss_and_gradient
 
 BUDGET = 24 * 10**9
 WARM_UP = 4
-LAST = 10         # steps whose losses are averaged
 LLAMA_7B = GPTConfig(width=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab_size=32000, seq_len=4096)
 Step = Callable[[tuple], float]
 
@@ -57,10 +52,8 @@ class Variant:
     kind: str                  # "ours", "FSDP2"
     stage: int = 3
     ranks: int = 1
-    precision: str = "bf16"
     keeps: bool = False        # FSDP2: parameters after forward
     chunked: bool = True       # the loss in chunks, by a compiled kernel
-    text: bool = False         # real text in place of random tokens
     offload: bool = False      # and recompute, in the budget
 
 
@@ -69,10 +62,6 @@ VARIANTS = {
     "FSDP2 compiled, kept": Variant("speed", "FSDP2", keeps=True, chunked=False),
     "FSDP2 compiled, our loss": Variant("speed", "FSDP2"),
     "ours, stage 3": Variant("speed", "ours"),
-    "bf16": Variant("fp8", "ours"),
-    "fp8": Variant("fp8", "ours", precision="fp8"),
-    "bf16, text": Variant("fp8", "ours", text=True),
-    "fp8, text": Variant("fp8", "ours", precision="fp8", text=True),
     "7B in 24 GB": Variant("budget", "ours", offload=True),
     "1 rank, stage 0": Variant("ranks", "ours", stage=0),
     "4 ranks, stage 3": Variant("ranks", "ours", ranks=4),
@@ -92,10 +81,11 @@ def shape(variant: Variant, small: bool) -> tuple[GPTConfig, int]:
 def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -> Step:
     """A step of `rl.prepare`; the model of 7B is never whole anywhere."""
     model = GPT(config, device="meta" if variant.offload else world.device)
-    compile_parts(model, compiled, variant.chunked)
+    if compiled:
+        model.loss_kernel = torch.compile(loss_and_gradient)
     memory = {"offload": True, "recompute": "full"} if variant.offload else {}
-    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0,
-                        precision=variant.precision, **memory)
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0, precision="bf16",
+                        compile=compiled, **memory)
     return lambda batch: engine.step(batch).loss
 
 
@@ -105,7 +95,11 @@ def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: b
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = GPT(config, device=device)
-    compile_parts(model, compiled, variant.chunked)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+        if variant.chunked:
+            model.loss_kernel = torch.compile(loss_and_gradient)
     for part in (*model.blocks, model):
         fully_shard(part, mp_policy=policy, reshard_after_forward=not variant.keeps)
     optimizer = adamw(model.parameters())
@@ -126,27 +120,12 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def compile_parts(model: GPT, compiled: bool, chunked: bool) -> None:
-    """Each block, and the loss of a chunk."""
-    if compiled:
-        for block in model.blocks:
-            block.compile()
-        if chunked:
-            model.loss_kernel = torch.compile(loss_and_gradient)
-
-
-def batches(variant: Variant, config: GPTConfig, rows: int, world: rl.World) -> Iterator[tuple]:
-    """This rank's rows of each global batch: real text, or the same random tokens again and again."""
-    if variant.text:
-        with tempfile.TemporaryDirectory() as cache:
-            samples = TokenSamples(prepare_corpus("stdlib", tokenizer="bytes", cache=cache).train, config.seq_len)
-            with Loader(samples, global_batch=rows, rank=world.rank, ranks=world.size, device=world.device) as loader:
-                yield from loader
+def tokens_of(config: GPTConfig, rows: int, world: rl.World) -> tuple:
+    """This rank's rows of the global batch: random tokens, the same in every step."""
     each = rows // world.size
     text = torch.randint(0, config.vocab_size, (rows, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
     text = text[world.rank * each:(world.rank + 1) * each].to(world.device)
-    while True:
-        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 class Device:
@@ -189,7 +168,8 @@ def worker(args: argparse.Namespace) -> None:
     world.barrier()
     with Device(device) as watched:
         step = fsdp2(variant, config, device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
-        seconds, losses = run(step, batches(variant, config, rows, world), device, steps_of(variant, args))
+        steps = 2 + args.repeat // 3 if variant.offload else WARM_UP + args.repeat
+        seconds, losses = run(step, tokens_of(config, rows, world), device, steps)
     peaks = world.all_gather_object(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
     if world.rank == 0:
         Path(args.out).write_text(json.dumps({
@@ -198,18 +178,10 @@ def worker(args: argparse.Namespace) -> None:
     world.close()
 
 
-def steps_of(variant: Variant, args: argparse.Namespace) -> int:
-    """How many steps to run."""
-    if variant.text:
-        return args.steps
-    return 2 + args.repeat // 3 if variant.offload else WARM_UP + args.repeat
-
-
-def run(step: Step, data: Iterator[tuple], device: torch.device, steps: int) -> tuple[list[float], list[float]]:
+def run(step: Step, batch: tuple, device: torch.device, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of each step after the first ones, which compile; the losses of all."""
     seconds, losses = [], []
     for _ in range(steps):
-        batch = next(data)
         synchronize(device)
         begin = time.perf_counter()
         losses.append(step(batch))
@@ -220,7 +192,7 @@ def run(step: Step, data: Iterator[tuple], device: torch.device, steps: int) -> 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
     """Run one variant; what it found, or why it could not run."""
-    shared = ["--only", name, "--repeat", str(args.repeat), "--steps", str(args.steps)]
+    shared = ["--only", name, "--repeat", str(args.repeat)]
     shared += ["--small"] * args.small + ["--eager"] * args.eager
     if VARIANTS[name].ranks > 1:
         try:
@@ -252,7 +224,7 @@ def row(name: str, found: dict, args: argparse.Namespace) -> dict:
             "peak GiB, ranks summed": round(sum(found["peaks"]) / gib, 2),
             "of the largest rank": round(max(found["peaks"]) / gib, 2), "device GiB": round(found["device"] / gib, 2),
             "host GiB": round(found["host"] / gib, 1), "first loss": round(found["losses"][0], 4),
-            "last losses": round(statistics.fmean(found["losses"][-LAST:]), 4)}
+            "last loss": round(found["losses"][-1], 4)}
 
 
 def judge(text: str, met: bool) -> str:
@@ -271,14 +243,6 @@ def verdicts(found: dict[str, dict]) -> list[str]:
         if best["peaks"][0]:   # nobody counts on a CPU
             memory = mine["peaks"][0] / best["peaks"][0]
             said.append(judge(f"and {memory:.1%} of its peak memory (<= 60 %)", memory <= 0.6))
-    if {"bf16", "fp8"} <= found.keys():
-        speed = found["bf16"]["seconds"] / found["fp8"]["seconds"]
-        said.append(judge(f"fp8 has {speed:.3f} x the tokens/s of bf16 (>= 1.2)", speed >= 1.2))
-    if {"bf16, text", "fp8, text"} <= found.keys():
-        wide, narrow = (statistics.fmean(found[name]["losses"][-LAST:]) for name in ("bf16, text", "fp8, text"))
-        off = abs(narrow / wide - 1)
-        said.append(judge(f"after {len(found['fp8, text']['losses'])} steps of text the loss of fp8 is {narrow:.4f}, of bf16 {wide:.4f}, "
-                          f"{off:.2%} apart (<= 0.5 %)", off <= 0.005))
     if {"1 rank, stage 0", "4 ranks, stage 3"} <= found.keys() and found["1 rank, stage 0"]["device"]:
         device = found["4 ranks, stage 3"]["device"] / found["1 rank, stage 0"]["device"]
         said.append(judge(f"4 ranks at stage 3 use together {device:.1%} of the device memory of one unsharded rank (< 100 %)", device < 1))
@@ -288,11 +252,10 @@ def verdicts(found: dict[str, dict]) -> list[str]:
 def main() -> None:
     """Run the parts asked for, print as they come, keep all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="speed,fp8,budget,ranks")
+    parser.add_argument("--parts", default="speed,budget,ranks")
     parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=200, help="on text")
     parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)

@@ -209,10 +209,10 @@ def readable(nbytes: float) -> str:
 def put(page: Path, name: str, table: str) -> None:
     """Write a table between the marks of its name in a page."""
     text = page.read_text()
-    mark = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+    mark = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
     if not re.search(mark, text, re.DOTALL):
         raise SystemExit(f"{page} has no marks <!-- {name} --> and <!-- end -->")
-    page.write_text(re.sub(mark, lambda found: found[1] + table + found[2], text, count=1, flags=re.DOTALL))
+    page.write_text(re.sub(mark, lambda found: found[1] + table + "\n" + found[2], text, count=1, flags=re.DOTALL))
 
 
 def main() -> None:
