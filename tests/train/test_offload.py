@@ -65,7 +65,7 @@ def test_gradients_are_the_same_bits_whatever_the_order_of_micro_batches(policy,
     assert_same(run(True), run(False))
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+@pytest.mark.parametrize("layers", [2, 3, 6])
 def test_the_inputs_of_recomputed_blocks_travel_once_each_way_and_those_of_the_last_two_stay(layers):
     model, _, offload = prepared("full", layers)
     loss = loss_of(model)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import rankloom as rl
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
-from rankloom.train.blocks import repeated_blocks
+from rankloom.parallel.wrapping import repeated_blocks
+from rankloom.train.blocks import blocks_of
 from rankloom.train.budget import NONE
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.measure import Trace
@@ -300,7 +301,7 @@ def test_a_product_that_is_given_away_is_computed_again():
     def run(policy):
         torch.manual_seed(0)
         block = Giving()
-        recompute(nn.ModuleList([block]), policy)
+        recompute(nn.ModuleList([block]), policy, blocks=(Giving,))
         out, total = block(torch.linspace(-1, 1, 12).view(3, 4).requires_grad_())
         (out.mul_(7).square().sum() + total).backward()
         return gradients(block)
@@ -356,12 +357,12 @@ def test_backward_may_go_through_a_recomputed_block_twice(policy):
     assert_same(run(policy), run("none"))
 
 
-def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without(monkeypatch):
+def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without():
     """Inside the engine, on two ranks, with accumulation and keyed dropout."""
     def body(world, policy):
         model = GPT(CONFIG, dtype=torch.float64)
-        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), world=world, accumulate=2)
-        recompute(model, policy)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), world=world,
+                            accumulate=2, recompute=policy)
         batch = tokens(rows=8)
         losses = [engine.step([t.tensor_split(world.size)[world.rank] for t in batch]).loss for _ in range(3)]
         return losses, engine.full_state_dict()["model"]
@@ -388,13 +389,14 @@ def test_recompute_twice_is_an_error():
         recompute(model, "selective")
 
 
-def test_blocks_are_the_children_of_module_lists_or_the_classes_that_are_named():
+def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     model = GPT(CONFIG)
-    assert list(repeated_blocks(model)) == [f"blocks.{i}" for i in range(4)]
-    assert list(repeated_blocks(model, (type(model.blocks[0].mlp),))) == [f"blocks.{i}.mlp" for i in range(4)]
-    nested = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), nn.Identity()])
-    assert list(repeated_blocks(nested)) == ["0"], "neither a list inside a block nor a block without parameters"
-    with pytest.raises(rl.ConfigError, match="Linear has no nn.ModuleList"):
+    assert list(blocks_of(model)) == list(repeated_blocks(model)) == [f"blocks.{i}" for i in range(4)]
+    assert blocks_of(model)["blocks.2"] is model.blocks[2]
+    assert list(blocks_of(model, (type(model.blocks[0].mlp),))) == [f"blocks.{i}.mlp" for i in range(4)]
+    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert list(blocks_of(nested, (nn.Sequential, nn.Linear))) == ["0", "1"], "the outermost"
+    with pytest.raises(rl.ConfigError, match="Linear has no blocks that stand in a list"):
         recompute(nn.Linear(2, 2), "full")
     with pytest.raises(rl.ConfigError, match="GPT has no Conv1d"):
         recompute(model, "full", blocks=(nn.Conv1d,))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.parallel.wrapping import repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -38,21 +39,17 @@ class Wrapped:
             self.inner = compiler(self.inner)
 
 
-def repeated_blocks(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
-    """Name -> block, in the model's order: the modules of `classes`, or with none the children of each `nn.ModuleList`.
+def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
+    """Name -> block, in the model's order: the outermost modules of `classes`, or with none the repeated blocks.
 
-    A block inside a block is not one of its own, and neither is a module without parameters.
     raises: ConfigError when the model has none
     """
-    found: dict[str, nn.Module] = {}
-    listed = {id(child) for module in model.modules() if isinstance(module, nn.ModuleList) for child in module}
-    for name, module in model.named_modules():
-        wanted = isinstance(module, classes) if classes else id(module) in listed
-        inside = any(name.startswith(outer + ".") for outer in found)
-        if wanted and name and not inside and any(True for _ in module.parameters()):
-            found[name] = module
+    if not classes:
+        found = {name: model.get_submodule(name) for name in repeated_blocks(model)}
+    else:
+        named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes)}
+        found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
     if not found:
-        sought = " or ".join(kind.__name__ for kind in classes) or "nn.ModuleList with parameters in it"
-        raise ConfigError(f"{type(model).__name__} has no {sought}, so no repeated blocks; name the classes of its blocks, "
-                          "for example blocks=(Block,)")
+        sought = " or ".join(kind.__name__ for kind in classes) or "blocks that stand in a list beside others of their class"
+        raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks, for example blocks=(Block,)")
     return found

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankloom.train.blocks import Wrapped, repeated_blocks
+from rankloom.train.blocks import Wrapped, blocks_of
 
 
 def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), backend: Any = "inductor") -> None:
     """Compile the forward, and with it the backward, of the repeated blocks of `model`. Put on last.
 
-    blocks:  their classes; left out, the children of each nn.ModuleList
+    blocks:  their classes; left out, those that stand in a list beside others of their class
     backend: of torch.compile
     raises:  ConfigError when they are compiled already; torch's own error at the first forward when recompute is "selective" and a
              block does not fit in one graph
     """
     compiler = cache(partial(torch.compile, backend=backend))   # one function for all blocks of a class
-    for block in repeated_blocks(model, blocks).values():
+    for block in blocks_of(model, blocks).values():
         CompiledForward(block, partial(_compiled, compiler))
 
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from rankloom.base.errors import ConfigError
-from rankloom.train.blocks import Wrapped, repeated_blocks
+from rankloom.train.blocks import Wrapped, blocks_of
 from rankloom.train.recompute import UNDECIDED, RecomputedForward
 
 SMALL = 1 << 20        # bytes; a copy of fewer costs more than it frees
@@ -33,12 +33,12 @@ UNDER_WAY = 2          # blocks whose copies may be under way
 def offload_activations(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), small: int = SMALL) -> "Offload":
     """Let what the repeated blocks of `model` save for backward wait in CPU memory, pinned where the device is a GPU.
 
-    blocks:  their classes; left out, the children of each nn.ModuleList
+    blocks:  their classes; left out, those that stand in a list beside others of their class
     small:   storages of fewer bytes stay on the device
     sent:    each saved storage once to the CPU and once back, those of the last two blocks only there
     raises:  ConfigError, also when recompute was given a number of bytes: it counts what this moves away
     """
-    found = repeated_blocks(model, blocks)
+    found = blocks_of(model, blocks)
     for name, block in found.items():
         if isinstance(block.forward, RecomputedForward) and block.forward.choice == UNDECIDED:
             raise ConfigError(f"{name}: recompute was given a number of bytes, and offload_activations moves away what it counts; "

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.units import parse_size
-from rankloom.train.blocks import Compiler, Wrapped, repeated_blocks
+from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Plan, fit
 from rankloom.train.dropout import KeyedDropout
 from rankloom.train.measure import Trace
@@ -38,12 +38,12 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
     """Let the repeated blocks of `model` compute again in backward what they do not keep.
 
     policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
-    blocks:  their classes; left out, the children of each nn.ModuleList
+    blocks:  their classes; left out, those that stand in a list beside others of their class
     returns: what was decided for each block; it can be printed
     raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
     """
     choice, budget = _parse(policy)
-    return Recompute({} if choice == NONE else repeated_blocks(model, blocks), choice, budget)
+    return Recompute({} if choice == NONE else blocks_of(model, blocks), choice, budget)
 
 
 def _parse(policy: str | int) -> tuple[str, int]:
