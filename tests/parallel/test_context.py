@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 import time
 
 import pytest
@@ -108,6 +109,30 @@ def test_gathered_shares_are_the_whole_rows_again(ranks, kind):
             assert torch.equal(context.own(torch.arange(length)[None])[0], context.positions)
 
     rl.simulate(ranks, body)
+
+
+def test_the_next_keys_are_on_their_way_while_a_rank_computes(monkeypatch):
+    notes, forward = {}, context_file.tile_forward
+    note = lambda word: notes.setdefault(threading.current_thread().name, []).append(word)
+    monkeypatch.setattr(context_file, "tile_forward", lambda *args: note("computes") or forward(*args))
+
+    def body(world):
+        exchange = world.exchange
+
+        def noted(*args, **kwargs):
+            note("begins")
+            handle = exchange(*args, **kwargs)
+            wait = handle.wait
+            handle.wait = lambda: note("waits") or wait()
+            return handle
+
+        world.exchange = noted
+        context = Context(world, 9, causal=False)
+        context.attend(*(context.own(x) for x in whole_rows(9, kv_heads=2)[:3]))
+
+    rl.simulate(3, body)
+    assert len(notes) == 3
+    assert all(said == ["begins", "computes", "waits", "begins", "computes", "waits", "computes"] for said in notes.values())
 
 
 def test_late_ranks_change_nothing():

@@ -141,6 +141,30 @@ def test_exchange_around_a_ring_and_pairwise_cannot_deadlock(p, n):
         assert around == (rank - 1) % p and pair in (None, rank ^ 1)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("n", [1, 1 << 20])
+def test_exchanges_may_be_on_their_way_together_and_arrive_where_they_were_asked_for(backend, n):
+    def body(world):
+        right, left = (world.rank + 1) % 3, (world.rank - 1) % 3
+        handles = [world.exchange(torch.full((n,), 10.0 * tag + world.rank), right, torch.empty(n), left, tag=tag, async_op=True)
+                   for tag in range(2)]
+        assert (world.ledger.messages, world.ledger.bytes) == (2, 8 * n)
+        return [handle.wait()[-1].item() for handle in reversed(handles)]
+
+    assert rl.simulate(3, body, timeout=20, backend=backend) == [[10.0 + left, left] for left in (2, 0, 1)]
+
+
+def test_an_exchange_on_its_way_ends_with_its_group():
+    def body(world):
+        handle = world.exchange(torch.zeros(1 << 20), 1 - world.rank, torch.empty(1 << 20), 1 - world.rank, tag=world.rank, async_op=True)
+        world.barrier()
+        world.close()   # their tags differ, so nothing can have arrived
+        with pytest.raises(rl.RankLost, match="the group was closed before this ended"):
+            handle.wait()
+
+    rl.simulate(2, body, timeout=20)
+
+
 @pytest.mark.parametrize("p", RANKS)
 def test_all_gather_object_gathers_any_json_value_in_rank_order(p):
     values = [None, {"rank": 1, "text": "\u00e4\u20ac" * 50}, [1.5, True], "x" * 10_000]

@@ -39,9 +39,10 @@ class Part(Group):
         """Fill `into` with what rank `frm` of this part sends."""
         return self.whole.recv(into, self.members[self._peer(frm)], tag=tag, label=label, async_op=async_op)
 
-    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `out` to one rank while receiving `into` from another (or the same)."""
-        return self.whole.exchange(out, self.members[self._peer(to)], into, self.members[self._peer(frm)], tag=tag, label=label)
+        to, frm = self.members[self._peer(to)], self.members[self._peer(frm)]
+        return self.whole.exchange(out, to, into, frm, tag=tag, label=label, async_op=async_op)
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
         """Sum or mean of `x` over the part, in place, by the ring."""

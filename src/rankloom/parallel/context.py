@@ -31,7 +31,7 @@ from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_
 from rankloom.parallel.deal import deal_rows
 from rankloom.parallel.sequences import Documents, Spans, Tile, cut_sequence, document_cuts, tiles
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
-from rankloom.world.group import Group
+from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
 
@@ -120,7 +120,7 @@ class Context:
     @cached_property
     def alone(self) -> "Context":
         """The same rows on a group of this rank only."""
-        return replace(self, group=Group(None, 0, (0,), device=self.group.device))
+        return replace(self, group=self.group.alone())
 
     @cached_property
     def positions(self) -> Tensor:
@@ -172,7 +172,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, context: Context) 
 
     query: [B, H, T/p, D], key and value: [B, K, T/p, D] -> [B, H, T/p, D]
     sent:  p-1 messages, keys and values of p-1 ranks; backward p-1 more of those, and p-1 of their gradients, in fp32 at least
-    memory: three blocks of keys and values at a time, and one tile
+    memory: two blocks of keys and values at a time, backward two of gradients too, and one tile
     source: Liu, Zaharia & Abbeel 2023
     """
     out: Tensor = _RingAttention.apply(query, key, value, context)   # type: ignore[no-untyped-call]
@@ -192,19 +192,30 @@ def ring_attention_backward_bill(tokens: Sequence[int], token_bytes: int, rank: 
     return ring_attention_bill(tokens, token_bytes, rank) + Bill(gradients, p - 1)
 
 
-def _shift(block: Tensor, context: Context, owner: int, label: str) -> Tensor:
-    """Pass a block to the right; returns the one from the left, of the tokens of rank `owner`."""
+def _shift(block: Tensor, context: Context, owner: int, label: str, tag: int) -> Handle:
+    """Pass a block to the right, while the one from the left comes, which is of the tokens of rank `owner`."""
     group = context.group
     into = block.new_empty((*block.shape[:3], context.tokens[owner], block.shape[4]))
-    return group.exchange(block, (group.rank + 1) % group.size, into, (group.rank - 1) % group.size, label=label)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    handle: Handle = group.exchange(block, right, into, left, tag=tag, label=label, async_op=True)
+    return handle
 
 
 def _around(block: Tensor, context: Context, label: str) -> Iterator[tuple[int, Tensor]]:
-    """This rank's block, then those of the ranks to its left, nearest first, each with its owner."""
-    for hop in range(context.group.size):
-        owner = (context.group.rank - hop) % context.group.size
-        block = block if hop == 0 else _shift(block, context, owner, label)
-        yield owner, block
+    """This rank's block, then those of the ranks to its left, nearest first, each with its owner.
+
+    A block is passed on, and the next one comes, while whoever asked for it computes.
+    """
+    rank, p = context.group.rank, context.group.size
+    for hop in range(p):
+        following = _shift(block, context, (rank - hop - 1) % p, label, tag=0) if hop < p - 1 else None
+        yield (rank - hop) % p, block
+        block = following.wait() if following else block
+
+
+def _send_home(gradients: Tensor, context: Context, owner: int) -> Tensor:
+    """Pass the gradients of a block on; returns those of the tokens of rank `owner`."""
+    return _shift(gradients, context, owner, "gradients of keys and values", tag=1).wait()
 
 
 class _RingAttention(torch.autograd.Function):
@@ -232,8 +243,7 @@ class _RingAttention(torch.autograd.Function):
         own, travelling = None, None
         for owner, block in _around(torch.stack((key, value)), context, "keys and values, again"):
             # A block's gradients begin one hop from home and end there, so the owner's own share never travels.
-            arrived = _shift(travelling, context, owner, "gradients of keys and values") if travelling is not None else None
-            of_block = torch.zeros_like(block, dtype=lse.dtype) if arrived is None else arrived
+            of_block = torch.zeros_like(block, dtype=lse.dtype) if travelling is None else _send_home(travelling, context, owner)
             for rows, asking, asked, causal in context.tiles[owner]:
                 saved = query[rows, :, asking], *block[:, rows, :, asked], out[rows, :, asking], lse[rows, :, asking]
                 shares = tile_backward(grad[rows, :, asking], saved, causal)
@@ -242,7 +252,7 @@ class _RingAttention(torch.autograd.Function):
             own, travelling = (of_block, None) if own is None else (own, of_block)
         assert own is not None, "a ring has at least this rank"
         if travelling is not None:
-            own += _shift(travelling, context, context.group.rank, "gradients of keys and values")
+            own += _send_home(travelling, context, context.group.rank)
         of_key, of_value = own.to(key.dtype)
         return of_query.to(query.dtype), of_key, of_value, None
 

@@ -250,7 +250,9 @@ class Group:
             return both if async_op else both.wait()
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
         sent = self.send(out, to, tag=tag, label=label, async_op=async_op)
-        return self._keep(Handle(self, label or "exchange", (received, sent), lambda: into)) if async_op else received.wait()
+        if not async_op:
+            return received.wait()
+        return self._keep(Handle(self, label or "exchange", [*(received.works or ()), *(sent.works or ())], lambda: into))
 
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
