@@ -8,7 +8,8 @@ from torch.utils.flop_counter import flop_registry
 
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.train.measure import FLOPS_PER_BYTE, Trace
-from rankloom.train.selective import KEPT
+from rankloom.train.recompute import recompute
+from rankloom.train.selective import KEPT, is_kept
 
 
 def bytes_by_hooks(model, *inputs):
@@ -54,6 +55,28 @@ def test_a_layer_of_gpt_3_keeps_the_bytes_of_the_published_formula(s, b, h, a):
     x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True) * 1
     statistics, masks = 2 * 2 * 2 * s * b, a * s * s * b + 2 * s * b * h
     assert bytes_by_trace(GPT3Layer(h, a).bfloat16(), x) == s * b * (34 * h + 5 * a * s) + statistics + masks
+
+
+@pytest.mark.parametrize(("s", "b", "h", "a"), [(64, 2, 64, 4), (128, 1, 64, 8)])
+def test_selective_keeps_nothing_of_a_layer_of_gpt_3_that_grows_with_the_square_of_its_length(s, b, h, a):
+    """22 sbh: query, key, value 6, attention 2, its output matrix 2, up 8, down 2 (its dropout comes after it), the output 2. The
+    published selective keeps 34 sbh, all but the attention; this one computes norms, GeLU, masks and sums again too.
+    """
+    def run(policy):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([GPT3Layer(h, a).bfloat16()])
+        recompute(layers, policy, blocks=(GPT3Layer,))
+        for _ in range(2):
+            x = torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True) * 1
+            with Trace() as trace:
+                out = layers[0](x)
+            kept = trace.kept(out)
+            out.square().sum().backward()
+        return kept, [p.grad for p in layers.parameters()]
+
+    (kept, grads), (_, wanted) = run("selective"), run("none")
+    assert kept == 22 * s * b * h
+    assert all(torch.equal(grad, reference) for grad, reference in zip(grads, wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -127,6 +150,17 @@ def test_autocast_s_copies_of_weights_count_where_backward_needs_them_only():
         with Trace() as trace:
             out = linear(x.requires_grad_())
         assert trace.kept(out) == 2 * 2 * 64 * 2 + 2 * 64 * 64
+
+
+def test_products_are_kept_but_for_the_scores_of_an_attention_written_out():
+    bmm = torch.ops.aten.bmm.default
+    heads, keys = torch.empty(8, 512, 64), torch.empty(8, 64, 512)
+    assert not is_kept(bmm, (heads, keys))                                                  # scores
+    assert is_kept(bmm, (torch.empty(8, 512, 512), torch.empty(8, 512, 64)))                # what they weigh
+    assert is_kept(bmm, (torch.empty(8, 9000, 512), torch.empty(8, 512, 2048)))             # eight experts
+    assert not is_kept(torch.ops.aten.baddbmm.default, (torch.empty(512), heads, keys))
+    assert is_kept(torch.ops.aten.mm.default, (torch.empty(9000, 64), torch.empty(64, 9000)))
+    assert not is_kept(torch.ops.aten.tanh.default, (heads,))
 
 
 def test_all_that_selective_keeps_can_be_counted():

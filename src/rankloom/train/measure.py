@@ -44,7 +44,7 @@ class Trace(TorchDispatchMode):
         for key, storage in made.items():
             if key not in given and not (key in self._made and not self._made[key].expired()):
                 self._made[key] = StorageWeakRef(storage)   # type: ignore[no-untyped-call]
-        if is_kept(func):
+        if is_kept(func, args):
             cost = _flops(func.overloadpacket, args, kwargs, out) // FLOPS_PER_BYTE.get(_device(out), FLOPS_PER_BYTE["cuda"])
             self.dear += cost
         else:

@@ -151,7 +151,7 @@ class RecomputedForward(Wrapped):
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    once = is_kept(operation) or operation is torch.ops.rankloom.keyed_mask.default   # a graph that runs again has no Replay
+    once = is_kept(operation, args) or operation is torch.ops.rankloom.keyed_mask.default   # a graph that runs again has no Replay
     return CheckpointPolicy.MUST_SAVE if once else CheckpointPolicy.PREFER_RECOMPUTE
 
 

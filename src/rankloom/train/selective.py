@@ -1,5 +1,7 @@
 """The policy `selective`: keep the outputs of matrix products and attention, and hand them out when the block runs again.
 
+What is kept is dear to compute for its size. The scores of an attention that is written out are products too, but large and cheap.
+
     forward   `Keep` notes the output of each operation in KEPT, in order
     again     `Reuse` hands them out in that order, and lets every other operation run
 
@@ -23,9 +25,19 @@ KEPT = frozenset({   # dear to compute for their size
 })
 
 
-def is_kept(operation: Any) -> bool:
-    """Whether `selective` keeps the output of an operation, an overload such as aten.mm.default."""
-    return getattr(operation, "overloadpacket", None) in KEPT
+HEAD = 256   # the widest head whose scores are taken for scores
+
+
+def is_kept(operation: Any, args: Any) -> bool:
+    """Whether `selective` keeps what an operation, an overload such as aten.mm.default, makes of its arguments."""
+    packet = getattr(operation, "overloadpacket", None)
+    return packet in KEPT and not (packet in (aten.bmm, aten.baddbmm) and _are_scores(*args[-2:]))
+
+
+def _are_scores(queries: Tensor, keys: Tensor) -> bool:
+    """[b, n, k] by [b, k, m]: large and cheap, where attention is written out. Not to keep them is the point of Korthikanti 2022."""
+    (n, k), m = queries.shape[-2:], keys.shape[-1]
+    return k <= HEAD and n * m > k * (n + m)
 
 
 class Keep(TorchDispatchMode):
@@ -39,7 +51,7 @@ class Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
         out = func(*args, **(kwargs or {}))
-        if is_kept(func):
+        if is_kept(func, args):
             wanted = self._most is None or len(self.outputs) < self._most
             # detached: what is kept must not hold the graph that holds it
             self.outputs.append(tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out) if wanted else None)
@@ -67,7 +79,7 @@ class Reuse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation, or finds what it gave."""
-        if is_kept(func):
+        if is_kept(func, args):
             kept = self._kept.outputs[self.used]
             self.used += 1
             if kept is not None:
