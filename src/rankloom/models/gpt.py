@@ -169,7 +169,9 @@ class GPT(nn.Module):
     @property
     def tp_sequence_plan(self) -> dict[str, str]:
         """The same, with the stream between attention and MLP cut by tokens. Not for a mixture of experts, whose routers see whole rows."""
-        return self.tp_plan | dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), "sequence_parallel")
+        dropouts = ("embedding_dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout") if self.config.dropout else ()
+        return (self.tp_plan | dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), "sequence_parallel")
+                | dict.fromkeys(dropouts, "sequence_dropout"))
 
     def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: Part = WHOLE) -> Tensor:
         """tokens [B, T] -> what the output matrix is applied to [B, T, W].

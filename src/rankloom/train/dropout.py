@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.rng import stream
+from rankloom.parallel.tensor.layers import TokenDropout
 
 
 @dataclass(slots=True)
@@ -37,11 +38,14 @@ class DropoutKey:
 
 
 class KeyedDropout(nn.Module):
-    """Zero each element with probability `p` in training, and scale the others by 1/(1-p)."""
+    """Zero each element with probability `p` in training, and scale the others by 1/(1-p).
 
-    def __init__(self, p: float, name: str, key: DropoutKey):
+    part: which of how many parts of the tokens (the last dim but one) come here, of one mask for all
+    """
+
+    def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1)):
         super().__init__()
-        self.p, self.name, self.key = p, name, key
+        self.p, self.name, self.key, self.part = p, name, key, part
         self._place = _take_place(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -62,8 +66,10 @@ class KeyedDropout(nn.Module):
 
     def mask(self, x: Tensor) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p)."""
-        kept = torch.empty_like(x).bernoulli_(1.0 - self.p, generator=self.key.generator(self.name, x.device))
-        return kept.mul_(1.0 / (1.0 - self.p))
+        at, parts = self.part
+        whole = x if parts == 1 else x.new_empty((*x.shape[:-2], parts * x.shape[-2], x.shape[-1]))
+        kept = torch.empty_like(whole).bernoulli_(1.0 - self.p, generator=self.key.generator(self.name, x.device))
+        return kept.mul_(1.0 / (1.0 - self.p)) if parts == 1 else kept.chunk(parts, dim=-2)[at].mul(1.0 / (1.0 - self.p))
 
 
 # A compiler cannot look into a generator, and must not write names and counters into its graph: blocks would each have a graph of
@@ -92,8 +98,9 @@ def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     """Replace every `nn.Dropout` inside `model` by a keyed one; returns how many there were."""
     # One module may hang in several places; each place has its own name, so its own masks.
-    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Dropout]
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in (nn.Dropout, TokenDropout)]
     for name, module in found:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, KeyedDropout(module.p, name, key).train(module.training))
+        keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))
+        setattr(model.get_submodule(parent), child, keyed.train(module.training))
     return len(found)

@@ -100,6 +100,20 @@ class SplitEmbedding(nn.Module):
         return redistribute(F.embedding(tokens, self.weight, self.padding_idx), BY_WIDTH, WHOLE, self.group, label=self.label)
 
 
+class TokenDropout(nn.Dropout):
+    """Dropout of this rank's tokens, by that part of the mask of all tokens: ranks that draw alike drop as one process would."""
+
+    def __init__(self, p: float, group: Group):
+        super().__init__(p)
+        self.part = (group.rank, group.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., tokens / p, W]"""
+        rank, ranks = self.part
+        whole = x.new_ones((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1])) if self.training and self.p else x
+        return x if whole is x else x * super().forward(whole).chunk(ranks, dim=-2)[rank]
+
+
 def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str) -> None:
     """`module` (a norm) runs on this rank's tokens; what comes after it sees all of them.
 

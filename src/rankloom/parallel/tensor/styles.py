@@ -11,6 +11,7 @@
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
     sequence_parallel               a norm that runs on this rank's tokens; the split layers after it see all
     sequence_parallel_rep           the same, before layers that are not split               (our own)
+    sequence_dropout                dropout of a rank's tokens, by its part of one mask      (our own)
     sequence_split                  before this module the stream is cut by tokens           (our own)
     replicated_with_grad_allreduce  whole, used for a part: its gradient is owed
     replicate                       whole; what no pattern names is so anyway
@@ -26,7 +27,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
-from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, gather_tokens_after, split_tokens_before
+from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, TokenDropout, gather_tokens_after, split_tokens_before
 from rankloom.parallel.tensor.moves import APART, BY_TOKENS, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
 from rankloom.parallel.tensor.vocabulary import Rows, VocabularyEmbedding, VocabularyOutput
@@ -245,6 +246,13 @@ def between_tokens(site: Site, *, out: Layout = APART) -> None:
     gather_tokens_after(site.module, site.group, out, f"tokens after {site.name}")
 
 
+def dropout(site: Site) -> None:
+    """sequence_dropout."""
+    if type(site.module) is not nn.Dropout:
+        raise ConfigError(f"{site.name}: sequence_dropout wants an nn.Dropout, but this is a {type(site.module).__name__}")
+    site.replace(TokenDropout(site.module.p, site.group), {})
+
+
 STYLES: dict[str, Callable[[Site], None]] = {
     "colwise": column,
     "colwise_rep": partial(column, gathers=True),
@@ -260,6 +268,7 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "vocabulary_output": vocabulary_output,
     "sequence_parallel": between_tokens,
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
+    "sequence_dropout": dropout,
     "sequence_split": lambda site: split_tokens_before(site.module, site.group, f"tokens before {site.name}"),
     "replicated_with_grad_allreduce": owed,
     "replicate": lambda site: None,
