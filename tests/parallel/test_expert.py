@@ -4,9 +4,11 @@ import copy
 import dataclasses
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError
@@ -262,6 +264,22 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason():
             expert_parallel(spread, world)
 
     rl.simulate(5, body)
+
+
+def test_recomputed_layers_trade_their_rows_again_and_are_counted_once():
+    model, (tokens, targets) = make_model(capacity=0.7), batch_of()
+    truth = copy.deepcopy(model)
+    train_once(truth, (tokens, targets))
+
+    def body(world):
+        mine = expert_parallel(copy.deepcopy(model), world)
+        for block in mine.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        train_once(mine, (tokens[world.rank::2], targets[world.rank::2]))
+        expect_equal(summed_by_the_ledger(mine, world), truth)
+        assert {sum(load.routed) for load in rebalance(mine, world).values()} == {tokens.numel() * 2}
+
+    rl.simulate(rl.Mesh(expert=2), body)
 
 
 def in_a_process(world):
