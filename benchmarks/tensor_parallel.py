@@ -5,8 +5,8 @@
 
 Same model, same batch, same processes, same backend, interleaved: every round gives each variant a turn of three steps, in
 rotating order, and ratios are taken inside a round. torch gets its own best: vocabulary-parallel embedding and output with
-`loss_parallel`, so that it gathers no logits either. "by tokens" is sequence parallel. A step is the loss, its backward,
-and setting the gradients to None: the optimizer is the same work for all.
+`loss_parallel`, so that it gathers no logits either. "by tokens" is sequence parallel, "in pieces" overlaps sums with products.
+A step is the loss, its backward, and setting the gradients to None: the optimizer is the same work for all.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import rankloom as rl
 from rankloom.models.config import preset
 
 Step = Callable[[], float]
-VARIANTS = ("torch", "torch, by tokens", "rankloom", "rankloom, by tokens")
+VARIANTS = ("torch", "torch, by tokens", "rankloom", "rankloom, by tokens", "rankloom, in pieces")
 
 
 def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
@@ -47,7 +47,7 @@ def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
     by_tokens = name.endswith("by tokens")
     if name.startswith("torch"):
         return with_torch(model, by_tokens, tokens, targets, world)
-    rl.tensor_parallel(model, model.tp_sequence_plan if by_tokens else None, world)
+    rl.tensor_parallel(model, model.tp_sequence_plan if by_tokens else None, world, overlap=2 if name.endswith("in pieces") else 1)
 
     def step() -> float:
         total, count = model(tokens, targets=targets)
