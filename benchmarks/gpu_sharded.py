@@ -35,7 +35,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, parameter_count, preset
-from rankloom.models.gpt import GPT
+from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss, loss_and_gradient
 
 BUDGET = 24 * 10**9
@@ -83,7 +83,7 @@ def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -
     model = GPT(config, device="meta" if variant.offload else world.device)
     if compiled:
         model.loss_kernel = torch.compile(loss_and_gradient)
-    memory = {"offload": True, "recompute": "full"} if variant.offload else {}
+    memory = {"offload": True, "recompute": "full", "initialize": initial_values(model, 0)} if variant.offload else {}
     engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0, precision="bf16",
                         compile=compiled, **memory)
     return lambda batch: engine.step(batch).loss

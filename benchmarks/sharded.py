@@ -287,8 +287,11 @@ def main() -> None:
         rows += speed_table(variants, measure(variants, args, precision), args, precision)
         tables.append(show(rows[-len(variants):]))
         print(tables[-1], flush=True)
-    held = [memory_row(variant, int(ranks), args, precision) for precision in args.precision.split(",") if args.memory
-            for ranks in args.memory_ranks.split(",") for variant in IN_MEMORY if wanted(variant)]
+    held = []
+    for precision, ranks, variant in itertools.product(args.precision.split(","), args.memory_ranks.split(","), filter(wanted, IN_MEMORY)):
+        if args.memory:
+            held.append(memory_row(variant, int(ranks), args, precision))
+            print(held[-1], file=sys.stderr, flush=True)
     if held:
         tables += [show(held), "\n".join(judge_memory(held))]
         print("\n\n".join(tables[-2:]))
