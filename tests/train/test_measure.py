@@ -165,4 +165,9 @@ def test_products_are_kept_but_for_the_scores_of_an_attention_written_out():
 
 def test_all_that_selective_keeps_can_be_counted():
     uncounted = {str(packet) for packet in KEPT if packet not in flop_registry}
-    assert uncounted == {"aten._scaled_dot_product_flash_attention_for_cpu"}   # counted as its namesake on a GPU
+    assert uncounted == {"aten._scaled_dot_product_flash_attention_for_cpu",   # as its namesake on a GPU
+                         "aten._grouped_mm"}
+    rows, experts = torch.empty(64, 32, device="meta", dtype=torch.bfloat16), torch.empty(4, 32, 48, device="meta", dtype=torch.bfloat16)
+    with Trace() as trace:
+        torch._grouped_mm(rows, experts, offs=torch.empty(4, device="meta", dtype=torch.int32))
+    assert trace.dear == 2 * 64 * 32 * 48 // FLOPS_PER_BYTE["cuda"]

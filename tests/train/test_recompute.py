@@ -374,6 +374,26 @@ def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without():
             assert_same(params, reference)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_ranks_of_a_group_decide_alike_and_raise_together_though_their_batches_differ(p):
+    def body(world, policy, rows):
+        model, key = GPT(CONFIG), DropoutKey(5)
+        key_dropout(model, key)
+        found = recompute(model, policy, group=world)
+        loss, _ = language_model_loss(model, tokens(rows=rows(world.rank)))
+        try:
+            loss.backward()
+        except rl.ConfigError as error:
+            return str(error)
+        return found.plan
+
+    plans = rl.simulate(p, lambda world: body(world, "600 KiB", lambda rank: 1 + rank))
+    alone = rl.simulate(1, lambda world: body(world, "600 KiB", lambda rank: p))
+    assert plans == alone * p, "that of the rank with the most rows"
+    errors = rl.simulate(p, lambda world: body(world, 200_000, lambda rank: 1 + rank))   # enough for one row
+    assert len(set(map(str, errors))) == 1 and ("200000 bytes" in str(errors[0])) is (p > 1)
+
+
 @pytest.mark.parametrize("policy", ["ful", "", "-1", 0, -5, True, 1.5, "12 parsecs", None])
 def test_another_policy_is_an_error_that_names_the_known_ones(policy):
     with pytest.raises(rl.ConfigError):

@@ -66,7 +66,10 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:   # not in torch's table
+    if packet is aten._grouped_mm:   # this and the next are not in torch's table
+        (rows, width), matrices = args[0].shape, args[1]
+        return int(2 * rows * width * matrices.shape[-1])
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         packet = aten._scaled_dot_product_flash_attention
     return int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
 

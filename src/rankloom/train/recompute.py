@@ -13,7 +13,7 @@ Read blocks.py, selective.py, measure.py and budget.py before this file.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -30,20 +30,23 @@ from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Pla
 from rankloom.train.dropout import KeyedDropout
 from rankloom.train.measure import Trace
 from rankloom.train.selective import Keep, Reuse, is_kept
+from rankloom.world.group import Group
 
 UNDECIDED = "undecided"   # `full` for the moment, and measured
 
 
-def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = ()) -> "Recompute":
+def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = (), group: Group | None = None) -> "Recompute":
     """Let the repeated blocks of `model` compute again in backward what they do not keep.
 
     policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
     blocks:  their classes; left out, those that stand in a list beside others of their class
+    group:   ranks that must decide alike, for what runs again may talk to them: each block is taken for the dearest of theirs
+    sent:    with a group and a number of bytes, one gather of the costs in the first backward
     returns: what was decided for each block; it can be printed
     raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
     """
     choice, budget = _parse(policy)
-    return Recompute({} if choice == NONE else blocks_of(model, blocks), choice, budget)
+    return Recompute({} if choice == NONE else blocks_of(model, blocks), choice, budget, group)
 
 
 def _parse(policy: str | int) -> tuple[str, int]:
@@ -66,8 +69,9 @@ def _parse(policy: str | int) -> tuple[str, int]:
 class Recompute:
     """What each block does. With a number of bytes: what the blocks cost, and from the first backward on the plan."""
 
-    def __init__(self, blocks: dict[str, nn.Module], choice: str, budget: int):
+    def __init__(self, blocks: dict[str, nn.Module], choice: str, budget: int, group: Group | None):
         self.budget = budget
+        self._group = group
         self.plan: Plan | None = None
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
@@ -95,7 +99,10 @@ class Recompute:
         for name, replay, cost in self._waiting:
             if replay() is not None:
                 seen.setdefault(name, []).append(cost)
-        self.plan = fit([_together(name, costs) for name, costs in seen.items()], self.budget)
+        costs = [replace(_dearest(name, found), calls=len(found)) for name, found in seen.items()]
+        if self._group:
+            costs = _over_ranks(self._group.all_gather_object([asdict(cost) for cost in costs], label="costs of blocks"))
+        self.plan = fit(costs, self.budget)
         self._waiting.clear()
         decided = {decision.block: decision.choice for decision in self.plan.decisions}
         for name, forward in self.forwards.items():
@@ -225,8 +232,14 @@ def _kind(block: nn.Module, args: Any, kwargs: Any) -> Any:
     return repr(block), block.training, tuple(params), tuple(leaves)
 
 
-def _together(name: str, costs: list[BlockCost]) -> BlockCost:
-    """One block's forwards that wait at the same time, each taken for the dearest of them."""
+def _dearest(name: str, costs: list[BlockCost]) -> BlockCost:
+    """Several forwards of one block, taken for the dearest of them."""
     most = {choice: max(cost.kept[choice] for cost in costs) for choice in CHOICES}
-    dearest = max(costs, key=lambda cost: cost.work)
-    return replace(dearest, name=name, kept=most, calls=len(costs))
+    return replace(max(costs, key=lambda cost: cost.work), name=name, kept=most)
+
+
+def _over_ranks(everyone: list[list[dict[str, Any]]]) -> list[BlockCost]:
+    seen: dict[str, list[BlockCost]] = {}
+    for cost in (BlockCost(**fields) for costs in everyone for fields in costs):
+        seen.setdefault(cost.name, []).append(cost)
+    return [replace(_dearest(name, costs), calls=max(cost.calls for cost in costs)) for name, costs in seen.items()]

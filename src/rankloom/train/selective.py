@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 KEPT = frozenset({   # dear to compute for their size
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten.convolution,
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm, aten._scaled_mm, aten.convolution,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
 })
