@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from rankloom.base.errors import DataError
-from rankloom.parallel.sequences import cut_sequence, document_cuts, tiles
+from rankloom.parallel.sequences import cut_sequence, document_cuts, merged, tiles
 
 CASES = [(length, ranks) for ranks in (1, 2, 3, 4, 5, 8) for length in (1, 2, 5, 7, 8, 16, 33) if length >= ranks]
 
 
-def seen_pairs(length, ranks, *, zigzag, causal, documents):
+def seen_pairs(length, ranks, *, zigzag, causal, documents, then=lambda found: found):
     """{(row, query, key)} over all ranks' tiles, by position; no pair may come twice."""
     spans = cut_sequence(length, ranks, zigzag=zigzag)
     at = [[position for span in mine for position in span] for mine in spans]
     pairs = []
     for me in range(ranks):
         for other in range(ranks):
-            for rows, query, key, triangle in tiles(spans[me], spans[other], causal=causal, documents=documents):
+            for rows, query, key, triangle in then(tiles(spans[me], spans[other], causal=causal, documents=documents)):
                 for row in range(len(documents))[rows]:
                     pairs += [(row, q, k) for i, q in enumerate(at[me][query]) for j, k in enumerate(at[other][key])
                               if not triangle or j <= i]
@@ -46,7 +46,17 @@ def test_the_tiles_are_the_pairs_that_see_each_other(length, ranks, causal, zigz
     numbers = [[sum(position >= cut for cut in row) for position in range(length)] for row in cuts]
     wanted = {(row, q, k) for row in range(3) for q in range(length) for k in range(length)
               if numbers[row][q] == numbers[row][k] and (not causal or k <= q)}
-    assert seen_pairs(length, ranks, zigzag=zigzag, causal=causal, documents=cuts) == wanted
+    for then in (list, merged):
+        assert seen_pairs(length, ranks, zigzag=zigzag, causal=causal, documents=cuts, then=then) == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_in_zigzag_a_rank_computes_three_tiles_of_its_own_tokens_and_one_of_every_other_rank_s(ranks):
+    spans = cut_sequence(8 * ranks, ranks, zigzag=True)
+    for me in range(ranks):
+        counts = [len(merged(tiles(spans[me], theirs, causal=True, documents=((0, 8 * ranks),)))) for theirs in spans]
+        own = 1 if len(spans[me]) == 1 else 3
+        assert counts == [own if other == me else 1 for other in range(ranks)]
 
 
 def work(spans, me):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from rankloom.base.cost import Bill
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
 from rankloom.parallel.deal import deal_rows
-from rankloom.parallel.sequences import Documents, Spans, Tile, cut_sequence, document_cuts, tiles
+from rankloom.parallel.sequences import Documents, Spans, Tile, cut_sequence, document_cuts, merged, tiles
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
 from rankloom.world.group import Group, Handle
 
@@ -115,7 +115,7 @@ class Context:
     def tiles(self) -> tuple[list[Tile], ...]:
         """For each rank, what this rank's queries see of its keys."""
         mine, documents = self.spans[self.group.rank], self.documents or document_cuts(None, self.length)
-        return tuple(tiles(mine, theirs, causal=self.causal, documents=documents) for theirs in self.spans)
+        return tuple(merged(tiles(mine, theirs, causal=self.causal, documents=documents)) for theirs in self.spans)
 
     @cached_property
     def alone(self) -> "Context":

@@ -75,6 +75,26 @@ def tiles(mine: Spans, theirs: Spans, *, causal: bool, documents: Documents) -> 
     return found
 
 
+def merged(found: list[Tile]) -> list[Tile]:
+    """The same pairs of tokens in fewer and larger tiles: those that lie side by side among the tokens of their ranks are one.
+
+    >>> side_by_side = [Tile(slice(None), query, slice(0, 2), causal=False) for query in (slice(0, 2), slice(2, 4))]
+    >>> merged(side_by_side)
+    [Tile(rows=slice(None, None, None), query=slice(0, 4, None), key=slice(0, 2, None), causal=False)]
+    """
+    for side, other in (("key", "query"), ("query", "key")):
+        joined: list[Tile] = []
+        for tile in found:
+            before = joined[-1] if joined else tile
+            alike = before.rows == tile.rows and getattr(before, other) == getattr(tile, other) and not (before.causal or tile.causal)
+            if alike and getattr(before, side).stop == getattr(tile, side).start:
+                joined[-1] = before._replace(**{side: slice(getattr(before, side).start, getattr(tile, side).stop)})
+            else:
+                joined.append(tile)
+        found = joined
+    return found
+
+
 def _pieces(spans: Spans, cuts: tuple[int, ...]) -> list[_Piece]:
     """`spans`, cut where documents begin."""
     pieces, here = [], 0
