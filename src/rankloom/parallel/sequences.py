@@ -13,7 +13,7 @@ source: Liu et al. 2023 (rings); Zhu 2024 (zig-zag)
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -88,7 +88,8 @@ def merged(found: list[Tile]) -> list[Tile]:
             before = joined[-1] if joined else tile
             alike = before.rows == tile.rows and getattr(before, other) == getattr(tile, other) and not (before.causal or tile.causal)
             if alike and getattr(before, side).stop == getattr(tile, side).start:
-                joined[-1] = before._replace(**{side: slice(getattr(before, side).start, getattr(tile, side).stop)})
+                both: dict[str, Any] = {side: slice(getattr(before, side).start, getattr(tile, side).stop)}
+                joined[-1] = before._replace(**both)
             else:
                 joined.append(tile)
         found = joined
