@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import ConfigError, UnitError
+from rankloom.parallel.build import put_stand_ins
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
@@ -34,10 +36,11 @@ class FullySharded(nn.Module):
     `parameters()` are this rank's slices, under the names of the plain model; `state_dict()` is whole, and a collective.
     """
 
-    def __init__(self, module: nn.Module, sharding: Sharding, buffers: BufferKeeper):
+    def __init__(self, module: nn.Module, sharding: Sharding):
         super().__init__()
         self.module = module
-        self._sharding, self._running = sharding, buffers
+        self._sharding = sharding
+        self._running = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
         sharding.at_end = self._finish
         guard_owners(self._owners.values(), sharding)
@@ -50,6 +53,11 @@ class FullySharded(nn.Module):
         """This rank's slices, one-dimensional, maybe empty, under the plain model's names."""
         for name, owner in self._owners.items():
             yield f"{prefix}.{name}" if prefix else name, owner
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those that `no_sync` has left whole included: an optimizer's own `zero_grad` does not see these."""
+        self._sharding.forget_landed()
+        super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,19 +80,36 @@ class FullySharded(nn.Module):
         """Tell that slices have changed, where no torch optimizer has changed them. A collective."""
         self._sharding.publish()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole model in CPU memory, on every rank, under the plain names. A collective."""
-        return full_values(self.module, self._sharding)
+    def state_dict(self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The whole model in CPU memory, on every rank, under the plain names. A collective.
+
+        destination, prefix: as torch calls it for a module inside another
+        """
+        state = {} if destination is None else destination
+        state |= {f"{prefix}{name}": value for name, value in full_values(self.module, self._sharding).items()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's."""
         load_values(self.module, self._sharding, state_dict)
         return nn.modules.module._IncompatibleKeys([], [])
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "FullySharded":   # what `.to()`, `.half()`, `.cuda()` do to each tensor
+        for owner in self._owners.values():
+            like = torch.empty(0, dtype=owner.dtype, device=owner.device)
+            if (fn(like).dtype, fn(like).device) != (like.dtype, like.device):
+                raise UnitError("a sharded model cannot be cast or moved: its parameters are views of memory that ranks share. "
+                                "Do it before sharding, or give `compute`")
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "FullySharded":
+        raise UnitError("a sharded model cannot be copied: its slices belong to a group of ranks. Copy `state_dict()`, or its parameters()")
+
     def _finish(self) -> None:
         if self._sharding.syncing:
             self._sharding.agree()
-            self._running.average_changed()
+            for keeper in self._running:
+                keeper.average_changed()
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
@@ -104,9 +129,13 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
     alone = replicas or group.alone()
+    if (fill is None) == any(param.is_meta for param in model.parameters()):
+        raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
     if fill is None:
         for ranks in (group, alone):
             make_replicas_equal(model, ranks)
+    else:
+        put_stand_ins(model, fill, group.device)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
         return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)
@@ -116,4 +145,4 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     sharding = shard(model, group, alone, plan, fill=fill)
     for section in sharding.sections:
         section.each = False   # `no_sync` is for accumulating without communication
-    return FullySharded(model, sharding, BufferKeeper(model, group))
+    return FullySharded(model, sharding)

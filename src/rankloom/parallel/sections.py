@@ -28,6 +28,7 @@ class Section:
         self.gradients: list[Gradient] = []
         self.first_call: int | None = None   # when its forward first began, counted over the pass
         self.calls = 0                       # forwards whose backward is still to come
+        self.forwards = 0                    # all of the pass
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.each = True                     # reduced after every backward, or only after the last of a step
@@ -64,11 +65,14 @@ class Section:
         return all(unit.trainable for unit in self.units)
 
     def expect_own_parameters(self) -> None:
-        """Raise when somebody has put another parameter in the place of one that is sharded."""
-        for module, key, param, name in self._places:
+        """Raise when somebody has put another parameter in the place of one that is sharded, or written into it."""
+        for module, key, param, name, version in self._places:
             if module._parameters.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
-                                "Change its values in place, or replace it before sharding")
+                                "Load its values with a state dict, or replace it before sharding")
+            if param._version != version:
+                raise UnitError(f"{name} was changed in place after the model was sharded: what is written there is lost, or reaches the "
+                                "other ranks too. Load its values with a state dict, or change the slices, which the optimizer updates")
 
     def expect_gathered(self) -> None:
         """Raise when a module inside is called while its parameters are not here."""
@@ -77,7 +81,7 @@ class Section:
 
     def forget_pass(self) -> None:
         """Before a pass after a backward."""
-        self.first_call, self.calls = None, 0
+        self.first_call, self.calls, self.forwards = None, 0, 0
 
     def enter_backward(self) -> None:
         """A backward has begun."""
@@ -85,9 +89,9 @@ class Section:
         self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
 
 
-def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[nn.Module, str, nn.Parameter, str]]:
-    """Each place in the model where one of the parameters hangs."""
-    return [(part, key, param, names[param]) for part in module.modules()
+def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[nn.Module, str, nn.Parameter, str, int]]:
+    """Each place in the model where one of the parameters hangs, and how often that has been written."""
+    return [(part, key, param, names[param], param._version) for part in module.modules()
             for key, param in part._parameters.items() if param is not None and param in names]
 
 

@@ -106,6 +106,11 @@ class Sharding:
         """Those of all units, in the order of the sections."""
         return [gradient for section in self.sections for gradient in section.gradients]
 
+    def forget_landed(self) -> None:
+        """What backward passes have left in whole gradients, and not been reduced, counts no more."""
+        for gradient in self.gradients():
+            gradient.landed.clear()
+
     def abandon(self) -> None:
         """Forget all gradients, and whatever a backward that died has left behind."""
         self._stage = Moment.IDLE
@@ -210,6 +215,7 @@ class Sharding:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
             section.calls += 1
+            section.forwards += 1
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
         if self.gathering.let_go and (section is not self.sections[0] or not tensors):
             section.release(self.gathering.near if tensors else None)
@@ -217,16 +223,20 @@ class Sharding:
     # ------------------------------------------------------------------ backward
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
+        if self.gathers_in_forward and torch.is_grad_enabled():
+            raise UnitError(f"rank {self.group.rank}: a backward with create_graph=True leaves a graph that reads parameters which are let "
+                            "go; keep them: keep_gathered=True, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self.sections:
-            if not other.settled and not other.calls and _is_later(other, section):
-                self._settle(other)
+            if not other.calls and _is_over(other, section):
+                if not other.settled and other.forwards == 1:   # of more, gradients land when the last of them is over
+                    self._settle(other)
                 self._let_go(other)
         section.make_ready()
         at = self._order.index(section) if section in self._order else 0
         for previous in self._order[max(0, at - self.gathering.ahead) : at]:
-            if not previous.settled:
+            if not (previous.settled and previous.may_go_early):
                 previous.start_gather()
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
@@ -278,9 +288,10 @@ class Sharding:
             self.at_end()
 
 
-def _is_later(one: Section, other: Section) -> bool:
-    """Whether `one` was first called after `other`: then its backward is over when that of `other` begins."""
-    return one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
+def _is_over(one: Section, other: Section) -> bool:
+    """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
+    inside = not other.name or f"{one.name}.".startswith(f"{other.name}.")
+    return not inside and one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
 
 
 def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:

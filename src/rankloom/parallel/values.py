@@ -54,7 +54,8 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     mine = model.state_dict(keep_vars=True)
     shapes = {name: units[id(value)][0].layout.slot(units[id(value)][1]).shape if id(value) in units else value.shape
               for name, value in mine.items()}
-    sharding.group.agree(_difference(shapes, state, sharding), error=ModelMismatch, label="load a state dict")
+    problems = sharding.group.all_gather_object(_difference(shapes, state, sharding), label="load a state dict")
+    sharding.replicas.agree("\n".join(filter(None, problems)) or None, error=ModelMismatch, label="load a state dict")
     sharding.wait_for_readers()
     for name, value in mine.items():
         if id(value) in units:

@@ -5,8 +5,9 @@ belongs to the innermost section that contains every module using it; so a weigh
 Decisions only: nothing here touches a tensor.
 """
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     named = dict(model.named_modules())
     if policy == AUTO:
         found = [name for name in named if name in set(repeated_blocks(model))]
-    elif isinstance(policy, bool | str):
+    elif isinstance(policy, bool | str) or not (isinstance(policy, int | type | tuple) or callable(policy)):
         raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class, a number of parameters, or a function")
     elif isinstance(policy, int):
         found = _by_size(model, policy)
@@ -109,12 +110,14 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """All tensors in an output, however nested in tuples, lists and dicts (dataclasses of `transformers` are dicts too)."""
+    """All tensors in an output, however nested in tuples, lists, dicts and dataclasses."""
     if isinstance(value, nn.Module | str):
         return
     if hasattr(value, "requires_grad"):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):   # so are the dataclasses of `transformers`
         yield from (tensor for part in value.values() for tensor in tensors_in(part))
     elif isinstance(value, list | tuple):
         yield from (tensor for part in value for tensor in tensors_in(part))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (tensor for field in dataclasses.fields(value) for tensor in tensors_in(getattr(value, field.name)))

@@ -194,6 +194,8 @@ class Gradient:
     def _view(self, name: str) -> Tensor:
         if self.whole is None:
             self.whole = self.lenders.lend(self.unit)
+            for start, end in self.unit.layout.gaps():   # where another unit may have had a tensor; norms read the whole slice
+                self.whole[start:end].zero_()
         slot = self.unit.layout.slot(name)
         return self.whole[slot.start : slot.end].view(slot.shape)
 

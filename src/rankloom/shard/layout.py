@@ -35,6 +35,11 @@ class Layout:
         """Where the tensor `name` lies."""
         return next(slot for slot in self.slots if slot.name == name)
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """The elements of the flat buffer that belong to no tensor."""
+        starts, ends = [slot.start for slot in self.slots], [slot.end for slot in self.slots]
+        return [(end, start) for end, start in zip([0, *ends], [*starts, self.total]) if end < start]
+
     def piece(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of the tensor `name`, flattened, that `rank` owns; (0, 0) where it has none."""
         slot, (start, stop) = self.slot(name), self.span(rank)

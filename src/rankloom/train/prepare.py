@@ -19,6 +19,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
+from rankloom.parallel.build import fill_whole, initial_values, put_stand_ins
 from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, Plan, shard
@@ -27,7 +28,6 @@ from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_ma
 from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
-from rankloom.train.build import fill_whole, initial_values, put_stand_ins
 from rankloom.train.compiled import compile_blocks
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings

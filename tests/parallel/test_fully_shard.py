@@ -1,0 +1,721 @@
+"""`rl.fully_shard` in loops of one's own: whatever is awkward to do with it equals the same done with plain torch.
+
+The bound is that of test_equivalence.py, fp64 to 1e-12: the same terms, added in another order.
+"""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
+
+WIDTH, ROWS = 6, 24
+RANKS = [(1, "gloo"), (3, "gloo"), (2, "rankloom"), (4, "rankloom")]
+
+
+class Block(nn.Module):
+    """Two matrices and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three blocks between two matrices of the root's."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.last(x)
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """As a subclass likes to call one."""
+        return block(x)
+
+
+def made(build=Net) -> nn.Module:
+    """Equal weights at every call, whatever thread asks."""
+    model, draw = build(), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
+    return model.double()
+
+
+def inputs(seed: int = 1) -> torch.Tensor:
+    """Rows for all ranks."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def adamw(params) -> torch.optim.Optimizer:
+    """Small steps; the decay moves what a careless zero gradient would."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def expect_as_plain(loop, build=Net, ranks=RANKS, mesh=None, **options) -> None:
+    """`loop(model, optimizer, x)`, where x is this rank's rows, leaves the same parameters and buffers on any number of ranks."""
+    plain = made(build)
+    loop(plain, adamw([p for p in plain.parameters() if p.requires_grad]), inputs())
+    expected = plain.state_dict()
+
+    def body(world):
+        groups = {"group": world.group("shard"), "replicas": world.group("replicate")} if mesh else {"group": world}
+        model = rl.fully_shard(made(build), **groups, **options)
+        loop(model, adamw(model.parameters()), inputs().chunk(world.size)[world.rank])
+        return model.state_dict()
+
+    for size, backend in ranks:
+        for state in rl.simulate(mesh or size, body, backend=backend):
+            assert state.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=f"{name} on {size} ranks over {backend}")
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that is a mean over rows, so that means over ranks are right."""
+    return model(x).square().mean()
+
+
+def synced(model: nn.Module, on: bool = False):
+    """No communication inside, where there could be any."""
+    return model.no_sync() if hasattr(model, "no_sync") and not on else contextlib.nullcontext()
+
+
+def plainly(model, optimizer, x):
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        optimizer.step()
+
+
+def several_backwards(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        for factor in (1, 2, 3):
+            mean_square(model, x * factor).backward()
+        optimizer.step()
+
+
+def two_forwards_one_backward(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        (mean_square(model, x) + mean_square(model, x * 2)).backward()
+        optimizer.step()
+
+
+def two_forwards_two_backwards(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [mean_square(model, x), mean_square(model, x * 2)]
+        losses[0].backward()
+        losses[1].backward()
+        optimizer.step()
+
+
+def retained_graph(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        y = model(x)
+        y.square().mean().backward(retain_graph=True)
+        y.mean().backward()
+        optimizer.step()
+
+
+def retained_graph_of_two_forwards(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = mean_square(model, x) + mean_square(model, x * 2)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def forwards_ahead_of_backwards(model, optimizer, x):
+    """As the steady state of a pipeline."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [mean_square(model, x), mean_square(model, x * 2)]
+        for factor in (3, 4):
+            losses[-2].backward()
+            losses.append(mean_square(model, x * factor))
+        losses[-2].backward()
+        losses[-1].backward()
+        optimizer.step()
+
+
+def accumulating(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        for factor in (1, 2, 3):
+            with synced(model, on=factor == 3):
+                mean_square(model, x * factor).backward()
+        optimizer.step()
+
+
+def forgotten_accumulation(model, optimizer, x):
+    for _ in range(2):
+        with synced(model):
+            mean_square(model, x * 5).backward()
+        model.zero_grad()
+        mean_square(model, x).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+def looking_between(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = mean_square(model, x)
+        with torch.no_grad():
+            model(x * 2)
+        loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(x * 3)
+        model.train()
+        optimizer.step()
+
+
+def a_forward_that_nobody_backs(model, optimizer, x):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x * 2)
+        mean_square(model, x).backward()
+        optimizer.step()
+
+
+def keeping_zeros(model, optimizer, x):
+    for factor in (1, 2, 3):
+        optimizer.zero_grad(set_to_none=False)
+        mean_square(model, x * factor).backward()
+        optimizer.step()
+
+
+def with_a_closure(model, optimizer, x):
+    def closure():
+        optimizer.zero_grad()
+        loss = mean_square(model, x)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def recomputing_all(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        checkpoint(model, x, use_reentrant=False).square().mean().backward()
+        optimizer.step()
+
+
+def gradients_of_inputs(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        rows = x.clone().requires_grad_()
+        y = model(rows)
+        torch.autograd.grad(y.sum(), rows, retain_graph=True)
+        y.square().mean().backward()
+        optimizer.step()
+
+
+def two_optimizers(model, optimizer, x):
+    params = [p for p in model.parameters() if p.requires_grad]
+    updates = [torch.optim.SGD(params[:5], lr=0.1), adamw(params[5:])]
+    for _ in range(3):
+        model.zero_grad()
+        mean_square(model, x).backward()
+        for update in updates:
+            update.step()
+
+
+LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph, retained_graph_of_two_forwards,
+         forwards_ahead_of_backwards, accumulating, forgotten_accumulation, looking_between, a_forward_that_nobody_backs, keeping_zeros,
+         with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_way_to_write_a_loop_equals_plain_torch(loop):
+    expect_as_plain(loop)
+
+
+@pytest.mark.parametrize("options", [{"keep_gathered": True}, {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": 100},
+                                     {"units": (Block, nn.Linear)}, {"units": Net}], ids=str)
+@pytest.mark.parametrize("loop", [several_backwards, retained_graph_of_two_forwards, accumulating])
+def test_every_option_equals_plain_torch(loop, options):
+    expect_as_plain(loop, ranks=[(3, "gloo"), (2, "rankloom")], **options)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("mesh", [rl.Mesh(replicate=2, shard=2), rl.Mesh(replicate=3, shard=1), rl.Mesh(replicate=1, shard=3)], ids=str)
+def test_hybrid_replicas_equal_plain_torch(mesh, backend):
+    for loop in (accumulating, looking_between):
+        expect_as_plain(loop, ranks=[(mesh.size, backend)], mesh=mesh)
+
+
+# ---------------------------------------------------------------------- models
+
+class Recomputed(Net):
+    """Blocks under torch's checkpoint."""
+
+    def call(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class RecomputedOldWay(Net):
+    """Its older form runs the forward without a graph, and a backward inside the backward."""
+
+    def call(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class RecomputedInside(Block):
+    """A checkpoint that is no section."""
+
+    def forward(self, x):
+        return x + checkpoint(lambda x: self.down(torch.tanh(self.up(x))), x, use_reentrant=False)
+
+
+class RecomputedInsideOldWay(Block):
+    """The older form."""
+
+    def forward(self, x):
+        return x + checkpoint(lambda x: self.down(torch.tanh(self.up(x))), x, use_reentrant=True)
+
+
+@dataclass
+class Pair:
+    """An output that is no tensor."""
+
+    value: torch.Tensor
+    extra: torch.Tensor
+
+
+class GivesDataclass(Block):
+    """In a dataclass in a dict."""
+
+    def forward(self, x):
+        return {"pair": Pair(super().forward(x), torch.tanh(self.up(x)))}
+
+
+class TakesDataclass(Net):
+    """Both halves are used."""
+
+    def __init__(self):
+        super().__init__(GivesDataclass)
+
+    def call(self, block, x):
+        pair = block(x)["pair"]
+        return pair.value + pair.extra[:, :WIDTH]
+
+
+class GivesTuple(Block):
+    """Two outputs and a None."""
+
+    def forward(self, x):
+        return super().forward(x), [torch.tanh(self.up(x)), None]
+
+
+class TakesTuple(Net):
+    """The second output is not used."""
+
+    def __init__(self):
+        super().__init__(GivesTuple)
+
+    def call(self, block, x):
+        return block(x)[0]
+
+
+class OneNotUsed(Net):
+    """The middle block runs for nothing."""
+
+    def call(self, block, x):
+        y = block(x)
+        return x if block is self.blocks[1] else y
+
+
+class Skips(Net):
+    """The middle block does not run."""
+
+    def call(self, block, x):
+        return x if block is self.blocks[1] else block(x)
+
+
+class Chain(nn.Sequential):
+    """A root without parameters, whose output is that of its last block."""
+
+    def __init__(self):
+        super().__init__(Block(), Block(), Block())
+
+
+class Alike(nn.Sequential):
+    """Blocks of two kinds of one padded size, whose gradients take turns with the same buffers."""
+
+    def __init__(self):
+        super().__init__(Block(), nn.Sequential(nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)), Block())
+
+
+class FrozenFirst(Net):
+    """What comes before the first trainable parameter needs no backward."""
+
+    def __init__(self):
+        super().__init__()
+        for part in (self.first, self.blocks[0]):
+            part.requires_grad_(False)
+
+
+class FrozenWithin(Net):
+    """Backward goes through a frozen block, and through blocks that are frozen in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[0].up.requires_grad_(False)
+        self.blocks[2].down.requires_grad_(False)
+
+
+class Normed(Block):
+    """Running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen += x.detach().mean(0)
+        return super().forward(x)
+
+
+MODELS = {
+    "checkpoint": Recomputed, "reentrant checkpoint": RecomputedOldWay, "checkpoint inside": lambda: Net(RecomputedInside),
+    "reentrant checkpoint inside": lambda: Net(RecomputedInsideOldWay), "dataclass": TakesDataclass, "tuple": TakesTuple,
+    "unused block": OneNotUsed, "skipped block": Skips, "root without parameters": Chain, "alike in size": Alike,
+    "frozen first": FrozenFirst, "frozen within": FrozenWithin, "buffers": lambda: Net(Normed),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_awkward_model_equals_plain_torch(model):
+    expect_as_plain(plainly, MODELS[model])
+    expect_as_plain(several_backwards, MODELS[model], ranks=[(2, "gloo")])
+
+
+def test_buffers_are_the_mean_over_replicas_too():
+    expect_as_plain(plainly, lambda: Net(Normed), ranks=[(4, "gloo")], mesh=rl.Mesh(replicate=2, shard=2))
+
+
+def test_two_sharded_models_in_one_backward_equal_plain_torch():
+    def train(maker, judge, rows):
+        updates = adamw(maker.parameters()), adamw(judge.parameters())
+        for _ in range(2):
+            fake = maker(rows)
+            updates[1].zero_grad()
+            (judge(fake.detach()).square().mean() - judge(rows).mean()).backward()
+            updates[1].step()
+            updates[0].zero_grad()
+            judge(fake).mean().backward()
+            updates[0].step()
+        return {**maker.state_dict(prefix="maker."), **judge.state_dict(prefix="judge.")}
+
+    expected = train(made(), made(lambda: Net(Block)), inputs())
+    body = lambda world: train(rl.fully_shard(made(), world), rl.fully_shard(made(), world), inputs().chunk(world.size)[world.rank])
+    for size, backend in RANKS:
+        for state in rl.simulate(size, body, backend=backend):
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_norm_and_clipping_are_those_of_plain_torch():
+    plain = made()
+    mean_square(plain, inputs()).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        mean_square(model, inputs().chunk(world.size)[world.rank]).backward()
+        found = model.clip_grad_norm_(0.1)
+        return found, model.clip_grad_norm_(1.0)
+
+    for size, backend in RANKS:
+        for before, after in rl.simulate(size, body, backend=backend):
+            torch.testing.assert_close(before, norm, rtol=1e-12, atol=0)
+            assert abs(after - 0.1) < 1e-6   # the epsilon in the factor
+
+
+# ---------------------------------------------------------------------- state
+
+def test_a_state_dict_goes_from_any_number_of_ranks_to_any_other_and_to_a_plain_model():
+    plain = made()
+    plainly(plain, adamw(plain.parameters()), inputs())
+    saved = plain.state_dict()
+    for size, backend in RANKS:
+        def body(world, saved=saved):
+            model = rl.fully_shard(made(lambda: Net(Block)), world)
+            with torch.no_grad():
+                for owner in model.parameters():
+                    owner.add_(1.0)
+            model.after_update()
+            model.load_state_dict(saved)
+            y = model(inputs())
+            return model.state_dict(), y.detach()
+
+        for state, y in rl.simulate(size, body, backend=backend):
+            assert all(torch.equal(state[name], value) for name, value in saved.items())
+            torch.testing.assert_close(y, plain(inputs()).detach(), rtol=0, atol=0)
+            fresh = Net().double()
+            fresh.load_state_dict(state)
+        saved = state
+
+
+def test_a_sharded_part_of_a_larger_model_is_in_its_state_dict():
+    def body(world):
+        return list(nn.Sequential(rl.fully_shard(made(), world)).state_dict())
+
+    assert rl.simulate(2, body)[1] == [f"0.{name}" for name in made().state_dict()]
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 3])
+@pytest.mark.parametrize("mesh", [4, rl.Mesh(replicate=2, shard=2)], ids=str)
+def test_the_state_of_another_model_on_one_rank_is_refused_on_all_with_nothing_changed(mesh, wrong_rank):
+    def body(world):
+        groups = (world.group("shard"), world.group("replicate")) if world.axes_named else (world, world.alone())
+        model = rl.fully_shard(made(), groups[0], replicas=groups[1])
+        before = model.state_dict()
+        other = {name: value + 1 for name, value in before.items()}
+        if world.rank == wrong_rank:
+            other["blocks.1.up.weight"] = torch.zeros(3)
+        with pytest.raises(ModelMismatch, match=f"rank {wrong_rank}.*blocks.1.up.weight"):
+            model.load_state_dict(other)
+        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    assert all(rl.simulate(mesh, body))
+
+
+# ---------------------------------------------------------------------- bad input
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_in_place_change_of_a_gathered_parameter_is_an_error(size, backend):
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        plainly(model, adamw(model.parameters()), inputs())
+        with torch.no_grad():
+            model.module.blocks[1].up.weight.mul_(2.0)
+        with pytest.raises(UnitError, match=r"blocks.1.up.weight was changed in place"):
+            model(inputs())
+
+    rl.simulate(size, body, backend=backend)
+
+
+def test_a_parameter_replaced_after_sharding_is_an_error():
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        model.module.blocks[1].up.weight = nn.Parameter(torch.zeros(2 * WIDTH, WIDTH, dtype=torch.float64))
+        with pytest.raises(UnitError, match=r"blocks.1.up.weight was replaced"):
+            model(inputs())
+
+    rl.simulate(2, body)
+
+
+def test_parameters_outside_their_unit_are_an_error_and_no_crash():
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        inner = model.module
+        for part in (inner.blocks[0].up, inner.first):
+            with pytest.raises(UnitError, match=f"rank {world.rank}: unit .* is sharded, expected gathered"):
+                part(inputs())
+        with pytest.raises(RuntimeError):
+            nn.functional.linear(inputs(), inner.blocks[0].up.weight)
+        return mean_square(model, inputs()).item()
+
+    assert rl.simulate(2, body) == [mean_square(made(), inputs()).item()] * 2
+
+
+def test_an_optimizer_made_before_sharding_is_an_error():
+    def body(world):
+        model = made()
+        early = adamw(model.parameters())
+        sharded = rl.fully_shard(model, world)
+        mean_square(sharded, inputs()).backward()
+        with pytest.raises(UnitError, match="made before the model was sharded"):
+            early.step()
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.half, lambda model: model.to("meta")], ids=["float", "half", "to"])
+def test_a_sharded_model_cannot_be_cast_or_moved(cast, size):
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        with pytest.raises(UnitError, match="cannot be cast or moved"):
+            cast(model)
+        assert model.double() is model.to("cpu") is model   # nothing to do
+        plainly(model, adamw(model.parameters()), inputs())
+        return model.state_dict()
+
+    plain = made()
+    plainly(plain, adamw(plain.parameters()), inputs())
+    for state in rl.simulate(size, body):
+        torch.testing.assert_close(state["first.weight"], plain.state_dict()["first.weight"], rtol=1e-12, atol=1e-12)
+
+
+def test_a_sharded_model_cannot_be_copied():
+    with pytest.raises(UnitError, match="cannot be copied"):
+        rl.simulate(2, lambda world: copy.deepcopy(rl.fully_shard(made(), world)))
+
+
+def test_a_backward_of_a_backward_wants_parameters_that_stay():
+    def penalised(model, optimizer, x):
+        for _ in range(2):
+            optimizer.zero_grad()
+            rows = x.clone().requires_grad_()
+            y = model(rows)
+            slope, = torch.autograd.grad(y.square().sum(), rows, create_graph=True)
+            (y.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+
+    expect_as_plain(penalised, ranks=[(1, "gloo"), (3, "rankloom")])
+    expect_as_plain(penalised, ranks=[(3, "gloo")], keep_gathered=True)
+    with pytest.raises(UnitError, match="create_graph=True .* keep_gathered=True"):
+        rl.simulate(2, lambda world: penalised(model := rl.fully_shard(made(), world), adamw(model.parameters()), inputs()))
+
+
+class Dies(nn.Module):
+    """The identity, until it is told to die in forward or in backward."""
+
+    when = ""
+
+    def forward(self, x):
+        if self.when == "forward":
+            raise ArithmeticError("died in forward")
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(self.die)
+        return x * 1.0
+
+    def die(self, grad):
+        """In the middle of a backward."""
+        raise ArithmeticError("died in backward")
+
+
+class Mortal(Net):
+    """Dies in its middle block."""
+
+    def __init__(self):
+        super().__init__()
+        self.dies = Dies()
+
+    def call(self, block, x):
+        return self.dies(block(x)) if block is self.blocks[1] else block(x)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_after_an_exception_another_step_goes_as_if_nothing_had_happened(when, accumulated):
+    def interrupted(model, optimizer, x):
+        dies = getattr(model, "module", model).dies
+        for at in range(3):
+            optimizer.zero_grad()
+            if isinstance(model, rl.parallel.fully_shard.FullySharded) and at == 1:
+                if accumulated:
+                    with model.no_sync():
+                        mean_square(model, x * 7).backward()
+                dies.when = when
+                with pytest.raises(ArithmeticError):
+                    mean_square(model, x * 3).backward()
+                dies.when = ""
+                model.zero_grad()
+            mean_square(model, x).backward()
+            optimizer.step()
+
+    expect_as_plain(interrupted, Mortal)
+
+
+@pytest.mark.parametrize("units", [True, "all", None, [Block], 3.5], ids=str)
+def test_units_that_are_no_policy_are_an_error(units):
+    with pytest.raises(ConfigError, match=r"is no way to cut a model"):
+        rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
+
+
+@pytest.mark.parametrize("units", [nn.Conv2d, 10**9, lambda name, module: False], ids=["class", "size", "function"])
+def test_units_that_find_nothing_are_an_error_that_names_what_there_is(units):
+    with pytest.raises(ConfigError, match=r"finds no module in this model, which has Block, Linear, ModuleList, Net"):
+        rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
+
+
+def test_ranks_with_different_models_all_raise():
+    def body(world):
+        with pytest.raises(ModelMismatch, match=r"rank 1 holds another model"):
+            rl.fully_shard(made(Chain if world.rank else lambda: nn.Sequential(Block(), Block())), world)
+
+    rl.simulate(2, body)
+
+
+def test_a_model_that_is_not_trained_at_all_can_be_sharded_for_its_forward():
+    def body(world):
+        model = rl.fully_shard(made().requires_grad_(False), world)
+        y = model(inputs())
+        held = sum(sum(unit.held()) for section in model._sharding.sections for unit in section.units)
+        return y, held
+
+    for size, backend in [(3, "gloo"), (2, "rankloom")]:
+        for y, held in rl.simulate(size, body, backend=backend):
+            assert torch.equal(y, made()(inputs()))
+            assert held < sum(param.nbytes for param in made().parameters()) / size + 64 * 20 * size
+
+
+# ---------------------------------------------------------------------- models without memory
+
+def filled(name: str, tensor: torch.Tensor) -> None:
+    """Values that depend on the name alone."""
+    draw = torch.Generator().manual_seed(len(name) * 31 + ord(name[-1]))
+    tensor.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64) * 0.3)
+
+
+@pytest.mark.parametrize("size, backend", RANKS)
+def test_a_model_on_the_meta_device_is_filled_unit_by_unit(size, backend):
+    plain = Net(Normed).double()
+    with torch.no_grad():
+        for name, tensor in plain.state_dict(keep_vars=True).items():
+            filled(name, tensor)
+    expected = plain(inputs())
+
+    def body(world):
+        with torch.device("meta"):
+            model = Net(Normed).double()
+        sharded = rl.fully_shard(model, world, fill=filled)
+        return sharded(inputs())
+
+    for y in rl.simulate(size, body, backend=backend):
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_fill_is_for_models_on_the_meta_device():
+    with pytest.raises(ConfigError, match="meta device"):
+        rl.simulate(2, lambda world: rl.fully_shard(made(), world, fill=filled))
+    with pytest.raises(ConfigError, match="meta device"):
+        rl.simulate(2, lambda world: rl.fully_shard(Net().to("meta"), world))
+
+
