@@ -7,6 +7,7 @@ is made from rows that are laid out differently; sums of fewer than 200 terms in
 import random
 import time
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.actions import parse_plan
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
-from rankloom.parallel.pipeline.messages import proven_arrivals
+from rankloom.parallel.pipeline.messages import AHEAD, proven_arrivals
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
@@ -210,10 +211,50 @@ def test_a_stage_that_ignores_its_input_leaves_those_below_without_a_gradient():
         return [({"first": first}, first), ({"second": second}, lambda x: second(torch.ones_like(x)) + 0 * x.detach())]
 
     batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 3
-    torch.manual_seed(0)
     for totals, grads in rl.simulate(2, lambda w: run(w, deaf, lambda y, _: (y.sum(), 1), make_plan("1f1b", 2, 3), batches, steps=2)):
         assert totals[1] == 3
         assert all((grad is None) == name.startswith("first") for name, grad in grads.items())
+
+
+def linear(inside, outside):
+    """The same whatever thread asks."""
+    layer, draw = nn.Linear(inside, outside).double(), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw, dtype=torch.float64))
+    return layer
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("deaf_to", [{0}, {1, 2}, {3}])
+def test_a_stage_may_ignore_its_input_for_some_micro_batches_only(name, deaf_to):
+    def moody():
+        first, second, heard = linear(4, 4), linear(4, 4), count()
+        return [({"first": first}, first), ({"second": second}, lambda x: second(torch.ones_like(x) if next(heard) % 4 in deaf_to else x))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), float(i), dtype=torch.float64), None) for i in range(4)]
+    results = rl.simulate(2, lambda w: run(w, moody, loss, make_plan(name, 2, 4), batches, steps=2))
+    expect_equal(results, one_process(moody(), loss, batches))
+
+
+def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
+    def turned():
+        first, second = linear(3, 4), linear(2, 5)
+        return [({"first": first}, lambda x: first(x).T), ({"second": second}, lambda x: second(x).T)]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.ones(2, 3, dtype=torch.float64), None)] * 3
+    results = rl.simulate(2, lambda w: run(w, turned, loss, make_plan("1f1b", 2, 3), batches, steps=2))
+    expect_equal(results, one_process(turned(), loss, batches))
+
+
+def test_a_tied_parameter_that_no_stage_uses_stays_without_a_gradient():
+    def spare():
+        shared, first, second = nn.Linear(2, 2).double(), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        return [({"first": first, "spare": shared}, first), ({"second": second, "spare": shared}, second)]
+
+    batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 2
+    for _, grads in rl.simulate(2, lambda w: run(w, spare, lambda y, _: (y.sum(), 1), make_plan("1f1b", 2, 2), batches)):
+        assert {name for name, grad in grads.items() if grad is None} == {"spare.weight", "spare.bias"}
 
 
 # ---------------------------------------------------------------------- what it promises
@@ -265,6 +306,20 @@ def test_sent_tensors_are_let_go_while_the_step_goes_on(name):
             held += action.kind.startswith("SEND") - len(proven.get(action, ()))
             most = max(most, held)
         assert most <= 4 * 4 * CHUNKS[name], "depends on the stages, not on 64 micro-batches"
+
+
+def test_a_long_step_holds_no_more_messages_than_a_short_one():
+    def body(world):
+        pipeline = Pipeline({world.rank: nn.Linear(4, 4)}, world, make_plan("1f1b", 3, 24), lambda y, _: (y.sum(), 1))
+        seen = {"sent": 0, "open": 0}
+        pipeline.stages[world.rank].register_forward_hook(lambda *_: seen.update(
+            sent=max(seen["sent"], len(pipeline._messages._sent)), open=max(seen["open"], len(pipeline._messages._open))))
+        for _ in range(2):
+            pipeline.step([(torch.ones(2, 4), None)] * 24)
+        return seen
+
+    for seen in rl.simulate(3, body):
+        assert seen["sent"] <= 2 * 3 and seen["open"] == AHEAD
 
 
 def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():

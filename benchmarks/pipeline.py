@@ -1,0 +1,184 @@
+"""A step of a GPT cut into stages: torch's `distributed.pipelining`, and ours, in turn.
+
+    python benchmarks/pipeline.py                       # 2 and 4 ranks, 11M, fp32, gloo
+    python benchmarks/pipeline.py --ranks 2 --backend rankloom
+
+Same model, same stages, same micro-batches, same schedules, same processes, same backend, interleaved: every round gives each
+variant a turn of three steps, in rotating order, and ratios are taken inside a round. A step is forward and backward of all
+micro-batches, and setting the gradients to None. Where the model is cut is what our measurement of its pieces says.
+
+The second table sets the bubble that the simulator expects of each schedule, from the measured pieces, beside the one of a recorded
+step. It means something where every rank has a core of its own.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+import rankloom as rl
+from rankloom.models.config import preset
+from rankloom.models.loss import plain_cross_entropy
+from rankloom.models.pieces import gpt_pieces
+from rankloom.parallel.pipeline.cut import balance, make_stages
+from rankloom.parallel.pipeline.measure import measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.runtime import Pipeline
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.simulate import simulate_plan
+
+Step = Callable[[], object]
+TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
+OURS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+VOCABULARY = 8192
+
+
+def pieces_with_logits(model: rl.GPT) -> list:
+    """The pieces of a GPT, of which the last gives logits, as torch's loss wants them."""
+    *rest, (parts, last) = gpt_pieces(model)
+    return [*rest, (parts, lambda x: nn.functional.linear(*last(x)))]
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The loss, for both."""
+    return plain_cross_entropy(logits, targets), targets.numel()
+
+
+class Bench:
+    """One rank: the model, the batch, and every variant of a step."""
+
+    def __init__(self, args: argparse.Namespace, world: rl.World):
+        self.world, self.count = world, args.microbatches
+        self.model = rl.GPT(preset(args.models, vocab_size=VOCABULARY, seq_len=args.tokens, tie=False), seed=0)
+        text = torch.randint(0, VOCABULARY, (args.rows * self.count, args.tokens + 1), generator=torch.Generator().manual_seed(0))
+        self.tokens, self.targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        self.batches = list(zip(self.tokens.chunk(self.count), self.targets.chunk(self.count)))
+        self.pieces = pieces_with_logits(self.model)
+        self.measured = measure_pieces(self.pieces, self.batches[0], loss, world)
+
+    def cut(self, name: str) -> tuple:
+        """The plan of a schedule, how many pieces each stage has, and this rank's stages."""
+        stages = self.world.size * SCHEDULES[name].fewest
+        plan, sizes = make_plan(name, stages, self.count), balance([piece.seconds for piece in self.measured], stages)
+        modules = make_stages(self.pieces, sizes)
+        return plan, sizes, {stage: modules[stage] for stage in plan.held_by(self.world.rank)}
+
+    def pipeline(self, name: str) -> Pipeline:
+        """Ours."""
+        plan, _, held = self.cut(name)
+        return Pipeline(held, self.world, plan, loss)
+
+    def ours(self, name: str) -> Step:
+        """A step of ours: the loss, on every rank."""
+        pipeline = self.pipeline(name)
+
+        def step() -> float:
+            total, count = pipeline.step(self.batches).tolist()
+            self.model.zero_grad(set_to_none=True)
+            return total / count
+
+        return step
+
+    def torchs(self, name: str) -> Step:
+        """A step of torch's: the loss on the rank that has it, else None."""
+        plan, _, held = self.cut(name)
+        made = [PipelineStage(module, stage, plan.stages, torch.device("cpu")) for stage, module in held.items()]
+        one = made[0] if name in ("gpipe", "1f1b") else made
+        schedule = TORCH[name](one, self.count, loss_fn=lambda y, t: loss(y, t)[0], scale_grads=False)
+        first, last = 0 in held, plan.stages - 1 in held
+
+        def step() -> float | None:
+            losses: list[torch.Tensor] = []
+            schedule.step(*([self.tokens] if first else []), target=self.targets if last else None, losses=losses if last else None,
+                          return_outputs=False)
+            self.model.zero_grad(set_to_none=True)
+            return sum(each.item() for each in losses) / self.targets.numel() if last else None
+
+        return step
+
+    def bubbles(self, name: str) -> dict:
+        """What the simulator expects, and what a recorded step shows: the median of five."""
+        plan, sizes, _ = self.cut(name)
+        pipeline = self.pipeline(name)
+        pipeline.step(self.batches)
+        recorded = [record_step(pipeline, self.batches) for _ in range(5)]
+        self.model.zero_grad(set_to_none=True)
+        expected = simulate_plan(plan, stage_costs(self.measured, sizes))
+        return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": round(expected.makespan * 1e3, 1),
+                "recorded ms": median_ms([step.makespan for step in recorded]), "simulated bubble": f"{expected.bubble:.3f}",
+                "recorded bubble": f"{statistics.median(step.bubble for step in recorded):.3f}"}
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank under torchrun: measure, and let rank 0 write what it found."""
+    warnings.filterwarnings("ignore")
+    rank = int(os.environ["RANK"])
+    pin_to_core(rank)
+    dist.init_process_group(args.backend)
+    world = rl.init(backend=args.backend)
+    bench = Bench(args, world)
+    fitting = [name for name in OURS if world.size * SCHEDULES[name].fewest <= len(bench.pieces)]
+    steps = {f"rankloom {name}": bench.ours(name) for name in fitting}
+    steps |= {f"torch {name}": bench.torchs(name) for name in TORCH if name in fitting}
+    losses = world.all_gather_object({name: step() for name, step in steps.items()})
+    found = [loss for told in losses for loss in told.values() if loss is not None]
+    assert max(found) - min(found) < 1e-3, f"the variants do not compute the same: {losses}"
+    times = take_turns(steps, args.repeat, world.barrier)
+    bubbles = [bench.bubbles(name) for name in fitting]
+    if rank == 0:
+        Path(args.out).write_text(json.dumps({"times": times, "bubbles": bubbles}))
+    world.close()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """Rows of both tables for one model on one number of ranks."""
+    found = run_ranks(__file__, ranks, ["--models", size, "--tokens", str(args.tokens), "--rows", str(args.rows), "--backend", args.backend,
+                                        "--microbatches", str(args.microbatches), "--repeat", str(args.repeat)])
+    where = {"model": size, "ranks": ranks, "backend": args.backend, "batch": f"{args.microbatches} x {args.rows} x {args.tokens}"}
+
+    def over_torch(name: str, wall: list[float]) -> object:
+        twin = found["times"].get(f"torch {name.partition(' ')[2]}")
+        return median_ratio(wall, twin["wall"]) if twin else "-"
+
+    rows = [where | {"variant": name, "median ms": median_ms(t["wall"]), "min ms": round(min(t["wall"]) * 1e3, 1),
+                     "over torch's": over_torch(name, t["wall"])} for name, t in found["times"].items()]
+    return rows, [where | row for row in found["bubbles"]]
+
+
+def main() -> None:
+    """Measure all combinations, print the tables, keep them in benchmarks/results/."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--models", default="11M")
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "rankloom"])
+    parser.add_argument("--tokens", type=int, default=128, help="of a row")
+    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results/")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return
+    where, rows, bubbles = machine(), [], []
+    for size in args.models.split(","):
+        for ranks in map(int, args.ranks.split(",")):
+            some, more = measure(ranks, size, args)
+            rows, bubbles = rows + some, bubbles + more
+            print(f"{show(some)}\n\n{show(more)}\n", flush=True)
+    keep(args.name, where, rows + bubbles, shown=f"{show(rows)}\n\n{show(bubbles)}")
+
+
+if __name__ == "__main__":
+    main()
