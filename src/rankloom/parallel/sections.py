@@ -9,7 +9,7 @@ Read shard/unit.py and shard/gradient.py before this file; parallel/fully_shard.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
@@ -97,28 +97,42 @@ def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
-               host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY) -> list[Unit]:
-    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), read in eight bits.
+               host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY,
+               apart: frozenset[str] = frozenset()) -> list[Unit]:
+    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), summed
+    over other replicas (names in `apart`), read in eight bits.
 
     Frozen parameters are units only where the whole is not kept.
     """
-    kinds: dict[tuple[Formats, bool, bool, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[tuple[Formats, bool, bool, bool, bool], dict[str, nn.Parameter]] = {}
     for name, param in params.items():
         if param.requires_grad or not keep:
             form = formats(name, param)
             kept = form if param.requires_grad else Formats(form.compute, form.compute, form.compute)   # nothing updates it
-            kinds.setdefault((kept, param.requires_grad, name in whole, name in float8), {})[name] = param
+            kinds.setdefault((kept, param.requires_grad, name in whole, name in apart, name in float8), {})[name] = param
     label = section or "root"
     return [(partial(Float8Unit, readers=float8) if eight else Unit)(
                 label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill,
                 lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
-            for at, ((form, _, cut_nowhere, eight), members) in enumerate(kinds.items())]
+            for at, ((form, _, cut_nowhere, _, eight), members) in enumerate(kinds.items())]
 
 
-def make_gradients(sections: Sequence[Section], replicas: Group, *, keep: bool, scale: float) -> Lenders:
+def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, scale: float) -> Lenders:
     """Give every trainable unit its gradient; returns what lends them their buffers."""
     trainable = [unit for section in sections for unit in section.units if unit.trainable]
     lenders = Lenders([] if keep else trainable)
+    kept = _one_buffer_each(trainable) if keep else {}
     for section in sections:
-        section.gradients = [Gradient(unit, replicas, lenders, keep=keep, scale=scale) for unit in section.units if unit.trainable]
+        section.gradients = [Gradient(unit, replicas_of(unit), lenders, kept=kept.get(unit), scale=scale)
+                             for unit in section.units if unit.trainable]
     return lenders
+
+
+def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Tensor]:
+    """Memory for the whole gradient of each unit, in one piece for all of a dtype: a group has few pieces to give."""
+    found: dict[Unit, Tensor] = {}
+    for dtype in dict.fromkeys(unit.formats.reduce for unit in units):
+        alike = [unit for unit in units if unit.formats.reduce == dtype]
+        whole = alike[0].group.buffer(sum(unit.layout.total for unit in alike), dtype)
+        found |= zip(alike, whole.split([unit.layout.total for unit in alike]))
+    return found

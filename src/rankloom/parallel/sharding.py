@@ -30,6 +30,7 @@ from rankloom.parallel.queue import Queue
 from rankloom.parallel.sections import Section, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.gradient import Gradient
+from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 
@@ -56,6 +57,18 @@ class Gathering:
     ahead: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Parameters whose gradients are summed over a group of their own, beside the shard axis."""
+
+    names: frozenset[str]
+    replicas: Group
+
+    def replicas_of(self, others: Group) -> Callable[[Unit], Group]:
+        """Which group a unit's slices are summed over."""
+        return lambda unit: self.replicas if self.names & unit.params.keys() else others
+
+
 class Sharding:
     """The sections of one model on one rank, moved through forward and backward by hooks.
 
@@ -63,12 +76,14 @@ class Sharding:
     group:          the shard axis             replicas: ranks with the same slice
     keep_gradients: they stay whole until a step's last backward (stage 1)
     scale:          what summed gradients are multiplied by
+    apart:          parameters that are summed over other replicas (experts)
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
-                 gathering: Gathering, scale: float = 1.0):
+                 gathering: Gathering, scale: float = 1.0, apart: Apart | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
-        self.lenders = make_gradients(sections, replicas, keep=keep_gradients, scale=scale)
+        self.lenders = make_gradients(sections, apart.replicas_of(replicas) if apart else lambda unit: replicas, keep=keep_gradients,
+                                      scale=scale)
         self.syncing = True
         self._order: list[Section] = []        # of the calls of this pass
         self._last_order: list[Section] = []   # of those of the pass before

@@ -5,9 +5,9 @@
     2       1/p         1/p         whole        ZeRO-2, SHARD_GRAD_OP        2n(p-1)/p
     3       1/p         1/p         1/p          ZeRO-3, FSDP, FULL_SHARD     3n(p-1)/p   gathered again for backward
 
-Stage 0 is parallel/data.py. With a second axis, `replicas`, slices are summed over it too (2(n/p)(r-1)/r more), and every stage becomes
-its hybrid. Where the ranks share a host, parameters exist once,
-at every stage: then nothing is sent for them, and stages 2 and 3 are one.
+Stage 0 is parallel/data.py; on a mesh that splits the model too, it is stage 1 over one rank. With a second axis, `replicas`, slices are
+summed over it too (2(n/p)(r-1)/r more), and every stage becomes its hybrid. Where the ranks share a host, parameters exist once, at every
+stage: then nothing is sent for them, and stages 2 and 3 are one.
 
 source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP); read parallel/sharding.py for how a step goes
 """
@@ -22,7 +22,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.comm.part import Part
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
-from rankloom.parallel.sharding import Gathering, Sharding
+from rankloom.parallel.sharding import Apart, Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Readers
 from rankloom.shard.layout import lay_out_evenly
@@ -46,6 +46,7 @@ class Plan:
     gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
     scale:            what summed gradients are multiplied by
     reduces_once:     gradients are forgotten before every step, and each is whole until its last backward
+    apart:            parameters that are summed over other replicas than the rest
     float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     """
 
@@ -58,6 +59,7 @@ class Plan:
     gradient_memory: int = 0
     scale: float = 1.0
     reduces_once: bool = True
+    apart: Apart | None = None
     float8: Readers = field(default_factory=dict)
 
 
@@ -70,26 +72,27 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
     fill:      gives stand-ins without memory their values (shard/unit.py)
     raises: ConfigError for a stage or units that cannot be
     """
-    if plan.stage not in STAGES:
-        raise ConfigError(f"stage={plan.stage!r} is none of {STAGES}")
+    if plan.stage not in (0, *STAGES):
+        raise ConfigError(f"stage={plan.stage!r} is none of {(0, *STAGES)}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     host = Host(group.device) if plan.offload else None
     sections = []
     members_of = parameters_of_sections(model, section_names(model, plan.units))
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
         units = make_units(name, {member: params[member] for member in members}, group, plan.formats, keep=plan.stage < 3, whole=whole,
-                           lay_out_whole=lay_out_whole, host=host, fill=fill, float8=plan.float8)
+                           lay_out_whole=lay_out_whole, host=host, fill=fill, float8=plan.float8,
+                           apart=plan.apart.names if plan.apart else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
     let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True
-    return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale,
+    return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
                     gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead))
 
 
 def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:
     """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all."""
-    return plan.stage == 1 or canonical or (plan.reduces_once and group.size == 1)
+    return plan.stage <= 1 or canonical or (plan.reduces_once and group.size == 1)
 
 
 def _neighbours(group: Group, n: bool | int) -> Group | None:

@@ -76,16 +76,17 @@ class Gradient:
     """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
 
     replicas: the ranks that own the same slice
-    lenders:  where the whole buffer comes from, unless it is kept (stage 1)
+    lenders:  where the whole buffer comes from, unless it is
+    kept:     its own (stage 1)
     scale:    what the sum is multiplied by (1 / ranks for a mean)
     memory:   n elements from the first landing until the sum is there (always, if kept); n/p for the slice (if not kept)
     """
 
-    def __init__(self, unit: Unit, replicas: Group, lenders: Lenders, *, keep: bool, scale: float = 1.0):
-        self.unit, self.replicas, self.lenders, self.keep, self.scale = unit, replicas, lenders, keep, scale
+    def __init__(self, unit: Unit, replicas: Group, lenders: Lenders, *, kept: Tensor | None = None, scale: float = 1.0):
+        self.unit, self.replicas, self.lenders, self.keep, self.scale = unit, replicas, lenders, kept is not None, scale
         self.landed: set[str] = set()     # since the last reduction
         self.used: set[str] = set()       # since the gradients were last forgotten
-        self.whole: Tensor | None = unit.group.buffer(*size_of(unit)) if keep else None
+        self.whole: Tensor | None = kept
         self.slice: Tensor | None = None
         self._received: Tensor | None = None   # where the reduced slice is being written
         self._pending: list[Handle] = []

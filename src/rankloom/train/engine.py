@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import LossError, ModelMismatch
 from rankloom.base.events import Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
+from rankloom.parallel.expert import rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients, peak_memory
@@ -65,16 +66,20 @@ class Settings:
 
 
 class Engine:
-    """A model in training. Made by `prepare`."""
+    """A model in training. Made by `prepare`.
+
+    group:  the ranks that rows are dealt over; along other axes ranks bring the same rows
+    tokens: the ranks over which losses and counts add up
+    """
 
     def __init__(self, model: nn.Module, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
-                 dropout: DropoutKey, sink: Sink | None):
-        self.model, self.group, self.settings, self.sink = model, group, settings, sink
+                 tokens: Group, dropout: DropoutKey, sink: Sink | None):
+        self.model, self.group, self.tokens, self.settings, self.sink = model, group, tokens, settings, sink
         self.steps_done = 0
         self.scale = UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
-        self._running = BufferKeeper(model, group)
+        self._running = BufferKeeper(model, tokens)
         self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
 
     def step(self, batch: Any) -> Report:
@@ -97,9 +102,10 @@ class Engine:
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
+        rebalance(self.model, self.tokens)
         report = Report(self.steps_done, loss, count, norm, lr, not finite, time.perf_counter() - begin, exposed)
         if self.sink:
-            self.sink(StepDone(self.group.rank, report.step, loss, count, norm, lr, report.seconds, exposed,
+            self.sink(StepDone(self.world_rank, report.step, loss, count, norm, lr, report.seconds, exposed,
                                peak_memory(self.group.device), report.skipped))
         return report
 
@@ -123,7 +129,7 @@ class Engine:
         """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
         if not self.settings.leaves:
             own = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
-            total, count = self.group.all_reduce(own, label="evaluation").tolist()
+            total, count = self.tokens.all_reduce(own, label="evaluation").tolist()
             return total, count
         everyone = self.group.all_gather_object([loss.tolist() for loss in losses], label="evaluation")
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
@@ -134,10 +140,13 @@ class Engine:
         A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
         rank: the one rank of the world that gets it, the others get empty dicts; left out, all get it
         """
-        takes = rank in (None, self.group.rank)
+        takes = rank in (None, self.world_rank)
         among = None if rank is None else self._place_in_group(rank)
         model = self.placement.values(among)
         optimizer = gather_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), self.placement.group, rank=among)
+        if optimizer:
+            optimizer["state"] = {name: {key: self.placement.join(name, value) for key, value in held.items()}
+                                  for name, held in optimizer["state"].items()}
         return {"model": model, "optimizer": optimizer or {}} if takes else {"model": {}, "optimizer": {}}
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
@@ -146,9 +155,17 @@ class Engine:
         raises: ModelMismatch, on all ranks, when it is the state of another model
         """
         owners, pieces = self.placement.owners, self.placement.pieces()
-        self.group.agree(misfit(self.optimizer, owners, pieces, state["optimizer"]), error=ModelMismatch, label="load an optimizer")
+        parts = {name: {key: self.placement.part(name, value) for key, value in held.items()}
+                 for name, held in state["optimizer"]["state"].items()}
+        saved = state["optimizer"] | {"state": parts}
+        self.group.agree(misfit(self.optimizer, owners, pieces, saved), error=ModelMismatch, label="load an optimizer")
         self.placement.load(state["model"])
-        load_optimizer_state(self.optimizer, owners, pieces, state["optimizer"], rank=self.group.rank)
+        load_optimizer_state(self.optimizer, owners, pieces, saved, rank=self.world_rank)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the job."""
+        return self.group.ranks[self.group.rank]
 
     def held(self) -> Held:
         """The bytes that this rank holds now, by kind."""
@@ -183,7 +200,8 @@ class Engine:
 
     def _expect_sum(self, batch: Any) -> None:
         """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
-        rows = max(2, rows_of(batch, self.group.rank) // (self.settings.leaves or self.settings.accumulate))
+        held = self.tokens.all_reduce(torch.tensor([rows_of(batch, self.group.rank)], device=self.group.device), "min", label="rows")
+        rows = max(2, int(held.item()) // (self.settings.leaves or self.settings.accumulate))   # on all, for forward may be a collective
         expect_sum(lambda part: self._call_loss(part)[1], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
@@ -193,7 +211,7 @@ class Engine:
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
             measured = totals.clone() if not leaves or index == 0 else torch.zeros_like(totals)
-            items = self.group.all_reduce(measured, label="first count")[1].item()
+            items = self.tokens.all_reduce(measured, label="first count")[1].item()
             self.scale = LossScale.first(items * (leaves or self.settings.accumulate))
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
@@ -228,7 +246,7 @@ class Engine:
             self.placement.rescale(self.scale.value / before.value)
         elif not finite:
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
-            raise explain_non_finite(self.group, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
+            raise explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
         if finite:
             self.placement.publish()
         return total / count, count, norm, finite

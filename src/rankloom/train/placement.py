@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.parts import Parts
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, pieces_of
@@ -89,7 +90,13 @@ class Placement(Protocol):
         """The inverse of `values`; raises ModelMismatch."""
 
     def pieces(self) -> Mapping[str, Piece]:
-        """What this rank's owners are of the whole."""
+        """What this rank's owners are of its part of the model."""
+
+    def join(self, name: str, value: Any) -> Any:
+        """A value of the optimizer's state of a parameter, for the parameter before the model was split. A collective."""
+
+    def part(self, name: str, value: Any) -> Any:
+        """The inverse of `join`."""
 
     def held(self) -> tuple[int, int, int]:
         """Bytes in memory on this rank now: parameters and masters, gathered parameters beyond these, gradients."""
@@ -178,6 +185,14 @@ class Whole:
     def pieces(self) -> dict[str, Piece]:
         """Everything, in its own shape."""
         return {name: Piece(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
+
+    def join(self, name: str, value: Any) -> Any:
+        """Nothing is split."""
+        return value
+
+    def part(self, name: str, value: Any) -> Any:
+        """Nothing is split."""
+        return value
 
     def held(self) -> tuple[int, int, int]:
         """All parameters, all gradients."""
@@ -272,6 +287,14 @@ class Cut:
         """One for each parameter, maybe empty."""
         return pieces_of(self.sharding)
 
+    def join(self, name: str, value: Any) -> Any:
+        """Only `CutParts` are split."""
+        return value
+
+    def part(self, name: str, value: Any) -> Any:
+        """Only `CutParts` are split."""
+        return value
+
     def held(self) -> tuple[int, int, int]:
         """Slices, the wholes beyond them, and gradients, whole or not."""
         units = [unit.held() for section in self.sharding.sections for unit in section.units]
@@ -317,6 +340,46 @@ class CutCanonical(Cut):
         """Tensor by tensor, of the whole gradients that every rank has: the same bits as at stage 0."""
         views = {name: view for gradient in self.sharding.gradients() for name, view in gradient.summed().items()}
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
+
+
+class CutParts(Cut):
+    """Slices of the parts of a model that is split over tensor and expert ranks (parallel/parts.py).
+
+    everyone: all ranks that hold different elements: along shard, tensor and expert
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, parts: Parts):
+        super().__init__(model, sharding, everyone)
+        self.parts = parts
+
+    def norm(self) -> Tensor:
+        """Each element once: what lies on several ranks counts for a part on each."""
+        terms = [torch.linalg.vector_norm(owner.grad, dtype=torch.float64).square() / self.parts.copies(name)
+                 for name, owner in self.owners.items() if owner.grad is not None]
+        square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
+        return self._everyone.all_reduce(square.to(self.group.device), label="gradient norm").sqrt()
+
+    def values(self, rank: int | None) -> dict[str, Tensor]:
+        """Joined over the shard axis, then over the others; every rank gets it, whoever asked."""
+        return {name: self.parts.join(name, value.to(self.group.device)).cpu() for name, value in super().values(None).items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Each rank takes its pieces of its parts."""
+        super().load({name: self.parts.cut(name, value) for name, value in state.items()})
+
+    def join(self, name: str, value: Any) -> Any:
+        """Tensors that lie like the parameter."""
+        like = isinstance(value, Tensor) and value.shape == self._shapes[name] and value.dim() > 0
+        return self.parts.join(name, value.to(self.group.device)).cpu() if like else value
+
+    def part(self, name: str, value: Any) -> Any:
+        """Tensors that lie like the parameter."""
+        whole = self.parts.whole_shape(name, self._shapes[name])
+        return self.parts.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
+
+    @property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: piece.shape for name, piece in self.pieces().items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
     number formats   cast what is cast as a whole
     memory           a model on the meta device gets stand-ins without memory, and values unit by unit
     equality         all ranks hold the model of rank 0
+    split            over the axes tensor, expert, context
     dropout          keyed by name and step
     blocks           recompute, activation offload, compile
     optimizer        built from stand-ins in the plain shapes: it says which tensors must stay whole
     placement        whole (stage 0) or cut (stages 1 to 3)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ from rankloom.base.events import Sink
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.build import fill_whole, initial_values, put_stand_ins
+from rankloom.parallel.context import RING
+from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import make_replicas_equal
+from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, Plan, shard
 from rankloom.shard.matrices import lay_out_matrices
@@ -32,9 +37,10 @@ from rankloom.train.compiled import compile_blocks
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.offload import offload_activations as offload_blocks
-from rankloom.train.placement import Cut, CutCanonical, Optimizer, Placement, Whole
+from rankloom.train.placement import Cut, CutCanonical, CutParts, Optimizer, Placement, Whole
 from rankloom.train.precision import Precision, cast_activations, formats_of, precision_named
 from rankloom.train.recompute import recompute as recompute_blocks
+from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
@@ -50,7 +56,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
             keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
-            initialize: Fill | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
+            initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
+            recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
     """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
 
@@ -73,6 +80,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     ahead:           stage 3: how many units are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
     initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
+    tensor_plan:     mesh axis tensor: pattern of module names -> a word of parallel/tensor/styles.py; left out, the model's own tp_plan
+    context:         mesh axis context: "ring" or "all_to_all" (parallel/context.py)
     recompute:       what blocks compute again in backward in place of keeping it: "none", "selective", "full", or the bytes that
                      activations may take, as a number or as "24 GiB"
     offload_activations: what blocks keep for backward waits in the host's memory
@@ -84,23 +93,57 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check(model, world, settings)
     _check_stage(stage, all_reduce=all_reduce, compress=compress, units=units, keep_gathered=keep_gathered, ahead=ahead, offload=offload,
                  gradient_memory=gradient_memory)
+    if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
+        raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
     if settings.leaves and compress != EXACT:
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
-    group = world.group("replicate", "shard")
     if settings.leaves:
         _compute_alike(world)
-    fill = _bring_to_device(model, group, settings.precision, stage, initialize, seed)
+    fill = _bring_to_device(model, world, settings.precision, stage, initialize, seed)
+    parts = split(model, world, tensor_plan, context) if is_split(world) else None
     dropout = DropoutKey(seed)
     key_dropout(model, dropout)
     _change_blocks(model, recompute, offload_activations, compile)
-    if stage == 0:
-        placement: Placement = Whole(model, group, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
+    if stage == 0 and parts is None:
+        placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
         made = make_optimizer(optimizer, placement.owners)
     else:
         plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
                     offload=offload, gradient_memory=gradient_memory)
-        placement, made = _cut(model, world, plan, optimizer, settings, fill)
-    return Engine(model, group, settings, placement, made, dropout=dropout, sink=sink)
+        placement, made = _cut(model, Axes.of(world, stage, parts), plan, optimizer, settings, fill)
+    return Engine(model, world.group(*ROW_AXES), settings, placement, made, tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Who cuts, who repeats, and who holds other elements.
+
+    shard:    over which units are cut; one rank at stage 0
+    replicas: over which slices are summed; `fewer`: those of experts
+    holders:  all ranks that hold different elements; `everyone`: all ranks
+    """
+
+    shard: Group
+    replicas: Group
+    fewer: Group
+    holders: Group
+    everyone: Group
+    parts: Parts | None
+
+    @classmethod
+    def of(cls, world: World, stage: int, parts: Parts | None) -> "Axes":
+        """Those of a mesh. Where only a number of ranks was given, all of them are the shard axis."""
+        if not world.axes_named:
+            return cls(world, world.alone(), world.alone(), world, world, parts)
+        cut = ("shard",) if stage else ()
+        repeated = tuple(axis for axis in TOKEN_AXES if axis not in cut)
+        shard, replicas, fewer, holders = (_along(world, *axes) for axes in (
+            cut, repeated, [axis for axis in repeated if axis != "expert"], [axis for axis in PART_AXES if axis != "shard" or stage]))
+        return cls(shard, replicas, fewer, holders, world, parts)
+
+
+def _along(world: World, *axes: str) -> Group:
+    return world.group(*axes) if axes else world.alone()
 
 
 def _change_blocks(model: nn.Module, recompute: str | int, offload: bool, compiled: bool) -> None:
@@ -120,7 +163,7 @@ def _compute_alike(world: World) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _bring_to_device(model: nn.Module, group: Group, precision: Precision, stage: int, initialize: Fill | None, seed: int) -> Fill | None:
+def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage: int, initialize: Fill | None, seed: int) -> Fill | None:
     """Cast, move, and make equal; a model on the meta device only learns how it will be filled, which is returned."""
     if precision.compute is not None and precision.master is None:
         model.to(precision.compute)
@@ -139,9 +182,8 @@ def _bring_to_device(model: nn.Module, group: Group, precision: Precision, stage
     return fill
 
 
-def _cut(model: nn.Module, world: World, plan: Plan, build: Build, settings: Settings, fill: Fill | None) -> tuple[Placement, Optimizer]:
-    group, replicas = (world.group("shard"), world.group("replicate")) if world.axes_named else (world, world.alone())
-    device = torch.device("cpu") if plan.offload else world.device
+def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, fill: Fill | None) -> tuple[Placement, Optimizer]:
+    device = torch.device("cpu") if plan.offload else axes.shard.device
     stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = make_optimizer(build, stand_ins)
@@ -150,8 +192,14 @@ def _cut(model: nn.Module, world: World, plan: Plan, build: Build, settings: Set
     if plan.stage < 3:   # what is frozen is no unit there
         for name, param in model.named_parameters():
             param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
-    sharding = shard(model, group, replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves), fill=fill)
-    placement = (CutCanonical if settings.leaves else Cut)(model, sharding, world.group("replicate", "shard"))
+    if axes.parts is not None and axes.parts.experts:
+        plan = replace(plan, apart=Apart(axes.parts.experts, axes.fewer))
+    sharding = shard(model, axes.shard, axes.replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves),
+                     fill=fill)
+    if axes.parts is not None:
+        placement: Placement = CutParts(model, sharding, axes.holders, axes.parts)
+    else:
+        placement = (CutCanonical if settings.leaves else Cut)(model, sharding, axes.everyone)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
 
@@ -166,10 +214,10 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
 
 
 def _check(model: nn.Module, world: World, settings: Settings) -> None:
-    sizes = world.mesh.sizes()
-    unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in ("replicate", "shard")]
-    if unknown:
-        raise ConfigError(f"mesh axes {', '.join(unknown)} are not available yet; use replicate and shard")
+    if world.mesh.pipe > 1:
+        raise ConfigError(f"mesh axis pipe={world.mesh.pipe} is not available in rl.prepare yet; parallel/pipeline runs stages by itself")
+    if settings.leaves and is_split(world):
+        raise ConfigError("deterministic holds bits equal along the data axes only; use a mesh of replicate and shard")
     _check_numbers(settings)
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")

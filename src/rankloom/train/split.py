@@ -1,0 +1,47 @@
+"""Split a model over the axes of the mesh that are no data axes: tensor, expert, context. In that order, before anything is cut.
+
+    tensor     layers are cut by a plan of name patterns       parallel/tensor/
+    expert     each rank keeps some of the experts             parallel/expert.py
+    context    each rank computes its tokens of every row      parallel/context.py
+
+Rows are dealt over replicate, shard and expert; losses add up over these and context; ranks of the tensor axis compute the same loss.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.context import RING, context_parallel
+from rankloom.parallel.expert import TOKEN_AXES, expert_parallel
+from rankloom.parallel.parts import Parts
+from rankloom.parallel.tensor.apply import tensor_parallel
+from rankloom.world.connect import World
+
+DATA_AXES = ("replicate", "shard")
+ROW_AXES = ("replicate", "shard", "expert")
+PART_AXES = ("shard", "tensor", "expert")        # along which ranks hold different elements
+REPLICA_AXES = ("replicate", "context", "expert")   # over which a slice is summed; experts, not over expert
+__all__ = ["DATA_AXES", "PART_AXES", "REPLICA_AXES", "ROW_AXES", "TOKEN_AXES", "is_split", "split"]
+
+
+def is_split(world: World) -> bool:
+    """Whether the mesh has ranks along any other axis than those of data."""
+    return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
+
+
+def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING) -> Parts:
+    """Apply what the mesh asks for, in place; what this rank holds from then on.
+
+    raises: ConfigError for a model on the meta device, and what the techniques raise
+    """
+    sizes = world.mesh.sizes()
+    if any(param.is_meta for param in model.parameters()):
+        raise ConfigError("a model on the meta device cannot be split over tensor, expert or context ranks yet; build it on the CPU")
+    if sizes["tensor"] > 1:
+        tensor_parallel(model, tensor_plan, world.group("tensor"))
+    if sizes["expert"] > 1:
+        expert_parallel(model, world.group("expert"))
+    if sizes["context"] > 1:
+        context_parallel(model, world.group("context"), context)
+    return Parts.of(model, world.group("tensor"), world.group("expert"))
