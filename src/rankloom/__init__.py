@@ -24,6 +24,7 @@ _HOME = {
     "compressed_all_reduce": "comm.compress",
     "data_parallel": "parallel.data",
     "tensor_parallel": "parallel.tensor.apply",
+    "pipeline": "parallel.pipeline.build",
     "fully_shard": "parallel.fully_shard",
     "prepare": "train.prepare",
     "Engine": "train.engine",

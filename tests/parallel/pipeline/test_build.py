@@ -1,0 +1,68 @@
+"""The front door gives a pipeline that trains like the plain model."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.models.config import GPTConfig
+from rankloom.models.pieces import gpt_loss, gpt_pieces
+
+CONFIG = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=4, heads=2, kv_heads=1, ffn=12, tie=True)
+
+
+def batches():
+    text = torch.randint(0, 19, (4, 2, 9), generator=torch.Generator().manual_seed(2))
+    return [(rows[:, :-1], rows[:, 1:]) for rows in text]
+
+
+def plainly(steps):
+    model = rl.GPT(CONFIG, dtype=torch.float64)
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        update.zero_grad()
+        results = [model(tokens, targets=targets) for tokens, targets in batches()]
+        total, count = sum(t for t, _ in results), sum(c for _, c in results)
+        (total / count).backward()
+        update.step()
+        losses.append((total / count).item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 3), ("zb-v", None)])
+@pytest.mark.parametrize("measured", [False, True])
+def test_three_steps_of_a_pipeline_are_three_steps_of_the_model(schedule, chunks, measured):
+    def body(world):
+        model = rl.GPT(CONFIG, dtype=torch.float64)
+        pipe = rl.pipeline(gpt_pieces(model), gpt_loss(model), world, microbatches=4, schedule=schedule, chunks=chunks,
+                           example=batches()[0] if measured else None)
+        params = list({id(p): p for stage in pipe.stages.values() for p in stage.parameters()}.values())
+        update = torch.optim.AdamW(params, lr=1e-2)
+        losses = []
+        for _ in range(3):
+            update.zero_grad()
+            total, count = pipe.step(batches()).tolist()
+            for param in params:
+                param.grad /= count
+            update.step()
+            losses.append(total / count)
+        return losses, {name: p.detach() for stage in pipe.stages.values() for name, p in stage.named_parameters()}
+
+    expected, state = plainly(3)
+    results = rl.simulate(2, body)
+    for losses, params in results:
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for name, param in params.items():
+            torch.testing.assert_close(param, state[name], rtol=1e-11, atol=1e-12)   # AdamW divides by the gradient's own size
+    assert {name for _, params in results for name in params} == state.keys()
+
+
+def test_more_stages_than_pieces_and_unknown_schedules_are_refused():
+    pieces = [({"a": nn.Linear(1, 1)}, None)] * 2
+    with pytest.raises(rl.ConfigError, match="3 stages for a model of 2 pieces"):
+        rl.simulate(3, lambda w: rl.pipeline(pieces, None, w, microbatches=2))
+    with pytest.raises(rl.ConfigError, match="there is no schedule '1f1v'. Did you mean '1f1b'?"):
+        rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, schedule="1f1v"))
+    with pytest.raises(rl.ConfigError, match="'1f1b' with 2 stages on each rank"):
+        rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, chunks=2))
