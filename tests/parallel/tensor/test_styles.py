@@ -84,6 +84,17 @@ class NormedHeads(nn.Module):
         return self.down(self.norm(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
 
 
+class Scaled(nn.Embedding):
+    """An embedding that scales its rows, as Gemma's does, by a buffer."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
 class Tower(nn.Module):
     """An embedding, then whatever comes."""
 
@@ -169,6 +180,16 @@ def test_an_embedding_by_either_dim_with_or_without_a_padding_token(ranks, paddi
     expect_equal(ranks, lambda: shaken(Tower(7, padding_idx=padding)), run_tokens, plan={"embed": word})
 
 
+@pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
+def test_an_embedding_with_a_forward_of_its_own_keeps_it(word):
+    def make():
+        model = Tower(7)
+        model.embed = Scaled(7, 12, padding_idx=1)
+        return shaken(model)
+
+    expect_equal(3, make, run_tokens, plan={"embed": word})
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_stream_may_be_cut_by_tokens_in_the_middle_and_biases_still_count_once(ranks):
     make = lambda: shaken(Tower(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)))
@@ -218,7 +239,7 @@ def make_pair() -> nn.Module:
     ({"*.first": "columnwise"}, "'*.first' is to be 'columnwise', which is no style. Did you mean 'colwise'?"),
     ({"*.first": "colwise", "0.first": "rowwise"}, "0.first is to be both 'colwise' and 'rowwise'"),
     ({"0.first.weight": "colwise"}, "'0.first.weight' is a parameter of Sequential; a plan names modules, here '0.first'"),
-    ({"0.first": "embedding_rowwise"}, "0.first is a Linear; only a plain nn.Embedding can be cut"),
+    ({"0.first": "embedding_rowwise"}, "0.first is a Linear; only an nn.Embedding can be cut"),
     ({"0.first": "vocabulary_output"}, "for an nn.Linear say colwise_rep"),
     ({"0.second": "colwise"}, "0.second: 5 features do not divide by 2 ranks"),
     ({"0.second": "packed_colwise"}, "0.second: 5 features are not 2 fused matrices of equal size"),

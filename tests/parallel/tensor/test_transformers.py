@@ -109,3 +109,23 @@ def test_a_split_llama_trains_like_the_plain_one():
     truth = train(copy.deepcopy(llama(2)))
     for losses in rl.simulate(4, lambda world: train(rl.tensor_parallel(copy.deepcopy(llama(2)), None, world))):
         assert error(losses, truth) < 1e-10   # Adam divides small gradients by their own size
+
+
+OTHERS = {   # family -> what it takes beside the common numbers
+    "Qwen3": dict(head_dim=4),    # norms inside heads
+    "Gemma2": dict(head_dim=4),   # an embedding that scales, norms after the sums
+    "Phi3": {},                   # fused matrices that its plan gathers
+    "Olmo2": {},                  # norms over all heads
+    "GPTNeoX": {},                # another fusing of heads, two biases
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_split_by_the_plans_that_they_bring(family):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=39, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
+        max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2, **OTHERS[family])
+    model = shaken(getattr(transformers, f"{family}ForCausalLM")(config).double().eval())
+    for ranks in (2, 4):
+        expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8

@@ -1,4 +1,4 @@
-"""Linear layers cut over ranks, and norms between split tokens.
+"""Linear layers cut over ranks, and what happens between split tokens.
 
     column     y = x W, W cut by output features: x is whole, y comes out cut by features, nothing is sent forward
     row        y = x W, W cut by input features:  x is cut by features, y is a sum that is owed: one all-reduce
@@ -51,6 +51,10 @@ class ColumnLinear(nn.Module):
         self.weight, self.group, self.enter, self.transposed, self.gathers, self.label = weight, group, enter, transposed, gathers, label
         self.register_parameter("bias", bias)
 
+    def extra_repr(self) -> str:
+        """For printing the model."""
+        return f"{tuple(self.weight.shape)} of rank {self.group.rank} of {self.group.size}" + (", gathers" if self.gathers else "")
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in], whole -> [..., out / p].   sent: backward, an all-reduce of x; an all-gather of the output if it gathers"""
         cut = self.multiply(x)
@@ -75,6 +79,10 @@ class RowLinear(nn.Module):
         self.weight, self.group, self.out, self.transposed, self.slices, self.label = weight, group, out, transposed, slices, label
         self.register_parameter("bias", bias)
 
+    def extra_repr(self) -> str:
+        """For printing the model."""
+        return f"{tuple(self.weight.shape)} of rank {self.group.rank} of {self.group.size}, ends as {self.out}"
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in / p] -> [..., out], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of the output"""
         if self.slices:
@@ -88,16 +96,12 @@ class RowLinear(nn.Module):
         return redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
 
 
-class SplitEmbedding(nn.Module):
-    """An embedding of which each rank holds some features of every row; they are gathered."""
+def gather_features_after(module: nn.Module, group: Group, label: str) -> None:
+    """`module` (an embedding) has some features of every row; what comes after it sees all.   sent: an all-gather of [..., W / p]"""
+    def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return redistribute(output, BY_WIDTH, WHOLE, group, label=label)
 
-    def __init__(self, weight: nn.Parameter, group: Group, *, label: str, padding_idx: int | None):
-        super().__init__()
-        self.weight, self.group, self.label, self.padding_idx = weight, group, label, padding_idx
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> [..., W].   sent: an all-gather of [..., W / p]"""
-        return redistribute(F.embedding(tokens, self.weight, self.padding_idx), BY_WIDTH, WHOLE, self.group, label=self.label)
+    module.register_forward_hook(gather)
 
 
 class TokenDropout(nn.Dropout):

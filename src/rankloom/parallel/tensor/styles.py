@@ -27,10 +27,17 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
-from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, SplitEmbedding, TokenDropout, gather_tokens_after, split_tokens_before
+from rankloom.parallel.tensor.layers import (
+    ColumnLinear,
+    RowLinear,
+    TokenDropout,
+    gather_features_after,
+    gather_tokens_after,
+    split_tokens_before,
+)
 from rankloom.parallel.tensor.moves import APART, BY_TOKENS, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
-from rankloom.parallel.tensor.vocabulary import Rows, VocabularyEmbedding, VocabularyOutput
+from rankloom.parallel.tensor.vocabulary import Rows, VocabularyOutput, look_up_own_rows
 from rankloom.world.group import Group
 
 
@@ -203,22 +210,25 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
 
 
 def embedding(site: Site, *, by_rows: bool) -> None:
-    """embedding_rowwise, or embedding_colwise."""
+    """embedding_rowwise, or embedding_colwise. The module stays, with a part of its weight."""
     source, group = site.module, site.group
     if not isinstance(source, nn.Embedding) or source.max_norm is not None or source.sparse or source.scale_grad_by_freq:
-        raise ConfigError(f"{site.name} is a {type(source).__name__}; only a plain nn.Embedding can be cut, without max_norm, sparse "
+        raise ConfigError(f"{site.name} is a {type(source).__name__}; only an nn.Embedding can be cut, without max_norm, sparse "
                           "or scale_grad_by_freq")
     shape = tuple(source.weight.shape)
     if by_rows:
         length, spans = padded(shape[0], group.size)
-        held = {"weight": Holding(shape, length, 0, spans)}
-        out = WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
-        site.replace(VocabularyEmbedding(site.parts(held)[0], Rows.of(shape[0], group), group, out, label=site.name,
-                                         padding_idx=source.padding_idx), held)
-        return
-    spans = cut_evenly(shape[1], group.size, site.name)
-    held = {"weight": Holding(shape, _length(spans), 1, spans)}
-    site.replace(SplitEmbedding(site.parts(held)[0], group, label=site.name, padding_idx=source.padding_idx), held)
+        holding = Holding(shape, length, 0, spans)
+        rows, out = Rows.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
+        source.padding_idx = rows.place(source.padding_idx)
+        look_up_own_rows(source, rows, group, out, site.name)
+    else:
+        spans = cut_evenly(shape[1], group.size, site.name)
+        holding = Holding(shape, _length(spans), 1, spans)
+        gather_features_after(source, group, site.name)
+    hold(source, "weight", holding)
+    source.weight = site.cutting.cut(source, "weight", holding)
+    source.num_embeddings, source.embedding_dim = holding.local_shape
 
 
 def vocabulary_output(site: Site) -> None:

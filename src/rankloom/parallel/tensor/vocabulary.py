@@ -50,6 +50,10 @@ class Rows:
         here = (row >= 0) & (row < self.count)
         return torch.where(here, row, 0), here
 
+    def place(self, token: int | None) -> int | None:
+        """The row of one token in this rank's part; None where it lies elsewhere."""
+        return token - self.start if token is not None and 0 <= token - self.start < self.count else None
+
     def expect(self, tokens: Tensor, where: str) -> None:
         """Raise unless all tokens are in the vocabulary. On the CPU only: a GPU would have to be waited for."""
         if tokens.device.type == "cpu" and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
@@ -57,22 +61,26 @@ class Rows:
                             f"0 to {self.vocabulary - 1}")
 
 
-class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank holds some rows. It ends as `out` says: whole, or split by tokens."""
+def look_up_own_rows(embedding: nn.Module, rows: Rows, group: Group, out: Layout, label: str) -> None:
+    """`embedding`, which has this rank's rows as its weight, is given any tokens, and ends as `out` says: whole, or split by tokens.
 
-    def __init__(self, weight: nn.Parameter, rows: Rows, group: Group, out: Layout, *, label: str, padding_idx: int | None):
-        super().__init__()
-        self.weight, self.rows, self.group, self.out, self.label = weight, rows, group, out, label
-        held = padding_idx is not None and rows.start <= padding_idx < rows.start + rows.count
-        self.padding_idx = padding_idx - rows.start if padding_idx is not None and held else None
+    It stays the module that it is, so that one which scales its rows still does.
+    sent: an all-reduce, or reduce-scatter, of its output [..., W]
+    """
+    found: list[Tensor] = []   # which tokens of this call lie here
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> [..., W], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of [..., W]"""
-        self.rows.expect(tokens, self.group.where(self.label))
-        expect_alike(tokens, TOKENS, self.group, f"{self.label}: tokens")
-        row, here = self.rows.local(tokens)
-        mine = F.embedding(row, self.weight, self.padding_idx).masked_fill(~here[..., None], 0.0)
-        return redistribute(mine, OWED, self.out, self.group, label=self.label, overwrite=True)
+    def before(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        rows.expect(args[0], group.where(label))
+        expect_alike(args[0], TOKENS, group, f"{label}: tokens")
+        row, here = rows.local(args[0])
+        found[:] = [here]
+        return row, *args[1:]
+
+    def after(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return redistribute(output.masked_fill(~found.pop()[..., None], 0.0), OWED, out, group, label=label, overwrite=True)
+
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
 
 
 class VocabularyOutput(nn.Module):
