@@ -1,6 +1,7 @@
 """Recompute: the same bits with fewer bytes, whatever is drawn, averaged, shared or frozen inside a block."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -421,3 +422,37 @@ def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     with pytest.raises(rl.ConfigError, match="GPT has no Conv1d"):
         recompute(model, "full", blocks=(nn.Conv1d,))
     assert str(recompute(nn.Linear(2, 2), "none")) == "nothing is computed again"
+
+
+class Peak(Trace):
+    """The most bytes that were ever alive, gradients of parameters left out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.most, self.model = 0, model
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in self.model.parameters() if p.grad is not None)
+        self._made = {key: made for key, made in self._made.items() if not made.expired()}   # else each look takes longer
+        self.most = max(self.most, self.kept(out) - gradients)
+        return out
+
+
+@cache
+def peak_of_a_step(policy):
+    """Many tokens and small matrices, so that activations are nearly all there is."""
+    config = GPTConfig(vocab_size=37, seq_len=64, width=16, layers=6, heads=2, kv_heads=2, ffn=48)
+    model, _, found = prepared(policy, torch.float32, config)
+    for _ in range(2):
+        with Peak(model) as peak:
+            model.hidden(torch.zeros(4, 64, dtype=torch.int64)).sum().backward()
+    return peak.most, found.plan
+
+
+@pytest.mark.parametrize("budget", ["700 KiB", "1500 KiB"])
+def test_the_peak_of_a_plan_is_the_peak_of_a_step(budget):
+    """Beside blocks a step holds a few tensors: embedding and norm at the ends, and what flows back. The same few whatever the plan."""
+    (most, plan), (everything, whole) = peak_of_a_step(budget), peak_of_a_step("100 MiB")
+    assert whole.repeated == 0 < plan.repeated
+    assert most - plan.peak == everything - whole.peak < 8 * 4 * 4 * 64 * 16
