@@ -1,6 +1,7 @@
 """`rankloom schedule`: makes, reads, proves, prices and draws; and does so without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.schedules import SCHEDULES
-from rankloom.parallel.pipeline.simulate import Costs
+from rankloom.parallel.pipeline.passes import add_gathers, apply_pass
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
 from rankloom.schedule import find_plan, known, read_costs, show
 
+DOCS = Path(__file__).parent.parent / "docs"
 NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, svg=None, trace=None, save=None)
 
 
@@ -35,6 +38,28 @@ def test_list_names_every_schedule():
     done = rankloom("schedule", "list")
     assert done.returncode == 0 and all(name in done.stdout for name in SCHEDULES)
     assert known().row_count == len(SCHEDULES)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb-h1", 4), ("zb-v", 8)])
+def test_the_pictures_of_the_docs_are_those_that_are_drawn(name, stages, tmp_path):
+    list(show(name, **{**NOTHING, "stages": stages, "microbatches": 8, "svg": tmp_path / "now.svg"}))
+    assert (DOCS / f"pipeline-{name}.svg").read_text() == (tmp_path / "now.svg").read_text()
+
+
+def test_the_numbers_of_the_docs_are_those_of_the_simulator():
+    lines = (DOCS / "pipeline.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    told = {re.match(r"`(.*?)`", row[0])[1]: row[4:] for row in rows}
+    assert told.keys() == SCHEDULES.keys()
+    for name, (waits, share, activations, gathers) in told.items():
+        chunks = SCHEDULES[name].fewest
+        plan = make_plan(name, 4 * chunks, 16)
+        timeline = simulate_plan(plan, Costs.even(4 * chunks, forward=1 / chunks, input=1 / chunks, weight=1 / chunks))
+        between = ", between steps 0" if timeline.own_bubble < 1e-9 else ""
+        assert waits == f"{timeline.makespan - 48:.3g}{between}"
+        assert share == f"{timeline.bubble:.1%}{', 0%' if between else ''}"
+        assert activations == f"{max(timeline.peaks) / chunks:.3g}"
+        assert int(gathers) == max(str(actions).count("GATHER") for actions in apply_pass(plan, add_gathers).ranks)
 
 
 def test_a_schedule_edited_into_a_deadlock_is_one_message_with_the_cycle(tmp_path):

@@ -47,6 +47,14 @@ def test_zero_bubble_has_none_where_the_three_parts_take_equally_long_and_no_ran
     assert timeline.own_bubble == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 24)])
+def test_dual_pipe_waits_half_as_long_as_zero_bubble_h1_where_forward_and_input_take_equally_long(p, m, weight):
+    waits = bubble("dualpipe-v", p, m, 2, weight=weight).makespan - m * (2 + weight)
+    assert waits == pytest.approx((p - 1) * (2 - weight) / 2)
+    assert waits == pytest.approx((bubble("zb-h1", p, m, weight=weight).makespan - m * (2 + weight)) / 2)
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['microbatches']}")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-h2"])
 def test_the_published_bubbles_come_out_within_2_points(row, name):

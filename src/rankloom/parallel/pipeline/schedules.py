@@ -99,7 +99,8 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
 def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
     """Two stages on each rank, folded; in the middle a forward stands beside each backward, so that their messages may overlap.
 
-    bubble: (p-1)(F with B beside it + B - 3W)   keeps: 2p + 1 activations of half stages
+    bubble: (p-1)(F + I - W) of a half stage if F = I >= W, with a forward and the backward beside it in turn
+    keeps:  2p + 1 activations of half stages
     source: DeepSeek-AI 2024 (DualPipe); cut in half by Qi et al.
     """
     p, write = ranks, _Writer(rank, ranks)
