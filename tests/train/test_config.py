@@ -117,7 +117,10 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--train.stage", "3", "--mesh.replicate", "2"],
         ["--train.stage", "3", "--mesh.shard", "2", "--comm.compress", "int8"],
         ["--train.stage", "1", "--mesh.shard", "2", "--comm.all_reduce", "ring"],
-        ["--mesh.tensor", "2"],
+        ["--mesh.expert", "2"],
+        ["--mesh.pipe", "2"],
+        ["--mesh.tensor", "2", "--train.deterministic", "true"],
+        ["--mesh.context", "2", "--comm.compress", "int8"],
         ["--mesh.shard", "2"],
         ["--data.vocab_size", "300"],
         ["--data.tokenizer", "bpe"],
@@ -205,6 +208,14 @@ def test_a_given_shard_leaves_the_other_ranks_to_replicate(file):
     assert with_ranks(config, 4).mesh.as_mesh() == Mesh(replicate=2, shard=2)
     with pytest.raises(MeshError, match="shard 2 does not divide the 3 ranks"):
         with_ranks(config, 3)
+
+
+def test_rows_are_dealt_over_the_data_axes_only(file):
+    config = with_ranks(load_config(file(), ["--mesh.tensor", "2", "--mesh.context", "2", "--train.stage", "3"]), 8)
+    assert config.mesh.as_mesh() == Mesh(shard=2, context=2, tensor=2)
+    assert config.batch().local == 4
+    with pytest.raises(MeshError, match="tensor 3 does not divide the 8 ranks"):
+        with_ranks(load_config(file(), ["--mesh.tensor", "3"]), 8)
 
 
 def test_given_replicate_must_be_the_ranks_there_are(file):

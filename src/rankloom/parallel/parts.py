@@ -22,21 +22,22 @@ from rankloom.world.group import Group
 class Parts:
     """The parts that this rank holds.
 
-    tensor, expert: the groups of these axes; of one rank where the mesh has none
-    held:           how each parameter lies over the tensor axis
-    experts:        names of parameters of which every rank of the expert axis has other experts
+    tensor, expert, context: the groups of these axes; of one rank where the mesh has none
+    held:    how each parameter lies over the tensor axis
+    experts: names of parameters of which every rank of the expert axis has other experts
     """
 
     tensor: Group
     expert: Group
+    context: Group
     held: Mapping[str, Holding]
     experts: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, tensor: Group, expert: Group) -> "Parts":
+    def of(cls, model: nn.Module, tensor: Group, expert: Group, context: Group) -> "Parts":
         """Those of a model that `tensor_parallel` and `expert_parallel` have split."""
         spread = frozenset(name for name, axes in gradient_axes(model).items() if "expert" not in axes) if expert.size > 1 else frozenset()
-        return cls(tensor, expert, holdings(model), spread)
+        return cls(tensor, expert, context, holdings(model), spread)
 
     def copies(self, name: str) -> int:
         """On how many ranks of the two axes the elements lie that this rank holds."""

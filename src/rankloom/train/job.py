@@ -108,9 +108,11 @@ def introduce(job: Job) -> None:
         f"{len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation"
     )
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
-    job.say(f"batch: {batch.equation(job.world.size)} {rows}")
+    job.say(f"batch: {batch.equation(job.config.mesh.row_ranks())} {rows}")
+    mesh = job.config.mesh.as_mesh()
+    if mesh.context * mesh.tensor > 1:
+        job.say(f"mesh: {mesh.product()}; ranks along tensor and context share their rows")
     if stage := job.config.train.stage:
-        mesh = job.config.mesh.as_mesh()
         job.say(f"stage {stage}: {CUT[stage]} cut over {mesh.shard} ranks, repeated {mesh.replicate} times")
     if job.config.comm.all_reduce == AUTO:
         job.say(f"all-reduce on {job.world.topology}: {describe_decisions(job.world.topology)}")

@@ -21,6 +21,7 @@ from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
 from rankloom.train.run_folder import Journal
 from rankloom.train.sections import Config
+from rankloom.train.split import is_split
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.connect import World
 
@@ -66,8 +67,8 @@ class Stepper:
         """All steps and the last evaluation, or as much of them as a signal allows."""
         job, train = self.job, self.job.config.train
         loader = Loader(
-            job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=job.world.rank,
-            ranks=job.world.size, seed=job.config.run.seed, steps=train.steps, device=job.world.device,
+            job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=self.engine.group.rank,
+            ranks=self.engine.group.size, seed=job.config.run.seed, steps=train.steps, device=job.world.device,
         )
         with loader, self.stop:
             self._steps(loader)
@@ -100,9 +101,9 @@ class Stepper:
 
     def _evaluate(self) -> None:
         """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""
-        job, world = self.job, self.job.world
+        job, world, rows = self.job, self.job.world, self.engine.group
         batches = evaluation_batches(
-            job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=world.rank, ranks=world.size, device=world.device,
+            job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=rows.rank, ranks=rows.size, device=world.device,
         )
         result = self.engine.evaluate(self._until_signal(batches))
         cut = world.all_reduce(torch.tensor([float(self.stop.number)], device=world.device), op="max", label="cut short?")
@@ -127,7 +128,7 @@ def evaluation_rows(job: Job) -> int:
 def build_engine(job: Job) -> Engine:
     """The model and its engine, as the config asks for."""
     config, batch = job.config, job.config.batch()
-    cut = config.train.stage == 3   # then no rank ever holds the whole model
+    cut = config.train.stage == 3 and not is_split(job.world)   # then no rank ever holds the whole model
     model = GPT(job.shape, seed=config.run.seed, device="meta" if cut else job.world.device)
     return prepare(
         model,

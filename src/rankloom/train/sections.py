@@ -50,16 +50,20 @@ class MeshSection(Section):
     tensor: Count = 1
     expert: Count = 1
 
-    @field_validator("pipe", "context", "tensor", "expert")
+    @field_validator("pipe", "expert")
     @classmethod
-    def _only_data_axes(cls, ranks: int) -> int:
+    def _not_here_yet(cls, ranks: int) -> int:
         if ranks > 1:
-            raise ValueError("this version spreads a run along `replicate` and `shard` only; every other axis must be 1")
+            raise ValueError("this version spreads a run of this command along replicate, shard, context and tensor; this axis must be 1")
         return ranks
 
     def as_mesh(self) -> Mesh:
         """The value that the floors below know; axes that are left out are 1."""
-        return Mesh(replicate=self.replicate or 1, shard=self.shard or 1)
+        return Mesh(replicate=self.replicate or 1, shard=self.shard or 1, context=self.context, tensor=self.tensor)
+
+    def row_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are dealt: along the others ranks share them."""
+        return (self.replicate or 1) * (self.shard or 1)
 
     def is_known(self) -> bool:
         """Whether the number of ranks is."""
@@ -68,12 +72,14 @@ class MeshSection(Section):
     def filled(self, ranks: int, stage: int) -> dict[str, int]:
         """The axes of a run of `ranks` ranks at a stage, where `replicate` is left out.
 
-        raises: MeshError when `shard` does not divide the ranks
+        raises: MeshError when the axes that are given do not divide the ranks
         """
-        shard = self.shard or (ranks if stage else 1)
-        if ranks % shard:
-            raise MeshError(f"[mesh] shard {shard} does not divide the {ranks} ranks that were started")
-        return {"replicate": ranks // shard, "shard": shard}
+        others = self.context * self.tensor
+        shard = self.shard or (max(1, ranks // others) if stage else 1)
+        if ranks % (shard * others):
+            axes = " x ".join(f"{axis} {n}" for axis, n in (("shard", shard), ("context", self.context), ("tensor", self.tensor)) if n > 1)
+            raise MeshError(f"[mesh] {axes} does not divide the {ranks} ranks that were started")
+        return {"replicate": ranks // (shard * others), "shard": shard}
 
 
 class Model(Section):
@@ -264,6 +270,11 @@ class Config(Section):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
+        split = self.mesh.context * self.mesh.tensor > 1
+        if split and self.train.deterministic:
+            raise ValueError("[train] deterministic holds bits equal along the data axes only: not with [mesh] context or tensor")
+        if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
+            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] context or tensor")
         if self.train.offload and not stage:
             raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
         if self.train.keep_gathered and stage != 3:
@@ -290,5 +301,5 @@ class Config(Section):
         """The rows of a step on this config's ranks; raises BatchError when the equation cannot hold."""
         sizes = self.train
         return solve_batch(
-            self.mesh.as_mesh().size, sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
+            self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
         )

@@ -44,4 +44,4 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
         expert_parallel(model, world.group("expert"))
     if sizes["context"] > 1:
         context_parallel(model, world.group("context"), context)
-    return Parts.of(model, world.group("tensor"), world.group("expert"))
+    return Parts.of(model, world.group("tensor"), world.group("expert"), world.group("context"))
