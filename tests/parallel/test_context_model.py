@@ -113,6 +113,23 @@ def test_recomputed_blocks_of_an_older_batch_still_know_how_it_was_cut():
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_blocks_break_their_graph_where_ranks_talk_and_nowhere_else(kind):
+    model, batch = GPT(CONFIG, dtype=torch.float64), batch_of()
+    truth = loss_and_gradients(copy.deepcopy(model), batch)
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world, kind)
+        for block in mine.blocks:
+            block.compile(backend="eager")
+        total, _, grads = loss_and_gradients(mine, batch)
+        torch.testing.assert_close(world.all_reduce(total), truth[0], rtol=RTOL, atol=0)
+        for name, grad in grads.items():
+            torch.testing.assert_close(world.all_reduce(grad), truth[2][name], rtol=RTOL, atol=RTOL)
+
+    rl.simulate(2, body)
+
+
 def in_a_process(world):
     model, batch = GPT(CONFIG, dtype=torch.float64), batch_of()
     total, count = language_model_loss(context_parallel(model, world), batch)

@@ -282,6 +282,21 @@ def test_recomputed_layers_trade_their_rows_again_and_are_counted_once():
     rl.simulate(rl.Mesh(expert=2), body)
 
 
+def test_a_compiled_layer_breaks_its_graph_where_ranks_talk_and_counts_as_before():
+    layer, x = moe_layers(make_model())["blocks.0.mlp"], torch.randn(2, 5, 16, dtype=torch.float64)
+    truth = copy.deepcopy(layer)
+    truth(x).sum().backward()
+
+    def body(world):
+        mine = expert_parallel(copy.deepcopy(layer), world)
+        again = partial(checkpoint, torch.compile(mine, backend="eager"), use_reentrant=False)
+        again(x[world.rank:world.rank + 1]).sum().backward()
+        torch.testing.assert_close(world.all_reduce(mine.router.weight.grad), truth.router.weight.grad, rtol=RTOL, atol=RTOL)
+        assert world.all_reduce(mine.routed.clone()).tolist() == truth.routed.tolist()
+
+    rl.simulate(2, body)
+
+
 def in_a_process(world):
     model, (tokens, targets) = expert_parallel(make_model(), world.group("expert")), batch_of()
     total, _ = train_once(model, (tokens[world.rank::2], targets[world.rank::2]))

@@ -171,13 +171,16 @@ class MoE(nn.Module):
     def _account(self, choice: Choice, row: Tensor, kept: Tensor | None) -> None:
         config = self.config
         extra = balance_loss(row, choice.scores) * config.balance_loss + choice.spread.square().sum() * config.router_z_loss
+        routed = choice.experts.flatten().bincount(minlength=config.experts)
+        self._remember(extra, routed, None if kept is None else (~kept).sum())
+
+    @torch.compiler.disable   # a graph would hold for ever that this is not a backward
+    def _remember(self, extra: Tensor, routed: Tensor, dropped: Tensor | None) -> None:
         if torch._C._current_graph_task_id() != -1:   # recomputed in backward: it was counted before
             return
         self.extra = extra
-        routed = choice.experts.flatten().bincount(minlength=config.experts)
         self.routed = routed if self.routed is None else self.routed + routed
-        if kept is not None:
-            dropped = (~kept).sum()
+        if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
 
 

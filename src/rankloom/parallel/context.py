@@ -133,6 +133,7 @@ class Context:
             raise ShapeMismatch(f"{self.group.where('own tokens')}: x has shape {tuple(x.shape)}, expected rows of {self.length} tokens")
         return torch.cat([x[:, span.start:span.stop] for span in self.spans[self.group.rank]], dim=1)
 
+    @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
     @torch.no_grad()
     def gather(self, x: Tensor) -> Tensor:
         """The whole rows [B, T, ...] of which every rank has its share `x`; no gradient. sent: p-1 messages, n(p-1)"""
@@ -147,6 +148,7 @@ class Context:
                 whole[:, span.start:span.stop] = share[start:start + len(span)].transpose(0, 1)
         return whole
 
+    @torch.compiler.disable
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention over whole rows: query [B, T/p, H, D], key and value [B, T/p, K, D] of this rank's tokens -> [B, T/p, H, D].
 

@@ -78,6 +78,7 @@ class SpreadDispatch:
 
     group: Group
 
+    @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
     def __call__(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, W] sorted by expert, counts [E] of each -> [n, W]."""
         group = self.group
