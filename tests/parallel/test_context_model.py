@@ -94,6 +94,19 @@ def test_logits_are_those_of_the_own_tokens_and_generation_stays_whole():
     rl.simulate(3, body)
 
 
+def test_a_copy_of_the_model_has_the_same_peers_and_may_be_wrapped():
+    model, (tokens, _) = GPT(CONFIG, dtype=torch.float64), batch_of()
+    truth = model(tokens)
+
+    def body(world):
+        mine = copy.deepcopy(context_parallel(copy.deepcopy(model), world))
+        plain = mine.forward
+        mine.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+        torch.testing.assert_close(mine(tokens=tokens), own_tokens(truth, world), rtol=RTOL, atol=RTOL)
+
+    rl.simulate(2, body)
+
+
 def test_recomputed_blocks_of_an_older_batch_still_know_how_it_was_cut():
     model, batches = GPT(CONFIG, dtype=torch.float64), [batch_of(length=20), batch_of(length=9, seed=1)]
     truth = copy.deepcopy(model)

@@ -167,6 +167,18 @@ def test_ranks_may_have_different_numbers_of_rows():
     rl.simulate(rl.Mesh(expert=3), body)
 
 
+def test_a_copy_of_the_model_has_the_same_peers():
+    model, (tokens, targets) = make_model(), batch_of(rows=4)
+    total, _ = train_once(copy.deepcopy(model), (tokens, targets))
+
+    def body(world):
+        mine = copy.deepcopy(expert_parallel(copy.deepcopy(model), world))
+        part, _ = train_once(mine, (tokens[world.rank::2], targets[world.rank::2]))
+        torch.testing.assert_close(world.all_reduce(part), total, rtol=RTOL, atol=0)
+
+    rl.simulate(2, body)
+
+
 def test_late_ranks_change_nothing():
     model, (tokens, targets) = make_model(), batch_of()
     truth = copy.deepcopy(model)

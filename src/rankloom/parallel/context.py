@@ -47,12 +47,13 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Mod
            is longer than the model reads, or shorter than there are ranks
     """
     _expect_kind(kind)
-    if "part" not in inspect.signature(model.forward).parameters:
+    signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
+    if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
                           "attention about tokens on other ranks; see Part in models/gpt.py")
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
-    model.register_forward_pre_hook(_OwnTokens(group, kind), with_kwargs=True)
+    model.register_forward_pre_hook(_OwnTokens(group, kind, signature), with_kwargs=True)
     return model
 
 
@@ -72,10 +73,14 @@ class _OwnTokens:
 
     group: Group
     kind: str
+    signature: inspect.Signature
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
+        return self   # a copy of the model has the same peers
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         documents = kwargs.pop("documents", None)
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        given = self.signature.bind(*args, **kwargs).arguments
         length, limit = given["tokens"].shape[1], model.config.seq_len   # type: ignore[union-attr]
         if length > limit:   # type: ignore[operator]
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")

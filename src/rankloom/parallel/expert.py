@@ -78,6 +78,9 @@ class SpreadDispatch:
 
     group: Group
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SpreadDispatch":
+        return self   # a copy of the model has the same peers
+
     @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
     def __call__(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, W] sorted by expert, counts [E] of each -> [n, W]."""
