@@ -95,6 +95,12 @@ class Group:
         return self._inspector is not None
 
     @property
+    def in_order(self) -> bool:
+        """Whether two ranks must send and receive in one order, whatever the tags say. NCCL's must."""
+        pg = self._process_group
+        return pg is not None and self.device.type == "cuda" and pg._get_backend(self.device).name() == "nccl"
+
+    @property
     def _shared(self) -> SharedMemoryGroup | None:
         return self._process_group if isinstance(self._process_group, SharedMemoryGroup) else None
 

@@ -453,6 +453,13 @@ def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
         rl.simulate(1, lambda w: small(w, apply_pass(make_plan("1f1b", 1, 2), add_gathers)))
 
 
+def test_a_backend_without_tags_is_refused(monkeypatch):
+    assert rl.simulate(2, lambda w: w.in_order) == [False, False]
+    monkeypatch.setattr(rl.Group, "in_order", property(lambda self: True))
+    with pytest.raises(ConfigError, match="delivers messages in one order only, and stages need tags"):
+        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2)))
+
+
 class Moody(nn.Module):
     """Gives fewer rows the second time."""
 

@@ -211,6 +211,9 @@ class Pipeline:
         if len(self.plan.ranks) != self.group.size:
             raise ConfigError(f"{self.group.where('pipeline')}: a schedule for {len(self.plan.ranks)} ranks in a group "
                               f"of {self.group.size}")
+        if self.group.in_order:
+            raise ConfigError(f"{self.group.where('pipeline')}: its backend delivers messages in one order only, and stages need tags; "
+                              "join the world with backend='rankloom' or 'gloo'")
         held = self.plan.held_by(self.group.rank)
         if set(held) != self.stages.keys():
             raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
