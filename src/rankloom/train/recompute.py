@@ -6,7 +6,10 @@
 
 A block that runs again finds the world as it was: keyed dropout draws the masks of that step, micro-batch and call, whichever is
 running by then; torch's own generators are set back for the moment; running statistics are not averaged in twice. So the gradient
-is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here.
+is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here. Not put back: other state
+that a forward changes, and torch's own generator where several ranks draw from it at a time, as those of `simulate` do.
+
+A number of bytes is kept to for micro-batches as large as the first, counted without torch.compile, which keeps less as a rule.
 
 Read blocks.py, selective.py, measure.py and budget.py before this file.
 """
