@@ -1,5 +1,6 @@
 """Context parallel: attention of tokens on many ranks is that of one process, forward and backward, at the price that is told."""
 
+import dataclasses
 import math
 import random
 import threading
@@ -285,6 +286,8 @@ def test_what_cannot_be_is_refused_with_the_reason():
             context_parallel(model, world, "rng")
         with pytest.raises(ConfigError, match="Linear.forward takes no `part`"):
             context_parallel(torch.nn.Linear(2, 2), world)
+        with pytest.raises(ConfigError, match=r"embedding_dropout draws its mask by how many tokens are here, .* set dropout to 0"):
+            context_parallel(GPT(dataclasses.replace(CONFIG, dropout=0.1)), world)
         context_parallel(model, world, "all_to_all")
         with pytest.raises(ConfigError, match="GPT is context parallel already"):
             context_parallel(model, world)
@@ -302,6 +305,7 @@ def test_what_cannot_be_is_refused_with_the_reason():
             Context(world, 20, documents=((0, 20), (0, 20))).attend(*torch.zeros(3, 3, 4, 2, 4))
 
     rl.simulate(5, body)
+    rl.simulate(1, lambda world: context_parallel(GPT(dataclasses.replace(CONFIG, dropout=0.1)), world))
 
 
 def test_every_query_head_finds_the_key_value_head_it_reads():

@@ -43,14 +43,18 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Mod
            returns are those of this rank's tokens. It takes `documents` too (see `document_cuts`): attention then stays inside them
     kind:  "ring" or "all_to_all"
     sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
-    raises: ConfigError for another kind, for a model without a `part`, and the second time; on a call, DataError for a row that
-           is longer than the model reads, or shorter than there are ranks
+    raises: ConfigError for another kind, for a model without a `part` or with dropout, and the second time; on a call, DataError for
+           a row that is longer than the model reads, or shorter than there are ranks
     """
     _expect_kind(kind)
     signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
                           "attention about tokens on other ranks; see Part in models/gpt.py")
+    dropping = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if dropping and group.size > 1:
+        raise ConfigError(f"{group.where('context_parallel')}: {dropping[0]} draws its mask by how many tokens are here, not by which, "
+                          "so ranks would not drop what one process drops; set dropout to 0, or use one context rank")
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
     model.register_forward_pre_hook(_OwnTokens(group, kind, signature), with_kwargs=True)
