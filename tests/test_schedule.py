@@ -11,6 +11,7 @@ import pytest
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.passes import add_gathers, apply_pass
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.search import SEARCHED
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
 from rankloom.schedule import find_plan, known, read_costs, show
 
@@ -36,8 +37,18 @@ def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
 
 def test_list_names_every_schedule():
     done = rankloom("schedule", "list")
-    assert done.returncode == 0 and all(name in done.stdout for name in SCHEDULES)
-    assert known().row_count == len(SCHEDULES)
+    assert done.returncode == 0 and all(name in done.stdout for name in [*SCHEDULES, *SEARCHED])
+    assert known().row_count == len(SCHEDULES) + len(SEARCHED)
+
+
+def test_a_searched_schedule_is_made_for_the_costs_that_are_given():
+    options = {**NOTHING, "stages": 8, "microbatches": 24, "costs": "29.7,29.4,19.9,0.5"}
+    shown = [str(part) for part in show("zb-2p", **options)]
+    assert shown[0] == "zb-2p: 8 stages on 8 ranks, 24 micro-batches" and shown[-1].startswith("bubble 0.2% where a rank may begin")
+    with pytest.raises(ConfigError, match="'zb-2p' with 2 stages on each rank: it is made for 1"):
+        list(show("zb-2p", **{**options, "chunks": 2}))
+    with pytest.raises(ConfigError, match="0 stages: expected 1 or more of each"):
+        list(show("zb-2p", **{**NOTHING, "stages": 0}))
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb-h1", 4), ("zb-v", 8)])

@@ -16,6 +16,7 @@ from rankloom.parallel.pipeline.actions import Plan, parse_plan
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_plan
 
 STAGES, MICROBATCHES = 4, 8
@@ -26,11 +27,20 @@ def known() -> Table:
     table = Table("schedule", "stages a rank", "in short")
     for name, schedule in SCHEDULES.items():
         table.add_row(name, f"{schedule.fewest}{'' if schedule.most else ' or more'}", schedule.says)
+    for name, memory in SEARCHED.items():
+        table.add_row(name, "1", f"made for the costs that are given, with {memory:g} times the memory of 1F1B")
     return table
 
 
-def find_plan(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> Plan:
-    """A known schedule, or one read from a .txt file, proven. raises: ConfigError"""
+def find_plan(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Plan:
+    """A known schedule, one made for the costs, or one read from a .txt file; proven. raises: ConfigError"""
+    if name in SEARCHED:
+        if chunks not in (None, 1):
+            raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for 1")
+        of_stages = read_costs(costs, STAGES if stages is None else stages)
+        plan = search_zero_bubble(of_stages, MICROBATCHES if microbatches is None else microbatches, SEARCHED[name])
+        check(plan)
+        return plan
     if not name.endswith(".txt"):
         plan = make_plan(name, STAGES if stages is None else stages, MICROBATCHES if microbatches is None else microbatches, chunks)
         check(plan)
@@ -101,7 +111,7 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 def show(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
          svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """All of it, for `rankloom schedule show`."""
-    plan = find_plan(name, stages, microbatches, chunks)
+    plan = find_plan(name, stages, microbatches, chunks, costs)
     timeline = simulate_plan(plan, read_costs(costs, plan.stages))
     title = f"{name}: {plan.stages} stages on {len(plan.ranks)} ranks, {plan.microbatches} micro-batches"
     yield title

@@ -7,6 +7,7 @@ import pytest
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "zero_bubble.csv").read_text().splitlines()))
@@ -63,6 +64,14 @@ def test_the_published_bubbles_come_out_within_2_points(row, name):
     costs = {key: float(row[key]) for key in ("forward", "input", "weight", "message")}
     mine = bubble(name, int(row["ranks"]), int(row["microbatches"]), chunks, **costs).own_bubble
     assert mine == pytest.approx(float(row[name]), abs=0.02)
+
+
+@pytest.mark.parametrize("row", TABLE[:-2], ids=lambda row: f"{row['model']}-{row['microbatches']}")   # the last two take seconds
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_published_bubbles_of_searched_schedules_come_out_within_2_points(row, name):
+    costs = Costs.even(int(row["ranks"]), **{key: float(row[key]) for key in ("forward", "input", "weight", "message")})
+    plan = search_zero_bubble(costs, int(row["microbatches"]), SEARCHED[name])
+    assert simulate_plan(plan, costs).own_bubble == pytest.approx(float(row[name]), abs=0.02)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['microbatches']}")

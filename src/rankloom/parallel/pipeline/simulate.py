@@ -31,7 +31,7 @@ class Costs:
         stages = {len(self.forward), len(self.input), len(self.weight)}
         if len(stages) > 1 or min((*self.forward, *self.input, *self.weight, self.message, self.kept)) < 0:
             raise ConfigError(f"{self}: expected one cost of each kind for each stage, and none below 0")
-        if not sum((*self.forward, *self.input, *self.weight)):
+        if self.forward and not sum((*self.forward, *self.input, *self.weight)):
             raise ConfigError("costs of 0 for everything leave nothing to draw; give some time to F, I or W")
 
     @classmethod

@@ -1,0 +1,91 @@
+"""Zero-bubble schedules made for measured costs: ranks run on paper, and each decides what to do next when it is free.
+
+The hand-made schedules assume that forward and both parts of the backward take equally long. Where they do not, or messages take
+time, a schedule found for these very costs waits less. Source: Qi et al. 2023, ZB-1p and ZB-2p; the rules here are simpler than theirs.
+"""
+
+from collections import Counter
+from heapq import heappop, heappush
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.actions import Action, Plan
+from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+
+SEARCHED = {"zb-1p": 1.0, "zb-2p": 2.0}   # names, and memory as a multiple of that of 1F1B
+PATIENCE = (0.0, 0.5, 1.0)
+
+
+def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Plan:
+    """The best of a few plans with one stage on each rank, for these costs; never worse than those made by hand.
+
+    memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. What waits for its weights only is not counted
+    bubble: with memory = 2 nearly none, if there are enough micro-batches and no rank waits for the others' last
+    raises: ConfigError
+    """
+    if memory < 1 or microbatches < 1 or not costs.forward:
+        raise ConfigError(f"memory {memory:g}, {microbatches} micro-batches, {len(costs.forward)} stages: expected 1 or more of each; "
+                          "memory 1 is what 1F1B needs")
+    plans = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
+    plans += [make_plan(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
+    return min(plans, key=lambda plan: simulate_plan(plan, costs).own_bubble)
+
+
+class _Search:
+    """One run on paper.
+
+    A free rank goes backward if a gradient is there, else forward if it may keep another activation, else it computes what
+    weights are waiting for. It rather waits when a gradient is due before a share (`patience`) of what it would begin is over.
+    """
+
+    def __init__(self, costs: Costs, microbatches: int, memory: float, patience: float):
+        self.costs, self.microbatches, self.patience = costs, microbatches, patience
+        self.last = len(costs.forward) - 1
+        self.limits = [int(memory * (self.last + 1 - rank)) for rank in range(self.last + 1)]
+        self.plan: list[list[Action]] = [[] for _ in self.limits]
+        self.done = [Counter[str]() for _ in self.limits]
+        self.free = [0.0] * len(self.limits)
+        self.ends: dict[Action, float] = {}
+        self.wake = [(0.0, rank) for rank in range(len(self.limits))]
+
+    def run(self) -> Plan:
+        """The whole step: whoever may have something to do is woken, in the order of time."""
+        while self.wake:
+            now, rank = heappop(self.wake)
+            if self.free[rank] <= now and (kind := self._choose(rank, now)):
+                self._begin(Action(kind, rank, self.done[rank][kind]), now)
+        return Plan.of(*self.plan)
+
+    def _begin(self, action: Action, now: float) -> None:
+        rank, end = action.stage, now + self.costs.of(action)
+        self.done[rank][action.kind] += 1
+        self.plan[rank].append(action)
+        self.free[rank] = self.ends[action] = end
+        heappush(self.wake, (end, rank))
+        other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]
+        if 0 <= other <= self.last:
+            heappush(self.wake, (end + self.costs.message, other))
+
+    def _choose(self, rank: int, now: float) -> str | None:
+        done, gradient = self.done[rank], self._arrival(rank, "I")
+        if gradient <= now:
+            return "I"
+        choices = []
+        if done["F"] - done["I"] < self.limits[rank] and self._arrival(rank, "F") <= now:
+            choices.append(("F", self.costs.forward[rank]))
+        if done["W"] < done["I"]:
+            choices.append(("W", self.costs.weight[rank]))
+        return next((kind for kind, takes in choices if gradient >= now + self.patience * takes), None)
+
+    def _arrival(self, rank: int, kind: str) -> float:
+        """When the next forward or backward could begin; infinity where that is not known yet."""
+        number = self.done[rank][kind]
+        if number == self.microbatches or (kind == "I" and number == self.done[rank]["F"]):
+            return float("inf")
+        if (kind, rank) == ("F", 0):
+            return 0.0
+        own = Action("F", rank, number)
+        if (kind, rank) == ("I", self.last):
+            return self.ends[own]
+        before = Action(kind, rank - 1 if kind == "F" else rank + 1, number)
+        return self.ends.get(before, float("inf")) + self.costs.message
