@@ -104,6 +104,9 @@ class Group:
     def _shared(self) -> SharedMemoryGroup | None:
         return self._process_group if isinstance(self._process_group, SharedMemoryGroup) else None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        return self   # a copy of a model has the same peers
+
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"
 

@@ -47,3 +47,11 @@ def test_something_else_than_dropout_is_refused():
     plan = {"0": "embedding_rowwise", "1": "sequence_dropout"}
     with pytest.raises(ConfigError, match="1: sequence_dropout wants an nn.Dropout, but this is a AlphaDropout"):
         rl.tensor_parallel(model, plan, rl.init())
+
+
+def test_a_model_that_evaluates_still_does_once_it_is_split():
+    def body(world):
+        model = make(dropout=0.3).eval()
+        return [module.training for module in rl.tensor_parallel(model, model.tp_sequence_plan, world).modules()]
+
+    assert not any(any(training) for training in rl.simulate(2, body))

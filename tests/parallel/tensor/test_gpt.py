@@ -1,5 +1,6 @@
 """Our own GPT over tensor ranks is the plain one: logits, loss, every gradient, whatever does not divide."""
 
+import copy
 import random
 import time
 
@@ -205,3 +206,34 @@ def test_fp32_and_bf16_are_off_by_their_roundings_only():
 
         for loss in rl.simulate(2, body):
             torch.testing.assert_close(loss.double(), truth.detach(), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
+def test_a_copy_of_a_split_model_is_split_alike_and_finishes_its_gradients(plan, overlap):
+    plain = make(kv_heads=1)
+    loss = run(plain)[1]
+    loss.backward()
+
+    def body(world):
+        first = rl.tensor_parallel(make(kv_heads=1), getattr(plain, plan), world, overlap=overlap)
+        model = copy.deepcopy(first)
+        with torch.no_grad():
+            for param in first.parameters():
+                param.zero_()
+        run(model)[1].backward()
+        return whole_gradients(model, world)
+
+    for grads in rl.simulate(2, body):
+        for name, param in plain.named_parameters():
+            assert error(grads[name], param.grad) < RTOL, name
+
+
+@pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
+def test_compiled_blocks_leave_out_of_their_graphs_what_ranks_say_to_each_other(plan):
+    def compiled(model):
+        for block in model.blocks:
+            block.compile(backend="eager")
+        return run(model)
+
+    expect_equal(2, make, compiled, plan=getattr(make(), plan))

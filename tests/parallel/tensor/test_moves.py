@@ -140,3 +140,13 @@ def test_an_entrance_forgets_also_after_a_forward_that_failed():
         return module.enter._seen is None
 
     assert rl.simulate(2, body) == [True, True]
+
+
+def test_a_sum_in_place_over_what_a_gradient_still_needs_is_seen():
+    def body(world):
+        x = torch.ones(2, 3, requires_grad=True)
+        y = redistribute(x.tanh(), OWED, WHOLE, world, label="sum", overwrite=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    rl.simulate(2, body)

@@ -14,7 +14,9 @@ holding.py for what happens to parameters and gradients.
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
@@ -126,8 +128,17 @@ def _expect_entry(cutting: Cutting) -> None:
 
 
 def _finish_in_backward(model: nn.Module, group: Group) -> None:
-    for param, name, held in _owed(model):
-        param.register_hook(partial(_summed, name=name, held={name: held}, group=group))
+    hooked: WeakSet[nn.Module] = WeakSet()
+
+    @torch.compiler.disable
+    def hook(module: nn.Module, _args: object = ()) -> None:
+        if module not in hooked:   # a copy, whose parameters have lost their hooks
+            hooked.add(module)
+            for param, name, held in _owed(module):
+                param.register_hook(partial(_summed, name=name, held={name: held}, group=group))
+
+    hook(model)
+    model.register_forward_pre_hook(hook)
 
 
 def _owed(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Holding]]:

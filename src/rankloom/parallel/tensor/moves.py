@@ -23,6 +23,7 @@ BY_TOKENS = Layout.parse("[..., tokens/tensor, width]")
 BY_WIDTH = Layout.parse("[..., tokens, width/tensor]")
 
 
+@torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
 def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: str, overwrite: bool = False) -> Tensor:
     """`x`, laid out as `src`, laid out as `dst`; its gradient comes back by the conjugate.
 
@@ -91,6 +92,7 @@ def _gathers_for_split_layers(node: Any) -> bool:
     return isinstance(way, _Way) and (way.there.kind, way.back.kind) == ("all_gather", "reduce_scatter")
 
 
+@torch.compiler.disable
 def claim(x: Tensor, group: Group, label: str) -> None:
     """A split layer reads `x` and owes its gradient: note so at the gather that x comes from, which will sum it.
 
@@ -175,6 +177,7 @@ class Entrance:
         self._seen: tuple[Tensor, int, bool] | None = None
         self._entered: Tensor | None = None
 
+    @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., width], whole -> the same, its gradient summed over the ranks.   sent: backward, an all-reduce of x"""
         now = (x, x._version, torch.is_grad_enabled())

@@ -54,6 +54,7 @@ class BusyColumnLinear(ColumnLinear):
             self.at = len(self.enter.layers)
             self.enter.layers.append(self)
 
+    @torch.compiler.disable
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., in], whole -> [..., out / p]."""
         if self.at is None or self.group.size == 1:
@@ -108,6 +109,7 @@ class BusyRowLinear(RowLinear):
         super().__init__(*args, **options)
         self.pieces = pieces
 
+    @torch.compiler.disable
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., tokens, in / p] -> [..., tokens, out], summed; or this rank's tokens of it."""
         if self.group.size == 1:

@@ -54,6 +54,7 @@ class Rows:
         """The row of one token in this rank's part; None where it lies elsewhere."""
         return token - self.start if token is not None and 0 <= token - self.start < self.count else None
 
+    @torch.compiler.disable
     def expect(self, tokens: Tensor, where: str) -> None:
         """Raise unless all tokens are in the vocabulary. On the CPU only: a GPU would have to be waited for."""
         if tokens.device.type == "cpu" and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
@@ -69,6 +70,7 @@ def look_up_own_rows(embedding: nn.Module, rows: Rows, group: Group, out: Layout
     """
     found: list[Tensor] = []   # which tokens of this call lie here
 
+    @torch.compiler.disable
     def before(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rows.expect(args[0], group.where(label))
         expect_alike(args[0], TOKENS, group, f"{label}: tokens")
@@ -110,6 +112,7 @@ def gather_logits(logits: Tensor, rows: Rows, group: Group, label: str) -> Tenso
     return redistribute(logits, BY_WIDTH, WHOLE, group, label=label)[..., :rows.vocabulary]
 
 
+@torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
 def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Rows, group: Group, *,
                         chunk: int | None = None, label: str = "loss") -> Tensor:
     """Sum of the cross-entropy of `hidden @ W.T` against `targets`, W cut by rows over the ranks; the same on every rank.
@@ -152,7 +155,7 @@ class _Loss:
         counted = targets != IGNORE
         loss = ((total.log() + highest - logit.sum(0)) * counted).sum()
         gradient = exps.mul_(((top - highest).exp() / total * counted)[:, None])
-        gradient[torch.arange(len(row), device=row.device), row] -= (here & counted).to(gradient.dtype)
+        gradient[torch.arange(len(row), device=row.device), row] -= here.to(gradient.dtype)   # a target that is not counted is nowhere
         return loss, gradient.to(logits.dtype)
 
 
