@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.rng import stream
+from rankloom.parallel.replicas import named_state
 from rankloom.shard.optimizer import stand_in
 from rankloom.shard.unit import Fill
 
@@ -20,20 +21,25 @@ _drawing = threading.Lock()   # torch's generator is one for the process; ranks 
 def initial_values(model: nn.Module, initialize: Fill | None, seed: int) -> Fill:
     """What gives each tensor of a model on the meta device its values, by name: the user's function, or the modules' own.
 
+    Tensors that are not on the meta device keep theirs.
     raises: ConfigError when there is neither
     """
-    if initialize is not None:
-        return initialize
+    there = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
     homes = {name: (module, key) for prefix, module in model.named_modules() for key in (*module._parameters, *module._buffers)
              for name in [f"{prefix}.{key}" if prefix else key]}
     for name, (module, _) in homes.items():
-        if not callable(getattr(module, "reset_parameters", None)):
+        if initialize is None and name not in there and not callable(getattr(module, "reset_parameters", None)):
             raise ConfigError(f"{name} is on the meta device, and its module {type(module).__name__} has no reset_parameters(); "
                               "give `initialize`, a function of (name, tensor) that fills the tensor in place")
 
     def fill(name: str, tensor: Tensor) -> None:
         module, key = homes[name]
-        tensor.copy_(_reset(module, key, tensor, stream(seed, "init", name.rpartition(".")[0]).initial_seed()))
+        if name in there:
+            tensor.copy_(there[name])
+        elif initialize is not None:
+            initialize(name, tensor)
+        else:
+            tensor.copy_(_reset(module, key, tensor, stream(seed, "init", name.rpartition(".")[0]).initial_seed()))
 
     return fill
 
@@ -41,12 +47,13 @@ def initial_values(model: nn.Module, initialize: Fill | None, seed: int) -> Fill
 def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
     """One tensor of what `module.reset_parameters()` makes, the module left as it was; the same draw for all its tensors."""
     params, buffers = dict(module._parameters), dict(module._buffers)
-    shapes = {name: t.shape for name, t in (params | buffers).items() if t is not None}
+    kinds = {name: (t.shape, like.dtype if t.is_floating_point() and like.is_floating_point() else t.dtype)
+             for name, t in (params | buffers).items() if t is not None}
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % (1 << 63))
         try:
-            for name, shape in shapes.items():
-                fresh = torch.zeros(shape, dtype=like.dtype)
+            for name, (shape, dtype) in kinds.items():
+                fresh = torch.zeros(shape, dtype=dtype)
                 holder = module._parameters if name in params else module._buffers
                 holder[name] = nn.Parameter(fresh) if name in params else fresh   # type: ignore[assignment]
             module.reset_parameters()   # type: ignore[operator]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.parallel.build import put_stand_ins
 from rankloom.parallel.guards import guard_owners
-from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
+from rankloom.parallel.replicas import BufferKeeper, make_buffers_equal, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
@@ -136,6 +136,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
             make_replicas_equal(model, ranks)
     else:
         put_stand_ins(model, fill, group.device)
+        for ranks in (group, alone):
+            make_buffers_equal(model, ranks)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
         return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)

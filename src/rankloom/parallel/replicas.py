@@ -45,6 +45,12 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     return changed
 
 
+def make_buffers_equal(model: nn.Module, group: Group) -> None:
+    """Every rank gets rank 0's buffers: of a model whose parameters have no memory yet. A collective."""
+    for name, buffer in model.named_buffers():
+        group.broadcast(buffer, label=f"initial {name}")
+
+
 def _expect_same_tensors(model: nn.Module, group: Group) -> None:
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()

@@ -29,6 +29,7 @@ class Section:
         self.first_call: int | None = None   # when its forward first began, counted over the pass
         self.calls = 0                       # forwards whose backward is still to come
         self.forwards = 0                    # all of the pass
+        self.is_ahead = False                # gathered for a call that has not come yet
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.each = True                     # reduced after every backward, or only after the last of a step
@@ -39,6 +40,12 @@ class Section:
         for unit in self.units:
             if unit.state is State.SHARDED:
                 unit.start_gather()
+
+    def gather_ahead(self) -> None:
+        """Let the parameters set out for a call that is expected, unless they are here."""
+        if self.is_away:
+            self.is_ahead = True
+            self.start_gather()
 
     def make_ready(self) -> None:
         """Every parameter of the section may be used."""
@@ -53,6 +60,11 @@ class Section:
                 unit.wait()
             if unit.state is State.GATHERED:
                 unit.release(near)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether something of it has still to be gathered."""
+        return any(unit.state is State.SHARDED for unit in self.units)
 
     @property
     def holders(self) -> set[nn.Module]:

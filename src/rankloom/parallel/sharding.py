@@ -34,6 +34,9 @@ from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 
+ASKING, ENDED = -2, -1   # in the place of a section's number
+
+
 class Moment(Enum):
     """Where in a step the model is."""
 
@@ -89,9 +92,11 @@ class Sharding:
         self._last_order: list[Section] = []   # of those of the pass before
         self._queue = Queue(self.sections, group, replicas)
         self._stage = Moment.IDLE
+        self._is_followed = False
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections:
             self._watch(section)
+        self._gather_kept()
 
     # ------------------------------------------------------------------ for whoever runs the steps
 
@@ -164,6 +169,9 @@ class Sharding:
         for section in self.sections:
             for unit in section.units:
                 unit.publish()
+        self._gather_kept()
+
+    def _gather_kept(self) -> None:
         for section in self.sections:
             if all(unit.stays for unit in section.units):
                 section.start_gather()
@@ -173,13 +181,34 @@ class Sharding:
         """Whether a forward is a collective."""
         return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
-    def stand_by(self) -> None:
-        """Gather and let go as a forward without gradients does, for the sake of ranks that run one."""
-        for section in self._order or self._last_order or self.sections:
-            section.make_ready()
-            if section is not self.sections[0]:
-                section.release()
+    @contextlib.contextmanager
+    def followed(self, on: bool) -> Iterator[None]:
+        """Forwards inside tell ranks that `follow` what they gather; a collective, if on."""
+        self._is_followed = on
+        try:
+            yield
+        finally:
+            self._is_followed = False
+        if on:
+            self._tell_next(ENDED)
+            self._forget_order()
+
+    def follow(self) -> None:
+        """Gather and let go as other ranks say that they do, who run a forward without gradients."""
+        while (at := self._tell_next(ASKING)) != ENDED:
+            self.sections[at].make_ready()
+            self.sections[at].release()
+        self._forget_order()
+
+    def _tell_next(self, at: int) -> int:
+        """Which section is gathered next: those who know say it, the others ask."""
+        message = torch.tensor([float(at)], device=self.group.device)
+        return int(self.group.all_reduce(message, "max", label="which section next").item())
+
+    def _forget_order(self) -> None:
+        """Ranks have seen different passes: none of them may tell what to gather ahead."""
         self.release()
+        self._order, self._last_order = [], []
 
     def make_ready(self) -> None:
         """Gather everything, for code that looks at the whole model. A collective."""
@@ -206,14 +235,25 @@ class Sharding:
         if section is self.sections[0]:
             self._begin_pass()
         section.expect_own_parameters()
-        section.make_ready()
+        self._gather(section)
+        section.is_ahead = False
         if self._stage is Moment.BACKWARD:   # recomputed
             return
         section.first_call = len(self._order) if section.first_call is None else section.first_call
         self._order.append(section)
         at = len(self._order)
-        for following in self._last_order[at : at + self.gathering.ahead]:
-            following.start_gather()
+        following = [] if self._is_followed else self._last_order[at : at + self.gathering.ahead]
+        for other in self.sections:
+            if other.is_ahead and other not in following:   # the calls come in another order than last time
+                other.release()
+                other.is_ahead = False
+        for other in following:
+            other.gather_ahead()
+
+    def _gather(self, section: Section) -> None:
+        if self._is_followed and section.is_away:
+            self._tell_next(self.sections.index(section))
+        section.make_ready()
 
     def _begin_pass(self) -> None:
         if self._stage is Moment.BACKWARD:   # the last one died on its way
@@ -232,8 +272,10 @@ class Sharding:
             section.calls += 1
             section.forwards += 1
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
-        if self.gathering.let_go and (section is not self.sections[0] or not tensors):
+        if self.gathering.let_go and section is not self.sections[0]:
             section.release(self.gathering.near if tensors else None)
+        elif self.gathering.let_go and not tensors:
+            self.release()
 
     # ------------------------------------------------------------------ backward
 
@@ -248,10 +290,11 @@ class Sharding:
                 if not other.settled and other.forwards == 1:   # of more, gradients land when the last of them is over
                     self._settle(other)
                 self._let_go(other)
-        section.make_ready()
-        at = self._order.index(section) if section in self._order else 0
+        self._gather(section)
+        calls = [at for at, called in enumerate(self._order) if called is section] or [0]
+        at = calls[min(section.calls, len(calls) - 1)]
         for previous in self._order[max(0, at - self.gathering.ahead) : at]:
-            if not (previous.settled and previous.may_go_early):
+            if not (previous.settled and previous.may_go_early) and not self._is_followed:
                 previous.start_gather()
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:

@@ -201,8 +201,11 @@ class Engine:
     def _expect_sum(self, batch: Any) -> None:
         """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
         held = self.tokens.all_reduce(torch.tensor([rows_of(batch, self.group.rank)], device=self.group.device), "min", label="rows")
-        rows = max(2, int(held.item()) // (self.settings.leaves or self.settings.accumulate))   # on all, for forward may be a collective
+        if held.item() < 2:   # somewhere; then nobody looks, for a forward may be a collective
+            return
+        rows = max(2, int(held.item()) // (self.settings.leaves or self.settings.accumulate))
         expect_sum(lambda part: self._call_loss(part)[1], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
+        self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
@@ -221,7 +224,8 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        returned = self.settings.loss(self.model, piece)
+        with self.placement.sync(False):   # a loss may take gradients of its own, by the inputs
+            returned = self.settings.loss(self.model, piece)
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
             raise LossError(
                 f"rank {self.group.rank}: the loss function returned {_describe(returned)}, expected (sum, count): the loss *summed* over "

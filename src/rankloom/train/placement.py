@@ -215,17 +215,18 @@ class Cut:
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A forward is a collective where parameters are gathered for it: a rank without a batch goes along without computing."""
-        pending = iter(batches)
+        pending, gathers = iter(batches), self.sharding.gathers_in_forward
         while True:
             batch = next(pending, None)
-            more = torch.tensor([float(batch is not None)], device=self.group.device)
-            if self.sharding.gathers_in_forward:
-                self.group.all_reduce(more, "max", label="another batch?")
-            if not more.item():
+            have = torch.tensor([float(batch is not None)], device=self.group.device)
+            if gathers:
+                self.group.all_reduce(have, label="another batch?")
+            if not have.item():
                 return
             if batch is None:
-                self.sharding.stand_by()
-            else:
+                self.sharding.follow()
+                continue
+            with self.sharding.followed(gathers and have.item() < self.group.size):
                 yield batch
 
     def abandon(self) -> None:

@@ -24,7 +24,7 @@ from rankloom.comm.compress import EXACT
 from rankloom.parallel.build import fill_whole, initial_values, put_stand_ins
 from rankloom.parallel.context import RING
 from rankloom.parallel.parts import Parts
-from rankloom.parallel.replicas import make_replicas_equal
+from rankloom.parallel.replicas import make_buffers_equal, make_replicas_equal
 from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, Plan, shard
@@ -179,6 +179,7 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage
         make_replicas_equal(model, group)
         return None
     put_stand_ins(model, fill, group.device)
+    make_buffers_equal(model, group)
     return fill
 
 
