@@ -69,7 +69,8 @@ def test_layers_of_one_module_may_read_different_tensors_and_one_twice():
 
         def forward(self, x):
             other = x.sin()
-            return self.out(self.query(x) * self.key(other) + self.query(other) * self.key(x).tanh())
+            twice = self.query(x) * self.query(x).tanh()
+            return self.out(twice * self.key(other) + self.query(other) * self.key(x).tanh())
 
     plan = {"query": "colwise", "key": "colwise", "out": "rowwise"}
     expect_equal(2, lambda: shaken(Cross()), run_pair, plan=plan)
