@@ -380,6 +380,14 @@ def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
     expect_equal(results, (expected, grads))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_gradients_are_of_the_scaled_loss_and_the_loss_is_told_unscaled(name):
+    batches, plan = token_batches(3), make_plan(name, 3, 3)
+    totals, grads = gpt_alone(3)
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, hooks=Hooks(scale=lambda: 8.0)))
+    expect_equal(results, (totals, {key: 8 * grad for key, grad in grads.items()}))
+
+
 def test_before_each_forward_and_backward_its_micro_batch_is_told():
     plan, told = make_plan("1f1b", 2, 3), {0: [], 1: []}
     rl.simulate(2, lambda w: small(w, plan, 3, hooks=Hooks(before=told[w.rank].append)))

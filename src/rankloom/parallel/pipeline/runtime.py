@@ -42,6 +42,7 @@ class Hooks:
 
     before: Callable[[int], None] | None = None                  # with the micro-batch's number, before each forward and backward
     extra: Callable[[nn.Module], Tensor | None] | None = None    # a loss *sum* of its own that the last forward has left in a stage
+    scale: Callable[[], float] | None = None                     # what losses are multiplied by for their backward (fp16)
     gather: Callable[[int], None] | None = None                  # what GATHER does, with the stage's number
     reduce: Callable[[int], None] | None = None                  # what REDUCE does
 
@@ -148,9 +149,9 @@ class Pipeline:
         stage, m = action.stage, action.microbatch or 0
         if self.hooks.before:
             self.hooks.before(m)
-        live = self._live[stage, m]
+        live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
         grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else []
-        ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None] + [(own, torch.ones_like(own)) for own in live.own]
+        ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None] + [(own, torch.full_like(own, scale)) for own in live.own]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
         if ends:
             torch.autograd.backward([y for y, _ in ends], [grad for _, grad in ends])
