@@ -151,7 +151,8 @@ class Pipeline:
             self.hooks.before(m)
         live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
         grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else []
-        ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None] + [(own, torch.full_like(own, scale)) for own in live.own]
+        ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None]
+        ends += [(own, torch.full_like(own, scale)) for own in live.own]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
         if ends:
             torch.autograd.backward([y for y, _ in ends], [grad for _, grad in ends])
