@@ -13,7 +13,7 @@ import rankloom as rl
 from awkward import adamw, fingerprint, share
 from blocky import Block, Inner, loss_of, make_blocky, make_turns, train_blocky_plainly
 from rankloom.train import prepare
-from rankloom.train.placement import CutCanonical
+from rankloom.train.cut import CutCanonical
 from test_equivalence import expect_equal
 
 MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2), "(3,1)": rl.Mesh(replicate=3), "(1,2)": rl.Mesh(shard=2),

@@ -30,6 +30,7 @@ _HOME = {
     "Engine": "train.engine",
     "Report": "train.engine",
     "Precision": "train.precision",
+    "Pipe": "train.stages",
     "GPT": "models.gpt",
     "GPTConfig": "models.gpt",
 }

@@ -33,7 +33,6 @@ from rankloom.shard.gradient import Gradient
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
-
 ASKING, ENDED = -2, -1   # in the place of a section's number
 
 
@@ -53,11 +52,13 @@ class Gathering:
     let_go: a section leaves memory between its forward and its backward
     near:   ranks among which it stays cut meanwhile, if not among all
     ahead:  how many sections may be on their way while one is in use
+    hooked: sections gather and reduce as their modules run; without, whoever runs a step says `make_ready` and `collect`
     """
 
     let_go: bool = True
     near: Group | None = None
     ahead: int = 1
+    hooked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Sharding:
         self._stage = Moment.IDLE
         self._is_followed = False
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
-        for section in self.sections:
+        for section in self.sections if gathering.hooked else ():
             self._watch(section)
         self._gather_kept()
 
@@ -326,6 +327,15 @@ class Sharding:
     def _let_go(self, section: Section) -> None:
         if self.gathering.let_go:
             section.release()
+
+    def collect(self) -> None:
+        """Without hooks, after the last backward of a step: land what is in `.grad`, and reduce."""
+        for gradient in self.gradients():
+            for name, param in gradient.unit.params.items():
+                if param.grad is not None:
+                    gradient.land(name, param)
+        self._stage = Moment.FORWARD
+        self.end_backward()
 
     def end_backward(self) -> None:
         """Reduce what has not been yet, and let everything go. Runs by itself when a backward ends; again, it changes nothing."""

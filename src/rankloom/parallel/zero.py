@@ -45,6 +45,7 @@ class Plan:
     ahead:            how many sections are gathered ahead of use
     gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
     scale:            what summed gradients are multiplied by
+    hooked:           see `Gathering`
     reduces_once:     gradients are forgotten before every step, and each is whole until its last backward
     apart:            parameters that are summed over other replicas than the rest
     float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
@@ -58,6 +59,7 @@ class Plan:
     ahead: int = 1
     gradient_memory: int = 0
     scale: float = 1.0
+    hooked: bool = True
     reduces_once: bool = True
     apart: Apart | None = None
     float8: Readers = field(default_factory=dict)
@@ -86,9 +88,9 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
-    let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True
+    let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True and plan.hooked
     return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
-                    gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead))
+                    gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead, plan.hooked))
 
 
 def _told(fill: Fill, replicas: Group) -> Fill:

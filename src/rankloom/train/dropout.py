@@ -24,12 +24,21 @@ class DropoutKey:
     seed: int
     step: int = 0
     microbatch: int = 0
+    first: int = 0
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
 
     def move_to(self, step: int, microbatch: int) -> None:
         """Before each micro-batch. `microbatch` counts over all ranks."""
         self.step, self.microbatch = step, microbatch
         self.calls.clear()
+
+    def start_step(self, step: int, first: int) -> None:
+        """Where micro-batches come in an order of their own: `first` is the number of this rank's first one."""
+        self.step, self.first = step, first
+
+    def move_on_to(self, microbatch: int) -> None:
+        """To this rank's micro-batch of that number, from 0."""
+        self.move_to(self.step, self.first + microbatch)
 
     def generator(self, name: str, device: torch.device) -> torch.Generator:
         """The stream for the next call of module `name`."""

@@ -15,7 +15,7 @@ bend the gradient.
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,9 +31,12 @@ from rankloom.train.apply import apply_gradients, peak_memory
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import expect_sum, explain_non_finite
 from rankloom.train.dropout import DropoutKey
+from rankloom.train.fp8 import Float8Layers
+from rankloom.train.held import Held, held_by
 from rankloom.train.modes import evaluating
-from rankloom.train.placement import Held, Optimizer, Placement, held_by
+from rankloom.train.placement import Optimizer, Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
+from rankloom.train.recompute import Recompute
 from rankloom.world.group import Group
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -63,6 +66,8 @@ class Settings:
     precision: Precision
     leaves: int                                # logical shards; 0: the order of addition is free
     schedule: Callable[[int], float] | None
+    recompute: Recompute | None = None         # what each block keeps; it can be printed
+    float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in eight bits
 
 
 class Engine:
@@ -93,6 +98,7 @@ class Engine:
             self.model.train()
         lr = self._set_learning_rate()
         self.placement.abandon()   # whatever a failed step left behind
+        self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
             self._expect_sum(batch)
@@ -145,8 +151,9 @@ class Engine:
         model = self.placement.values(among)
         optimizer = gather_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), self.placement.group, rank=among)
         if optimizer:
-            optimizer["state"] = {name: {key: self.placement.join(name, value) for key, value in held.items()}
-                                  for name, held in optimizer["state"].items()}
+            joined = {name: {key: self.placement.join(name, value) for key, value in held.items()}
+                      for name, held in optimizer["state"].items()}
+            optimizer["state"] = self.placement.merge(joined)
         return {"model": model, "optimizer": optimizer or {}} if takes else {"model": {}, "optimizer": {}}
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
@@ -242,6 +249,7 @@ class Engine:
         norm_of_sums = self.placement.norm()
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals,
                                                      scale=self.scale.value, clip=self.settings.clip)
+        self.settings.float8.end_step(self.tokens, finite=finite)
         if count <= 0:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")

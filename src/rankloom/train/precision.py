@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.shard.unit import Formats
+from rankloom.train.fp8 import Recipe
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
@@ -32,6 +33,7 @@ class Precision:
     output:  in which the model's outputs are handed to the loss; None: as they come
     full:    patterns of module names (`*norm*`) that compute in the master format
     scaled:  the loss is scaled, for a format with few exponents
+    float8:  how linear layers multiply in eight bits (fp8.py); None: they do not
     """
 
     name: str
@@ -41,6 +43,7 @@ class Precision:
     output: torch.dtype | None = None
     full: tuple[str, ...] = ()
     scaled: bool = False
+    float8: Recipe | None = None
 
 
 PRECISIONS = {p.name: p for p in (
@@ -48,6 +51,7 @@ PRECISIONS = {p.name: p for p in (
     Precision("fp64", torch.float64),
     Precision("bf16", torch.bfloat16, master=torch.float32),
     Precision("fp16", torch.float16, master=torch.float32, scaled=True),
+    Precision("fp8", torch.bfloat16, master=torch.float32, float8=Recipe()),
 )}
 
 

@@ -4,6 +4,7 @@
     memory           a model on the meta device gets stand-ins without memory, and values unit by unit
     equality         all ranks hold the model of rank 0
     split            over the axes tensor, expert, context
+    fp8              linear layers change their class
     dropout          keyed by name and step
     blocks           recompute, activation offload, compile
     optimizer        built from stand-ins in the plain shapes: it says which tensors must stay whole
@@ -34,13 +35,17 @@ from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
 from rankloom.train.compiled import compile_blocks
+from rankloom.train.cut import Cut, CutCanonical, CutParts
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
+from rankloom.train.fp8 import Float8Layers, to_float8
 from rankloom.train.offload import offload_activations as offload_blocks
-from rankloom.train.placement import Cut, CutCanonical, CutParts, Optimizer, Placement, Whole
-from rankloom.train.precision import Precision, cast_activations, formats_of, precision_named
+from rankloom.train.placement import Optimizer, Placement, Whole
+from rankloom.train.precision import Precision, cast_activations, formats_of, full_parameters, precision_named
+from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
+from rankloom.train.stages import CutStages, LocalStages, Pipe, PipelineEngine, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
@@ -57,7 +62,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
             keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
             initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
-            recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
+            pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
     """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
 
@@ -67,7 +72,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                      2 gradients too, 3 parameters too (FSDP); along `replicate` everything is repeated
     accumulate:      micro-batches a step; gradients are reduced once, or at stages 2 and 3 each time (see gradient_memory)
     clip:            the largest global gradient norm
-    precision:       fp32, fp64, bf16, fp16, or a `Precision`; left out, the dtypes the model has
+    precision:       fp32, fp64, bf16, fp16, fp8, or a `Precision`; left out, the dtypes the model has
     deterministic:   the same bits on any number of ranks: True for 8 logical shards, or their number
     seed:            of dropout, and of initial values drawn here
     schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
@@ -82,6 +87,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
     tensor_plan:     mesh axis tensor: pattern of module names -> a word of parallel/tensor/styles.py; left out, the model's own tp_plan
     context:         mesh axis context: "ring" or "all_to_all" (parallel/context.py)
+    pipe:            mesh axis pipe: the name of a schedule, or a `Pipe` that says where to cut; `accumulate` micro-batches run through it
     recompute:       what blocks compute again in backward in place of keeping it: "none", "selective", "full", or the bytes that
                      activations may take, as a number or as "24 GiB"
     offload_activations: what blocks keep for backward waits in the host's memory
@@ -90,7 +96,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
     """
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
-    _check(model, world, settings)
+    _check(model, world, settings, pipe)
     _check_stage(stage, all_reduce=all_reduce, compress=compress, units=units, keep_gathered=keep_gathered, ahead=ahead, offload=offload,
                  gradient_memory=gradient_memory)
     if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
@@ -101,17 +107,25 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         _compute_alike(world)
     fill = _bring_to_device(model, world, settings.precision, stage, initialize, seed)
     parts = split(model, world, tensor_plan, context) if is_split(world) else None
+    float8 = _in_float8(model, world, settings.precision)
     dropout = DropoutKey(seed)
     key_dropout(model, dropout)
-    _change_blocks(model, recompute, offload_activations, compile)
+    settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     if stage == 0 and parts is None:
         placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
         made = make_optimizer(optimizer, placement.owners)
     else:
+        axes = Axes.of(world, stage, parts)
         plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
-                    offload=offload, gradient_memory=gradient_memory)
-        placement, made = _cut(model, Axes.of(world, stage, parts), plan, optimizer, settings, fill)
-    return Engine(model, world.group(*ROW_AXES), settings, placement, made, tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
+                    offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
+                    apart=Apart(parts.experts, axes.fewer) if parts is not None and parts.experts else None)
+        local = None
+        if world.mesh.pipe > 1:
+            local = make_local(model, Pipe.of(pipe, model, loss), world.group("pipe"), accumulate, units, dropout)
+        placement, made = _cut(model, axes, plan, optimizer, settings, fill=fill, local=local)
+    kind = Engine if world.mesh.pipe == 1 else PipelineEngine
+    return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
+                tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +160,28 @@ def _along(world: World, *axes: str) -> Group:
     return world.group(*axes) if axes else world.alone()
 
 
-def _change_blocks(model: nn.Module, recompute: str | int, offload: bool, compiled: bool) -> None:
-    """From the block outwards; hooks that gather parameters come around all of them."""
-    if recompute != NONE:
-        recompute_blocks(model, recompute)
+def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
+    """From the block outwards; hooks that gather parameters come around all of them. Blocks are the units, where these are classes."""
+    blocks = units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
+    chosen = recompute_blocks(model, recompute, blocks=blocks, group=_along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe"))
+                              ) if recompute != NONE else None
     if offload:
-        offload_blocks(model)
+        offload_blocks(model, blocks=blocks)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, blocks=blocks)
+    return chosen
+
+
+def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8Layers:
+    """Convert the layers that multiply in eight bits; those that compute in the master format do not."""
+    if precision.float8 is None:
+        return Float8Layers({}, None)
+    if world.mesh.tensor > 1 or world.mesh.pipe > 1:
+        raise ConfigError(f"precision={precision.name!r} is not available with the mesh axes tensor and pipe yet: a weight is scaled as a "
+                          "whole, once a step")
+    full = full_parameters(model, precision)
+    kept = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear and id(module.weight) in full)
+    return to_float8(model, replace(precision.float8, keep=precision.float8.keep + kept))
 
 
 def _compute_alike(world: World) -> None:
@@ -183,7 +211,8 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage
     return fill
 
 
-def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, fill: Fill | None) -> tuple[Placement, Optimizer]:
+def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: Fill | None,
+         local: LocalStages | None) -> tuple[Placement, Optimizer]:
     device = torch.device("cpu") if plan.offload else axes.shard.device
     stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
@@ -193,12 +222,14 @@ def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Setti
     if plan.stage < 3:   # what is frozen is no unit there
         for name, param in model.named_parameters():
             param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
-    if axes.parts is not None and axes.parts.experts:
-        plan = replace(plan, apart=Apart(axes.parts.experts, axes.fewer))
+    if local is not None:
+        model, plan = local.body, replace(plan, units=lambda name, module: name in local.units)
     sharding = shard(model, axes.shard, axes.replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves),
                      fill=fill)
-    if axes.parts is not None:
-        placement: Placement = CutParts(model, sharding, axes.holders, axes.parts)
+    if local is not None and axes.parts is not None:
+        placement: Placement = CutStages(sharding, axes.holders, axes.parts, local)
+    elif axes.parts is not None:
+        placement = CutParts(model, sharding, axes.holders, axes.parts)
     else:
         placement = (CutCanonical if settings.leaves else Cut)(model, sharding, axes.everyone)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
@@ -214,9 +245,13 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
     return leaves
 
 
-def _check(model: nn.Module, world: World, settings: Settings) -> None:
-    if world.mesh.pipe > 1:
-        raise ConfigError(f"mesh axis pipe={world.mesh.pipe} is not available in rl.prepare yet; parallel/pipeline runs stages by itself")
+def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
+    if pipe is not None and world.mesh.pipe == 1:
+        raise ConfigError("pipe= has no meaning on a mesh without pipe ranks")
+    if world.mesh.pipe > 1 and world.mesh.context > 1:
+        raise ConfigError("mesh axes pipe and context are not available together yet: stages do not hand positions on")
+    if world.mesh.pipe > 1 and settings.precision.scaled:
+        raise ConfigError("fp16 scales the loss, which a pipeline's schedule does not: use bf16 with pipe ranks")
     if settings.leaves and is_split(world):
         raise ConfigError("deterministic holds bits equal along the data axes only; use a mesh of replicate and shard")
     _check_numbers(settings)

@@ -144,7 +144,7 @@ class Train(Section):
     local_batch_size: Count | None = None
     global_batch_size: Count | None = None
     accumulate: Count | None = None
-    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"
     deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
     threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
     stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters

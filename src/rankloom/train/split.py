@@ -20,7 +20,7 @@ from rankloom.world.connect import World
 
 DATA_AXES = ("replicate", "shard")
 ROW_AXES = ("replicate", "shard", "expert")
-PART_AXES = ("shard", "tensor", "expert")        # along which ranks hold different elements
+PART_AXES = ("pipe", "shard", "tensor", "expert")   # along which ranks hold different elements
 REPLICA_AXES = ("replicate", "context", "expert")   # over which a slice is summed; experts, not over expert
 __all__ = ["DATA_AXES", "PART_AXES", "REPLICA_AXES", "ROW_AXES", "TOKEN_AXES", "is_split", "split"]
 

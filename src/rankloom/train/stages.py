@@ -1,0 +1,202 @@
+"""The mesh axis `pipe` in an engine: this rank holds some stages of the model, and a step runs a schedule.
+
+Parameters are gathered before a step and gradients reduced after it: between, every stage runs many times forward and backward, in an
+order of its own on every rank. A stage keeps the names that its parameters have in the whole model, so that optimizers, norms and
+saved states do not know of the cut. A parameter that stands in two stages (a tied embedding) counts once.
+
+Read parallel/pipeline/build.py and runtime.py before this file.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import BatchError, ConfigError
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
+from rankloom.models.moe import take_extra_loss
+from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.parallel.parts import Parts
+from rankloom.parallel.pipeline.cut import Piece, Stage, balance, find_tied
+from rankloom.parallel.pipeline.runtime import Hooks, Loss, Pipeline
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.wrapping import Policy, section_names
+from rankloom.shard.optimizer import Piece as Owned
+from rankloom.train.batches import cut
+from rankloom.train.cut import CutParts
+from rankloom.train.dropout import DropoutKey
+from rankloom.train.engine import Engine
+from rankloom.world.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """How a model becomes a pipeline.
+
+    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py)
+    loss:     model -> loss(what the last piece gives, the second part of a micro-batch) -> (sum, count)
+    schedule: a name that `rankloom schedule list` knows
+    chunks:   stages on each rank; None: as few as the schedule allows
+    """
+
+    pieces: Callable[[Any], Sequence[Piece]] = gpt_pieces
+    loss: Callable[[Any], Loss] = gpt_loss
+    schedule: str = "1f1b"
+    chunks: int | None = None
+
+    @classmethod
+    def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: Any) -> "Pipe":
+        """What was asked for; a name, or nothing, is enough for our own GPT with its own loss.
+
+        raises: ConfigError
+        """
+        if isinstance(asked, Pipe):
+            return asked
+        if isinstance(model, GPT) and loss is language_model_loss:
+            return cls() if asked is None else cls(schedule=asked)
+        raise ConfigError("a mesh with pipe ranks must know where to cut: give pipe=rl.Pipe(pieces=..., loss=...), functions of the model")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStages:
+    """This rank's part of a pipelined model.
+
+    body:   its modules under the names of the whole; never called as one
+    names:  of all trainable parameters of the whole model, and their shapes, in its order
+    copies: on how many ranks a parameter stands
+    """
+
+    body: nn.Module
+    pipeline: Pipeline
+    names: Mapping[str, torch.Size]
+    copies: Mapping[str, int]
+    units: frozenset[str]   # modules that are sections
+
+
+def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, dropout: DropoutKey) -> LocalStages:
+    """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
+
+    raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
+    """
+    names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
+    sections = frozenset(section_names(model, units))
+    pieces = list(pipe.pieces(model))
+    chunks = pipe.chunks or (SCHEDULES[pipe.schedule].fewest if pipe.schedule in SCHEDULES else 1)
+    plan = make_plan(pipe.schedule, group.size * chunks, microbatches, pipe.chunks)
+    sizes = balance([1.0] * len(pieces), group.size * chunks)
+    runs = [pieces[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
+    stages = [Stage(run) for run in runs]
+    where: dict[str, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for name, _ in stage.named_parameters():
+            where.setdefault(name, set()).add(plan.owner[number])
+    mine = plan.held_by(group.rank)
+    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model), tied=find_tied(stages),
+                        hooks=Hooks(before=dropout.move_on_to, extra=take_extra_loss))
+    body = Stage([piece for number in mine for piece in runs[number]])
+    return LocalStages(body, pipeline, names, {name: len(ranks) for name, ranks in where.items()}, sections)
+
+
+class CutStages(CutParts):
+    """Slices of the parts of the stages that this rank holds."""
+
+    def __init__(self, sharding: Sharding, everyone: Group, parts: Parts, local: LocalStages):
+        super().__init__(local.body, sharding, everyone, parts)
+        self.local = local
+        elsewhere = torch.empty(0, device=sharding.group.device)
+        self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}
+
+    @property
+    def pipe(self) -> Group:
+        """The ranks that hold the other stages."""
+        return self.local.pipeline.group
+
+    def pieces(self) -> dict[str, Owned]:
+        """Also of what other stages hold: nothing."""
+        mine = super().pieces()
+        return {name: mine.get(name, Owned(name, shape, 0, 0)) for name, shape in self.local.names.items()}
+
+    def copies(self, name: str) -> int:
+        """A tied parameter stands in two stages."""
+        return super().copies(name) * self.local.copies[name]
+
+    def values(self, rank: int | None) -> dict[str, Tensor]:
+        """Joined here, then told to the other stages."""
+        return self._told(super().values(None))
+
+    def merge(self, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The optimizer's state of all stages."""
+        flat = {f"{name}\n{key}": value for name, held in state.items() for key, value in held.items()}
+        merged: dict[str, dict[str, Any]] = {}
+        for joint, value in self._told(flat).items():
+            name, key = joint.split("\n")
+            merged.setdefault(name, {})[key] = value
+        return merged
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Each stage takes what it has."""
+        super().load({name: value for name, value in state.items() if name in self.model.state_dict(keep_vars=True)})
+
+    def _told(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """All ranks' values by name, each from the first rank that has it. A collective over the stages."""
+        described = {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] if isinstance(value, Tensor) else [None, value]
+                     for name, value in mine.items()}
+        everyone = self.pipe.all_gather_object(described, label="what stages hold")
+        whole: dict[str, Any] = {}
+        for root, held in enumerate(everyone):
+            for name, (kind, shape) in held.items():
+                if name not in whole:
+                    whole[name] = shape if kind is None else self._from(root, mine.get(name), getattr(torch, kind), shape)
+        return whole
+
+    def _from(self, root: int, value: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        sent = torch.empty(shape, dtype=dtype, device=self.group.device)
+        if value is not None and self.pipe.rank == root:
+            sent.copy_(value)
+        self.pipe.broadcast(sent.view(-1).view(torch.uint8) if sent.numel() else sent, root, label="values of a stage")
+        return sent.cpu()
+
+
+class PipelineEngine(Engine):
+    """An engine whose step is a schedule over the stages of all pipe ranks."""
+
+    placement: CutStages
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's part of it."""
+        return self.placement.local.pipeline
+
+    def _run_in_free_order(self, batch: Any) -> Tensor:
+        pieces = [self._pair(piece) for piece in cut(batch, self.settings.accumulate, self.group.rank)]
+        self.placement.sharding.make_ready()
+        self._dropout.start_step(self.steps_done, self.group.rank * len(pieces))
+        totals = self.pipeline.step(pieces)
+        with self.placement.sync(True):
+            self.placement.sharding.collect()
+        return self.placement.finish(totals)
+
+    def _expect_sum(self, batch: Any) -> None:
+        """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
+
+    def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
+        """Without gradients, for evaluations."""
+        self.placement.sharding.make_ready()
+        totals = self.pipeline.evaluate([self._pair(piece)])
+        return totals[0], totals
+
+    def _run_alone(self, batch: Any) -> Tensor:
+        self.placement.abandon()
+        self.placement.sharding.make_ready()
+        return self.pipeline.step([self._pair(piece) for piece in cut(batch, self.settings.accumulate, self.group.rank)])
+
+    def _pair(self, piece: Any) -> tuple[Any, Any]:
+        if not (isinstance(piece, tuple | list) and len(piece) == 2):
+            raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
+                             f"the loss compares with; this is a {type(piece).__name__}")
+        return piece[0], piece[1]
