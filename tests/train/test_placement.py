@@ -1,0 +1,306 @@
+"""What a rank holds at each moment of a step, counted in two ways, and what it sends: the formulas of ZeRO, to the padding."""
+
+import gc
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from awkward import adamw, share
+from blocky import loss_of, make_blocky, make_turns
+from rankloom.parallel.zero import step_bill
+from rankloom.shard.unit import Memory
+from rankloom.train.engine import Held
+
+WIDTH, BLOCKS = 32, 4
+PRECISIONS = {"fp32": (4, 4), "bf16": (2, 4)}   # bytes of an element gathered, and of one owned, reduced, remembered
+
+
+class Block(nn.Module):
+    """Two matrices, no biases: sizes that divide by all the ranks, so that there is no padding at all."""
+
+    def __init__(self, watch) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.watch = watch
+
+    def forward(self, x):
+        self.watch("forward")
+        y = self.down(torch.tanh(self.up(x)))
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.watch("backward"))
+        return x + y
+
+
+class Tower(nn.Module):
+    """Blocks between two matrices of the root's."""
+
+    def __init__(self, watch) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.blocks = nn.Sequential(*(Block(watch) for _ in range(BLOCKS)))
+
+    def forward(self, x):
+        return self.last(self.first(self.blocks(x)))
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A sum over rows, and their number."""
+    return model(x).square().sum(), len(x)
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """Equal weights at every call, whatever thread asks."""
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw) * 0.1)
+    return model
+
+
+N = 4 * WIDTH * WIDTH        # elements of a block, and of the root
+WHOLE = (BLOCKS + 1) * N
+
+
+@dataclass
+class Trace:
+    """What was held at each moment, by name."""
+
+    moments: list[tuple[str, Held, int]]
+
+    def most_gathered(self, moment: str) -> int:
+        """In bytes."""
+        return max(held.gathered for name, held, _ in self.moments if name == moment)
+
+
+def run(world: rl.World, stage: int, precision: str, **options) -> Trace:
+    """Two steps; the trace of the second."""
+    trace = Trace([])
+
+    def watch(moment: str) -> None:
+        if engine:
+            trace.moments.append((moment, engine[0].held(), alive(engine[0])))
+
+    engine: list[rl.Engine] = []
+    made = rl.prepare(drawn(Tower(watch)), loss=squares, world=world, stage=stage, precision=precision,
+                      optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), **options)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    made.step(x)
+    engine.append(made)
+    watch("before")
+    made.step(x)
+    watch("after")
+    return trace
+
+
+def alive(engine: rl.Engine) -> int:
+    """Bytes of all storages that the sharding, the model and the optimizer reach, each once: counted apart from `held`."""
+    reached = [engine.model, engine.optimizer.state, vars(engine.placement)]
+    seen, found = set(), {}
+    while reached:
+        thing = reached.pop()
+        if id(thing) in seen or isinstance(thing, type | threading.Thread | rl.World):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor) and not thing.dim():   # Adam's count of steps
+            continue
+        if isinstance(thing, torch.Tensor):
+            found[thing.untyped_storage()._cdata] = thing.untyped_storage().nbytes()
+            reached += [thing.grad] if thing.is_leaf and thing.grad is not None else []
+        elif isinstance(thing, dict):
+            reached += [*thing.keys(), *thing.values()]
+        elif isinstance(thing, list | tuple | set | frozenset):
+            reached += thing
+        elif type(thing).__module__.startswith(("rankloom.parallel", "rankloom.shard", "rankloom.train", "tests", "torch.nn", "test_")) or (
+                type(thing).__module__ == "collections"):
+            reached += [part for part in gc.get_referents(thing) if not callable(part) or isinstance(part, nn.Module)]
+    return sum(found.values())
+
+
+def kept_whole(p: int, precision: str, gradients: int) -> Held:
+    """The formulas of stages 1 and 2: what is owned, what of the wholes is beyond that, gradients, two moments of Adam."""
+    compute, master = PRECISIONS[precision]
+    own = WHOLE // p * master
+    return Held(own, WHOLE * compute - (own if compute == master else 0), gradients, 2 * own)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("p", [2, 4])
+def test_stage_3_holds_its_slices_the_root_and_the_blocks_in_use_and_ahead(p, precision):
+    compute, master = PRECISIONS[precision]
+    for ahead in (0, 1, 2):
+        for trace in rl.simulate(p, lambda world, ahead=ahead: run(world, 3, precision, ahead=ahead)):
+            own = WHOLE // p * master
+            lent = 2 * N * master   # two buffers in turn, of the one size that there is
+            for moment, held, counted in trace.moments:
+                assert (held.parameters, held.optimizer) == (own, 2 * own), moment
+                assert held.gathered <= (1 + 1 + ahead) * N * compute, moment   # the root, the one in use, those ahead
+                assert held.gradients <= lent + own, moment
+                assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
+            between = [held for moment, held, _ in trace.moments if moment in ("before", "after")]
+            assert [held.gathered for held in between] == [0, 0]
+            assert trace.most_gathered("forward") == (2 + min(ahead, BLOCKS - 1)) * N * compute
+            assert trace.most_gathered("backward") == trace.most_gathered("forward")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_hold_whole_parameters_and_stage_2_a_slice_of_gradients(stage, p, precision):
+    _, master = PRECISIONS[precision]
+    own = WHOLE // p * master
+    whole_gradients = stage == 1 or p == 1
+    for trace in rl.simulate(p, lambda world: run(world, stage, precision)):
+        for moment, held, counted in trace.moments:
+            gradients = WHOLE * master if whole_gradients else held.gradients
+            assert held == kept_whole(p, precision, gradients), moment
+            assert gradients <= WHOLE * master if whole_gradients else held.gradients <= own + 2 * N * master, moment
+            assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_pages_are_common_a_rank_holds_its_share_of_everything(stage):
+    p = 4
+    for trace in rl.simulate(p, lambda world: run(world, stage, "fp32"), backend="rankloom"):
+        for moment, held, _ in trace.moments:
+            assert (held.parameters, held.gathered, held.optimizer) == (WHOLE * 4 // p, 0, 2 * WHOLE * 4 // p), moment
+            assert held.gradients <= WHOLE * 4 // p + 2 * N * 4, moment
+
+
+def test_parameters_that_are_kept_gathered_are_whole_from_forward_to_backward():
+    for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", keep_gathered=True)):
+        assert trace.most_gathered("backward") == WHOLE * 4
+        assert trace.moments[-1][1].gathered == 0
+
+
+def test_parameters_that_stay_cut_over_neighbours_hold_that_share_between():
+    for trace in rl.simulate(rl.Mesh(shard=4), lambda world: run(world, 3, "fp32", keep_gathered=2)):
+        backward = [held.gathered for moment, held, _ in trace.moments if moment == "backward"]
+        assert backward[0] <= 3 * N * 4 + (BLOCKS - 1) * N * 4 // 2
+        assert trace.moments[-1][1].gathered == 0
+
+
+@pytest.mark.parametrize("memory, whole_blocks", [(0, 0), (2 * N * 4, 1), (WHOLE * 4, BLOCKS)])
+def test_gradients_that_accumulate_stay_within_the_memory_that_is_given(memory, whole_blocks):
+    for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", accumulate=3, gradient_memory=memory)):
+        for moment, held, _ in trace.moments:
+            assert held.gradients <= WHOLE * 4 // 2 + max(2 * N * 4, memory + 2 * N * 4), moment
+
+
+class Twice(Tower):
+    """Calls its blocks in changing order, some of them twice, some not at all."""
+
+    turn = 0
+
+    def forward(self, x):
+        orders = [(0, 1, 2, 3), (0, 1, 2, 1, 3), (0, 0, 0), (3, 2, 1, 0), (0, 3)]
+        for at in orders[self.turn % len(orders)]:
+            x = self.blocks[at](x)
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_was_gathered_ahead_for_a_call_that_did_not_come_is_let_go(ahead, grad):
+    def body(world):
+        seen, engine = [], []
+
+        def watch(moment):
+            if engine:
+                seen.append(engine[0].held().gathered // (N * 4))
+
+        made = rl.prepare(drawn(Twice(watch)), loss=squares, world=world, stage=3, ahead=ahead,
+                          optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+        made.step(x)
+        engine.append(made)
+        rests = []
+        for turn in range(7):
+            made.model.turn = turn
+            made.step(x) if grad else made.evaluate([x])
+            rests.append(made.held().gathered)
+        return max(seen), rests
+
+    for most, rests in rl.simulate(2, body):
+        assert most <= 2 + ahead + grad   # a block that is called twice stays between the two parts of its backward
+        assert not any(rests)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"keep_gathered": True},
+                                     {"ahead": 0}, {"ahead": 3}], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_step_sends_is_its_bill(stage, options):
+    def body(world):
+        made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=stage,
+                          optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), **options)
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+        made.step(x)
+        before = world.ledger.bytes
+        made.step(x)
+        flags = 8 * (2 * (BLOCKS + 1) + 2) * (world.size - 1)   # which parameters were used, loss and count: fp64
+        norm = 2 * 8 * (world.size - 1) // world.size
+        return world.ledger.bytes - before - flags - norm, step_bill(made.placement.sharding, options.get("accumulate", 1)).sent
+
+    senseless = {1: {"keep_gathered", "ahead", "gradient_memory"}, 2: {"keep_gathered", "ahead"}, 3: set()}[stage]
+    if senseless & options.keys():
+        with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
+            rl.simulate(2, body)
+        return
+    for p in (2, 4):
+        for sent, bill in rl.simulate(p, body):
+            assert sent == bill
+            if not options:
+                root = N if stage == 3 else 0   # which is gathered once, not twice
+                assert bill == ((3 if stage == 3 else 2) * WHOLE - root) * 4 * (p - 1) // p
+
+
+def test_units_tell_their_memory_apart():
+    def body(world, stage):
+        made = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage)
+        return {unit.memory for section in made.placement.sharding.sections for unit in section.units}
+
+    assert rl.simulate(2, lambda world: body(world, 3))[0] == {Memory.LET_GO}
+    assert rl.simulate(2, lambda world: body(world, 2))[0] == {Memory.KEPT}
+    assert rl.simulate(2, lambda world: body(world, 3), backend="rankloom")[0] == {Memory.COMMON}
+
+
+# ---------------------------------------------------------------------- evaluation with what batches there are
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_may_evaluate_different_numbers_of_batches_before_and_between_steps(stage, ahead, backend):
+    turns = make_turns()
+    numbers = {0: 4, 1: 1, 2: 0}
+
+    def truth(model):
+        with torch.no_grad():
+            found = [loss_of(model, batch) for batch in turns]
+        held = [found[at] for number in numbers.values() for at in range(number)]
+        return float(sum(total for total, _ in held)) / sum(count for _, count in held)
+
+    def body(world):
+        options = {"ahead": ahead} if stage == 3 else {}
+        engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, **options)
+        losses = []
+        for batch in turns[:3]:
+            losses.append(engine.evaluate(turns[: numbers[world.rank]]).loss)
+            engine.step(share(batch, world.rank, world.size))
+        return losses, engine.full_state_dict()["model"]
+
+    plain = make_blocky()
+    update = adamw([p for p in plain.parameters() if p.requires_grad])
+    expected = []
+    for batch in turns[:3]:
+        expected.append(truth(plain))
+        update.zero_grad()
+        total, count = loss_of(plain, batch)
+        (total / count).backward()
+        update.step()
+    for losses, state in rl.simulate(3, body, backend=backend):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
