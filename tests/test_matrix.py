@@ -39,8 +39,6 @@ def stages_for(mesh: rl.Mesh) -> list[int]:
 
 def refusal(mesh: rl.Mesh) -> str | None:
     """Why this model cannot be laid out so, in the words of the error."""
-    if mesh.pipe > 1 and mesh.context > 1:
-        return "pipe and context are not available together"
     if HEADS % mesh.tensor:
         return "heads"
     if EXPERTS % mesh.expert:

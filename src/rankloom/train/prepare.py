@@ -45,7 +45,7 @@ from rankloom.train.precision import Precision, cast_activations, formats_of, fu
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
-from rankloom.train.stages import CutStages, LocalStages, Pipe, PipelineEngine, make_local
+from rankloom.train.stages import CutStages, LocalStages, Pipe, PipelineEngine, Turn, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
@@ -121,7 +121,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                     apart=Apart(parts.experts, axes.fewer) if parts is not None and parts.experts else None)
         local = None
         if world.mesh.pipe > 1:
-            local = make_local(model, Pipe.of(pipe, model, loss), world.group("pipe"), accumulate, units, dropout)
+            turn = Turn(dropout, world.group("context"), context)
+            local = make_local(model, Pipe.of(pipe, model, loss), world.group("pipe"), accumulate, units, turn)
         placement, made = _cut(model, axes, plan, optimizer, settings, fill=fill, local=local)
     kind = Engine if world.mesh.pipe == 1 else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
@@ -248,8 +249,6 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
 def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
     if pipe is not None and world.mesh.pipe == 1:
         raise ConfigError("pipe= has no meaning on a mesh without pipe ranks")
-    if world.mesh.pipe > 1 and world.mesh.context > 1:
-        raise ConfigError("mesh axes pipe and context are not available together yet: stages do not hand positions on")
     if world.mesh.pipe > 1 and settings.precision.scaled:
         raise ConfigError("fp16 scales the loss, which a pipeline's schedule does not: use bf16 with pipe ranks")
     if settings.leaves and is_split(world):

@@ -42,6 +42,6 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
         tensor_parallel(model, tensor_plan, world.group("tensor"))
     if sizes["expert"] > 1:
         expert_parallel(model, world.group("expert"))
-    if sizes["context"] > 1:
+    if sizes["context"] > 1 and sizes["pipe"] == 1:   # stages are told their tokens by the engine (stages.py)
         context_parallel(model, world.group("context"), context)
     return Parts.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

@@ -19,7 +19,9 @@ from rankloom.base.errors import BatchError, ConfigError
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import take_extra_loss
+from rankloom.models.part import WHOLE, Part
 from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.parallel.context import Context
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance, find_tied
 from rankloom.parallel.pipeline.runtime import Hooks, Loss, Pipeline
@@ -34,17 +36,52 @@ from rankloom.train.engine import Engine
 from rankloom.world.group import Group
 
 
+class Turn:
+    """Which micro-batch is running on this rank, and which of its tokens are here.
+
+    context: the ranks that share the tokens of a row, and how attention goes between them
+    """
+
+    def __init__(self, dropout: DropoutKey, context: Group, kind: str):
+        self.dropout, self.context, self.kind = dropout, context, kind
+        self._parts: list[Part] = []
+        self._now: Part = WHOLE
+
+    def begin(self, step: int, first: int) -> None:
+        """Before the micro-batches of a step, of which `first` is the number of this rank's first."""
+        self.dropout.start_step(step, first)
+        self._parts.clear()
+
+    def own(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """This rank's tokens of the next micro-batch of the step."""
+        if self.context.size == 1:
+            self._parts.append(WHOLE)
+            return tokens, targets
+        part = Context(self.context, tokens.shape[1], self.kind, device=tokens.device)
+        self._parts.append(part)
+        return part.own(tokens), part.own(targets)
+
+    def move_on_to(self, microbatch: int) -> None:
+        """Before each forward and backward."""
+        self.dropout.move_on_to(microbatch)
+        self._now = self._parts[microbatch]
+
+    def part(self) -> Part:
+        """What the blocks are told."""
+        return self._now
+
+
 @dataclass(frozen=True, slots=True)
 class Pipe:
     """How a model becomes a pipeline.
 
-    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py)
+    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py); with context ranks it is given `part` too, as `gpt_pieces` takes
     loss:     model -> loss(what the last piece gives, the second part of a micro-batch) -> (sum, count)
     schedule: a name that `rankloom schedule list` knows
     chunks:   stages on each rank; None: as few as the schedule allows
     """
 
-    pieces: Callable[[Any], Sequence[Piece]] = gpt_pieces
+    pieces: Callable[..., Sequence[Piece]] = gpt_pieces
     loss: Callable[[Any], Loss] = gpt_loss
     schedule: str = "1f1b"
     chunks: int | None = None
@@ -73,19 +110,20 @@ class LocalStages:
 
     body: nn.Module
     pipeline: Pipeline
+    turn: Turn
     names: Mapping[str, torch.Size]
     copies: Mapping[str, int]
     units: frozenset[str]   # modules that are sections
 
 
-def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, dropout: DropoutKey) -> LocalStages:
+def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, turn: Turn) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
 
     raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections = frozenset(section_names(model, units))
-    pieces = list(pipe.pieces(model))
+    pieces = list(pipe.pieces(model, part=turn.part) if turn.context.size > 1 else pipe.pieces(model))
     chunks = pipe.chunks or (SCHEDULES[pipe.schedule].fewest if pipe.schedule in SCHEDULES else 1)
     plan = make_plan(pipe.schedule, group.size * chunks, microbatches, pipe.chunks)
     sizes = balance([1.0] * len(pieces), group.size * chunks)
@@ -97,9 +135,9 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
             where.setdefault(name, set()).add(plan.owner[number])
     mine = plan.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model), tied=find_tied(stages),
-                        hooks=Hooks(before=dropout.move_on_to, extra=take_extra_loss))
+                        hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss))
     body = Stage([piece for number in mine for piece in runs[number]])
-    return LocalStages(body, pipeline, names, {name: len(ranks) for name, ranks in where.items()}, sections)
+    return LocalStages(body, pipeline, turn, names, {name: len(ranks) for name, ranks in where.items()}, sections)
 
 
 class CutStages(CutParts):
@@ -173,13 +211,17 @@ class PipelineEngine(Engine):
         return self.placement.local.pipeline
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
-        pieces = [self._pair(piece) for piece in cut(batch, self.settings.accumulate, self.group.rank)]
-        self.placement.sharding.make_ready()
-        self._dropout.start_step(self.steps_done, self.group.rank * len(pieces))
-        totals = self.pipeline.step(pieces)
+        totals = self._run_schedule(batch)
         with self.placement.sync(True):
             self.placement.sharding.collect()
         return self.placement.finish(totals)
+
+    def _run_schedule(self, batch: Any) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are left where autograd made them."""
+        pieces = cut(batch, self.settings.accumulate, self.group.rank)
+        self.placement.sharding.make_ready()
+        self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces))
+        return self.pipeline.step([self._pair(piece) for piece in pieces])
 
     def _expect_sum(self, batch: Any) -> None:
         """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
@@ -187,16 +229,16 @@ class PipelineEngine(Engine):
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """Without gradients, for evaluations."""
         self.placement.sharding.make_ready()
+        self.placement.local.turn.begin(self.steps_done, self.group.rank)
         totals = self.pipeline.evaluate([self._pair(piece)])
         return totals[0], totals
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
-        self.placement.sharding.make_ready()
-        return self.pipeline.step([self._pair(piece) for piece in cut(batch, self.settings.accumulate, self.group.rank)])
+        return self._run_schedule(batch)
 
     def _pair(self, piece: Any) -> tuple[Any, Any]:
         if not (isinstance(piece, tuple | list) and len(piece) == 2):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
-        return piece[0], piece[1]
+        return self.placement.local.turn.own(*piece)
