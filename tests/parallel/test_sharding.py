@@ -1,0 +1,293 @@
+"""Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from awkward import adamw, share
+from blocky import loss_of, make_blocky, make_turns
+from rankloom.base.errors import NonFinite
+
+WIDTH = 6
+ROWS = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Pair(nn.Module):
+    """x * sum(w) + sum(v)."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.zeros(wide)), nn.Parameter(torch.zeros(narrow))
+
+    def forward(self, x):
+        return x * self.w.sum() + self.v.sum()
+
+
+class Gaps(nn.Sequential):
+    """Units of one padded size whose tensors lie in other places, so that one has gaps where another has a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair(8, 8), Pair(9, 3), Pair(1, 16), Pair(3, 9))
+
+
+class Line(nn.Module):
+    """A root of two matrices around blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(3)))
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+
+def drawn(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Equal weights at every call, whatever thread asks."""
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
+    return model.to(dtype)
+
+
+def squares(model, x):
+    """A sum over elements, and their number."""
+    y = model(x)
+    return y.square().sum(), y.numel()
+
+
+def sgd(params):
+    """Whatever a gradient is, it shows."""
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def train_plainly(model, loss, batches, optimizer=adamw, clip=1.0):
+    """The truth: parameters and gradient norms."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    update, norms = optimizer(params), []
+    for batch in batches:
+        update.zero_grad()
+        total, count = loss(model, batch)
+        (total / count).backward()
+        norms.append(nn.utils.clip_grad_norm_(params, clip).item())
+        update.step()
+    return model.state_dict(), norms
+
+
+def expect_as_plain(build, loss, batches, ranks=(1, 2, 3), backends=("gloo", "rankloom"), stages=(1, 2, 3), **options):
+    """The engine leaves the parameters and reports the norms of plain torch, in fp64 to 1e-12."""
+    expected, norms = train_plainly(build(), loss, batches)
+
+    def body(world, stage):
+        engine = rl.prepare(build(), loss=loss, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
+        mine = [share(b, world.rank, world.size) if isinstance(b, tuple) else b.tensor_split(world.size)[world.rank] for b in batches]
+        found = [engine.step(batch) for batch in mine]
+        return engine.full_state_dict()["model"], [report.grad_norm for report in found]
+
+    for stage in stages:
+        for p in ranks:
+            for backend in backends:
+                for state, mine in rl.simulate(p, lambda world, stage=stage: body(world, stage), backend=backend):
+                    torch.testing.assert_close(mine, norms, rtol=1e-12, atol=0)
+                    for name, value in expected.items():
+                        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=f"{name}, stage {stage}, {p} ranks")
+
+
+def test_units_that_take_turns_with_one_buffer_leave_nothing_in_each_others_norm():
+    expect_as_plain(lambda: drawn(Gaps()), squares, [ROWS, ROWS * 2, ROWS * 3], units=Pair)
+
+
+def test_a_step_may_bring_one_row_to_some_ranks_and_two_to_others():
+    few = [tuple(t[:4] for t in batch) for batch in make_turns()[:2]]
+    expect_as_plain(make_blocky, loss_of, few, ranks=(3,), stages=(1, 3))
+
+
+def slope(model, x):
+    """A loss with a gradient of its own, by the inputs."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    slopes, = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return y.square().sum() + slopes.sum(), y.numel()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_a_loss_may_take_gradients_of_its_own(options):
+    expect_as_plain(lambda: drawn(Line()), slope, [ROWS, ROWS * 2], ranks=(1, 2), stages=(0, 1, 2, 3), **options)
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_not_finite_names_rank_and_tensor_and_the_next_step_goes_on(stage, backend):
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=stage, clip=1.0)
+        mine = ROWS.tensor_split(world.size)[world.rank]
+        engine.step(mine)
+        bad = mine.clone()
+        if world.rank == 1:
+            bad[0, 0] = torch.nan
+        with pytest.raises(NonFinite, match=r"rank 1: the loss of its own batch is nan") as caught:
+            engine.step(bad)
+        assert "rank 0:" not in str(caught.value)
+        engine.step(mine * 2)
+        return engine.full_state_dict()["model"]
+
+    expected, _ = train_plainly(drawn(Line()), squares, [ROWS, ROWS * 2])
+    for state in rl.simulate(3, body, backend=backend):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+class Bad(torch.autograd.Function):
+    """The identity, with a gradient that is infinite where told so."""
+
+    @staticmethod
+    def forward(ctx, x, on):
+        ctx.on = on
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad * torch.inf if ctx.on else grad), None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_infinite_gradient_of_a_finite_loss_is_found_in_the_tensor_where_backward_met_it_first(stage):
+    def body(world):
+        class Poisoned(Line):
+            def forward(self, x):
+                return self.last(Bad.apply(self.blocks(self.first(x)), bool(x[0, 0] == 0)))
+
+        engine = rl.prepare(drawn(Poisoned()), loss=squares, optimizer=adamw, world=world, stage=stage)
+        mine = ROWS.tensor_split(world.size)[world.rank].clone()
+        if world.rank == 1:
+            mine[0, 0] = 0
+        with pytest.raises(NonFinite, match=r"rank 1: the gradient of blocks.2.2.(weight|bias) has"):
+            engine.step(mine)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, backend):
+    def body(world):
+        factor = [1.0]
+        engine = rl.prepare(drawn(Line(), torch.float32), loss=lambda m, x: ((m(x).float() * factor[0]).square().sum(), x.numel()),
+                            optimizer=sgd, world=world, stage=stage, precision="fp16")
+        mine = ROWS.float().tensor_split(world.size)[world.rank]
+        engine.step(mine)
+        before, scale = engine.full_state_dict()["model"], engine.scale.value
+        factor[0] = 1e3 if world.rank == 1 else 1.0
+        huge = engine.step(mine)
+        after = engine.full_state_dict()["model"]
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        factor[0] = 1.0
+        return huge.skipped, engine.scale.value / scale, engine.step(mine).skipped
+
+    assert rl.simulate(2, body, backend=backend) == [(True, 0.5, False)] * 2
+
+
+class Dies(nn.Module):
+    """The identity, until it is told to die in forward or in backward."""
+
+    when = ""
+
+    def forward(self, x):
+        if self.when == "forward":
+            raise ArithmeticError("in forward")
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(self.die)
+        return x * 1.0
+
+    def die(self, grad):
+        """In the middle of a backward."""
+        raise ArithmeticError("in backward")
+
+
+class Mortal(Line):
+    """Dies between its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.dies = Dies()
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](self.first(x)))
+        return self.last(self.blocks[2](self.dies(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "gradient_memory": 1 << 20}], ids=str)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_dies_leaves_nothing_behind(stage, when, options):
+    if stage == 1 and "gradient_memory" in options:
+        pytest.skip("stage 1 keeps all gradients whole")
+
+    def body(world):
+        engine = rl.prepare(drawn(Mortal()), loss=squares, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
+        mine = ROWS.tensor_split(world.size)[world.rank]
+        engine.step(mine)
+        engine.model.dies.when = when
+        with pytest.raises(ArithmeticError):
+            engine.step(mine * 9)
+        engine.model.dies.when = ""
+        engine.step(mine * 2)
+        return engine.full_state_dict()["model"]
+
+    expected, _ = train_plainly(drawn(Mortal()), squares, [ROWS, ROWS * 2])
+    for backend in ("gloo", "rankloom"):
+        for state in rl.simulate(2, body, backend=backend):
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- number formats
+
+NORM_FULL = rl.Precision("bf16, last full", torch.bfloat16, master=torch.float32, full=("last",), output=torch.float32)
+
+
+def train_for_bits(world, stage, precision, **options):
+    """Three steps, deterministic, of all ranks on one batch."""
+    engine = rl.prepare(drawn(Line(), torch.float32), loss=squares, optimizer=adamw, world=world, stage=stage, precision=precision,
+                        deterministic=4, **options)
+    rows = ROWS[:8].float().tensor_split(world.size)[world.rank]
+    losses = [engine.step(rows * k).loss for k in (1, 2, 3)]
+    return losses, engine.full_state_dict()["model"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", NORM_FULL], ids=["bf16", "full"])
+def test_sixteen_bits_at_every_stage_are_those_of_one_whole_process(precision):
+    (losses, expected), = rl.simulate(1, lambda world: train_for_bits(world, 0, precision))
+    for stage in (1, 2, 3):
+        for p, backend in ((1, "gloo"), (2, "gloo"), (4, "rankloom")):
+            for mine, state in rl.simulate(p, lambda world, stage=stage: train_for_bits(world, stage, precision), backend=backend):
+                assert mine == losses
+                assert all(torch.equal(state[name], value) for name, value in expected.items()), (stage, p)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_reduced_in_bf16_are_near_those_reduced_in_fp32(stage):
+    def gradients(world, reduce):
+        form = rl.Precision("mine", torch.float32, master=torch.float32, reduce=reduce)
+        engine = rl.prepare(drawn(Line(), torch.float32), loss=squares, world=world, stage=stage, precision=form,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        before = engine.full_state_dict()["model"]
+        engine.step(ROWS.float().tensor_split(world.size)[world.rank])
+        after = engine.full_state_dict()["model"]
+        return {name: before[name] - after[name] for name in before}
+
+    def alone(rank):
+        model = drawn(Line(), torch.float32)
+        squares(model, ROWS.float().tensor_split(2)[rank])[0].backward()
+        return {name: param.grad for name, param in model.named_parameters()}
+
+    exact, coarse = (rl.simulate(2, lambda world, reduce=reduce: gradients(world, reduce))[0] for reduce in (None, torch.bfloat16))
+    parts = [alone(0), alone(1)]
+    assert any(not torch.equal(exact[name], coarse[name]) for name in exact)
+    for name in exact:   # each part is rounded, and so is their sum: bf16 is right to 2**-8
+        bound = 2 * 2.0**-8 * sum(part[name].abs() for part in parts) / ROWS.numel() + 1e-6
+        assert ((exact[name] - coarse[name]).abs() <= bound).all(), name
