@@ -134,6 +134,21 @@ def test_ranks_that_hold_the_same_get_the_same_bits():
         torch.testing.assert_close(grads, first, rtol=0, atol=0)
 
 
+def test_three_ranks_that_share_a_unit_add_in_the_same_order():
+    held = {"unit": Holding((2, 500), 1, 0, shared(2, 1, 6), owed=True)}
+
+    def body(world):
+        gradient = torch.randn(1, 500, generator=torch.Generator().manual_seed(world.rank))
+        sum_owed([("unit", gradient)], held, world)
+        return gradient
+
+    sums = rl.simulate(6, body)
+    for first in (0, 3):
+        terms = [torch.randn(1, 500, generator=torch.Generator().manual_seed(rank)) for rank in range(first, first + 3)]
+        torch.testing.assert_close(sums[first], terms[0] + terms[1] + terms[2], rtol=1e-5, atol=1e-6)
+        assert torch.equal(sums[first], sums[first + 1]) and torch.equal(sums[first], sums[first + 2])
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_on_the_meta_device_is_cut_and_filled_from_whole_tensors(ranks):
     whole = make().state_dict()

@@ -173,6 +173,20 @@ def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
         assert [name for name, holding in held.items() if holding.sum_over == ("tensor",)] == ["norm.weight"]
 
 
+def test_two_parameters_that_autograd_gives_one_gradient_are_summed_once_each():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.empty(12)), nn.Parameter(torch.empty(12))
+
+        def forward(self, x):
+            return x * (self.first + self.second)
+
+    make = lambda: shaken(Tower(8, Scales(), nn.LayerNorm(12)))
+    plan = {"embed": "embedding_rowwise", "rest.0": "replicated_with_grad_allreduce", "rest.1": "sequence_parallel_rep"}
+    expect_equal(3, make, run_tokens, plan=plan)
+
+
 @pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
 @pytest.mark.parametrize("padding", [None, 0, 3, 6])
 @pytest.mark.parametrize("ranks", RANKS)
