@@ -66,6 +66,7 @@ def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
 def put_stand_ins(model: nn.Module, fill: Fill, device: torch.device) -> None:
     """Replace parameters on the meta device by stand-ins that have a shape and no memory; buffers get memory and values."""
     _replace(model, lambda name, param: stand_in(param, device=device), fill, device)
+    model.to(device)   # what was not on the meta device
 
 
 def fill_whole(model: nn.Module, fill: Fill, device: torch.device) -> None:

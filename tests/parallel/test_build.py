@@ -1,0 +1,185 @@
+"""Models on the meta device: the same values on any number of ranks at any stage, and never more than a unit of them at once."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.base.errors import ConfigError
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT, initial_values
+from rankloom.shard.unit import Unit
+
+WIDTH = 6
+MESHES = [1, 2, 3, rl.Mesh(replicate=2, shard=2)]
+
+
+class Plain(nn.Module):
+    """torch's own modules: tied weights, running statistics, a module without a bias, blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 9, bias=False), nn.BatchNorm1d(9), nn.Linear(9, WIDTH))
+                                      for _ in range(3)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.norm(self.blocks(self.first(x))))
+
+
+class Bare(nn.Module):
+    """A parameter of its own, and nothing to reset it by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.line(x) * self.gain
+
+
+def on_meta(build) -> nn.Module:
+    """No memory."""
+    with torch.device("meta"):
+        return build()
+
+
+def squares(model, x):
+    """A sum over elements, and their number."""
+    y = model(x)
+    return y.square().sum(), y.numel()
+
+
+def engine_of(model: nn.Module, world: rl.World, stage: int, **options) -> rl.Engine:
+    """With SGD, which remembers nothing."""
+    return rl.prepare(model, loss=squares, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), world=world, stage=stage, **options)
+
+
+def values(engine: rl.Engine) -> dict[str, torch.Tensor]:
+    """The model."""
+    return engine.full_state_dict()["model"]
+
+
+SHAPE = GPTConfig(vocab_size=32, seq_len=8, width=16, layers=2, heads=2, kv_heads=1, ffn=24, tie=True)
+
+
+def test_values_are_the_same_on_any_number_of_ranks_at_any_stage():
+    def body(world, stage, seed=5):
+        return values(engine_of(on_meta(Plain), world, stage, seed=seed))
+
+    expected = rl.simulate(1, lambda world: body(world, 0))[0]
+    assert all(torch.isfinite(value).all() for value in expected.values())
+    for stage in (0, 1, 2, 3):
+        for mesh in MESHES:
+            for state in rl.simulate(mesh, lambda world, stage=stage: body(world, stage)):
+                assert state.keys() == expected.keys()
+                assert all(torch.equal(state[name], value) for name, value in expected.items())
+    other = rl.simulate(1, lambda world: body(world, 3, seed=6))[0]
+    assert any(not torch.equal(other[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_gpt_is_filled_to_the_bits_that_it_has_when_it_is_built_whole(stage):
+    tokens = torch.arange(16).view(2, 8)
+
+    def loss(model, tokens):
+        return model(tokens).float().square().sum(), tokens.numel()
+
+    def body(world):
+        model = GPT(SHAPE, device="meta")
+        engine = rl.prepare(model, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), world=world, stage=stage,
+                            initialize=initial_values(model, seed=7))
+        return values(engine), engine.evaluate([tokens]).loss
+
+    whole = GPT(SHAPE, seed=7)
+    expected = loss(whole, tokens)[0].item() / tokens.numel()
+    for size in (1, 3):
+        for state, found in rl.simulate(size, body):
+            assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_tied_weights_stay_tied_and_train_as_on_one_process():
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def body(world, stage):
+        engine = engine_of(on_meta(Plain).eval(), world, stage)
+        for part in engine.model.modules():
+            part.train = lambda mode=True, part=part: part   # statistics of the whole batch are not those of its parts
+        engine.step(x.tensor_split(world.size)[world.rank])
+        state = values(engine)
+        assert torch.equal(state["first.weight"], state["last.weight"])
+        return state
+
+    expected = rl.simulate(1, lambda world: body(world, 0))[0]
+    for stage in (1, 3):
+        for state in rl.simulate(3, lambda world, stage=stage: body(world, stage)):
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)   # fp32, in another order
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("mesh", [3, rl.Mesh(replicate=2, shard=2)], ids=str)
+def test_what_a_function_draws_on_rank_0_counts_for_all(stage, mesh):
+    def body(world):
+        draw = torch.Generator().manual_seed(world.rank)
+
+        def initialize(name, tensor):
+            tensor.copy_(torch.rand(tensor.shape, generator=draw))
+
+        engine = engine_of(on_meta(Plain), world, stage, initialize=initialize)
+        return {**values(engine), **{f"here {name}": b.clone() for name, b in engine.model.named_buffers()}}
+
+    states = rl.simulate(mesh, body)
+    for state in states[1:]:
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_not_on_the_meta_device_keeps_its_values(stage):
+    def body(world):
+        model = Plain()
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.fill_(number)
+        before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("blocks.1.")}
+        model.blocks[1] = on_meta(lambda: nn.Linear(WIDTH, WIDTH))
+        return before, values(engine_of(model, world, stage))
+
+    for before, state in rl.simulate(2, body):
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+        assert 0 < state["blocks.1.weight"].std() < 1
+
+
+def test_no_more_than_one_unit_is_whole_while_a_model_is_built(monkeypatch):
+    most, sizes, units, plain = [], {}, [], Unit._take_over
+    monkeypatch.setattr(Unit, "_take_over", lambda unit, fill: (units.append(unit), plain(unit, fill)))
+
+    def body(world):
+        def initialize(name, tensor):
+            mine = [unit for unit in units if unit.group is world]
+            most.append(sum(unit.whole.untyped_storage().nbytes() for unit in mine))
+            sizes.update({u.name: u.layout.total * 4 for u in mine})
+            tensor.fill_(1.0)
+
+        return engine_of(on_meta(Plain), world, 3, initialize=initialize).held()
+
+    for held in rl.simulate(2, body):
+        assert held.gathered == 0
+    assert max(most) <= max(sizes.values()) < sum(sizes.values()) / 2
+
+
+def test_a_module_that_cannot_fill_itself_is_named():
+    with pytest.raises(ConfigError, match=r"gain is on the meta device, and its module Bare has no reset_parameters\(\)"):
+        rl.simulate(2, lambda world: engine_of(on_meta(Bare), world, 3))
+    given = rl.simulate(2, lambda world: values(engine_of(on_meta(Bare), world, 3, initialize=lambda name, tensor: tensor.fill_(2.0))))
+    assert all((value == 2.0).all() for value in given[1].values())
+
+
+def test_a_model_with_values_takes_no_function():
+    with pytest.raises(ConfigError, match="the model has its values already"):
+        rl.simulate(1, lambda world: engine_of(Plain(), world, 3, initialize=lambda name, tensor: None))
