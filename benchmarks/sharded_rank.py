@@ -4,7 +4,7 @@
 
 Every variant does the same work in a step: forward, backward, clipping by the global norm, fused AdamW. fp32 is fp32 everywhere. bf16 is
 what each library calls by that name: 16-bit weights in forward and backward with fp32 masters in the optimizer, and gradients summed
-in fp32, for FSDP2, DeepSpeed and rankloom; autocast for DDP and for no communication, which keep fp32 weights.
+in fp32, for FSDP2, DeepSpeed and rankloom; autocast over fp32 weights for DDP and for no communication, and once for FSDP2 too.
 DeepSpeed lives in an environment of its own, so nothing but it imports deepspeed.
 """
 
@@ -51,6 +51,7 @@ class Torch:
     def build(self, asked: dict, model: GPT, batch: tuple) -> Step:
         """A step of the variant asked for."""
         kind, backend, is_bf16 = asked["kind"], asked["backend"], asked["precision"] == "bf16"
+        under_autocast = kind != "FSDP2" or asked["option"] == "autocast"
         if kind == "engine":
             engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=self.worlds[backend], stage=asked["stage"],
                                 precision=asked["precision"], clip=CLIP)
@@ -58,11 +59,11 @@ class Torch:
         if kind == "own loop" and backend:
             return own_loop(model, self.worlds[backend], batch, is_bf16)
         if kind == "FSDP2":
-            fsdp2(model, self.groups[backend], is_bf16, asked["option"])
+            fsdp2(model, self.groups[backend], is_bf16 and not under_autocast, keeps=asked["option"] == "keep")
         elif kind == "torch DDP":
             model = nn.parallel.DistributedDataParallel(model, process_group=self.groups[backend], gradient_as_bucket_view=True,
                                                         static_graph=True, broadcast_buffers=False)
-        return make_plain_step(model, batch, torch.autocast("cpu", torch.bfloat16, enabled=is_bf16 and kind != "FSDP2"))
+        return make_plain_step(model, batch, torch.autocast("cpu", torch.bfloat16, enabled=is_bf16 and under_autocast))
 
 
 def own_loop(model: GPT, world: rl.World, batch: tuple, is_bf16: bool) -> Step:
@@ -82,8 +83,8 @@ def own_loop(model: GPT, world: rl.World, batch: tuple, is_bf16: bool) -> Step:
     return step
 
 
-def fsdp2(model: GPT, group: dist.ProcessGroup, is_bf16: bool, option: str) -> None:
-    """torch's fully_shard, a unit for each block and one for the rest.
+def fsdp2(model: GPT, group: dist.ProcessGroup, is_bf16: bool, keeps: bool) -> None:
+    """torch's fully_shard, a unit for each block and one for the rest, which it keeps after forward in any case.
 
     Its casts of a block's inputs are off: they are in 16 bits already but for the rotary tables, which have to stay in 32.
     """
@@ -91,7 +92,7 @@ def fsdp2(model: GPT, group: dist.ProcessGroup, is_bf16: bool, option: str) -> N
         MixedPrecisionPolicy())
     mesh = DeviceMesh.from_group(group, "cpu")
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=option == "reshard")
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False if keeps else None)
 
 
 class DeepSpeed:
