@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rankloom.world import leash
+
 Answer = Any
 
 
@@ -65,8 +67,9 @@ class Pool:
                 process.wait()
 
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
+        on_a_leash = [command[0], leash.__file__, str(os.getpid()), *command]   # nothing is left behind by one who is killed
         with self._log.open("a") as log:
-            return subprocess.Popen(command, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return subprocess.Popen(on_a_leash, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _accept(self, listener: socket.socket) -> tuple[int, Any]:
         listener.settimeout(1.0)
