@@ -5,6 +5,7 @@ The bound is that of test_equivalence.py, fp64 to 1e-12: the same terms, added i
 
 import contextlib
 import copy
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -362,6 +363,19 @@ class Skips(Net):
         return x if block is self.blocks[1] else block(x)
 
 
+class Sometimes(Net):
+    """The middle block runs in every other forward: between, its parameters have no gradient, and do not decay."""
+
+    turn = 0
+
+    def forward(self, x):
+        self.turn += 1
+        return super().forward(x)
+
+    def call(self, block, x):
+        return x if block is self.blocks[1] and self.turn % 2 == 0 else block(x)
+
+
 class Chain(nn.Sequential):
     """A root without parameters, whose output is that of its last block."""
 
@@ -411,7 +425,8 @@ class Normed(Block):
 MODELS = {
     "checkpoint": Recomputed, "reentrant checkpoint": RecomputedOldWay, "checkpoint inside": lambda: Net(RecomputedInside),
     "reentrant checkpoint inside": lambda: Net(RecomputedInsideOldWay), "dataclass": TakesDataclass, "tuple": TakesTuple,
-    "unused block": OneNotUsed, "skipped block": Skips, "root without parameters": Chain, "alike in size": Alike,
+    "unused block": OneNotUsed, "skipped block": Skips, "block at times": Sometimes,
+    "root without parameters": Chain, "alike in size": Alike,
     "frozen first": FrozenFirst, "frozen within": FrozenWithin, "buffers": lambda: Net(Normed),
 }
 
@@ -462,6 +477,31 @@ def test_the_gradient_norm_and_clipping_are_those_of_plain_torch():
         for before, after in rl.simulate(size, body, backend=backend):
             torch.testing.assert_close(before, norm, rtol=1e-12, atol=0)
             assert abs(after - 0.1) < 1e-6   # the epsilon in the factor
+
+
+@pytest.mark.parametrize("size, backend", RANKS)
+def test_a_rank_that_still_reads_does_not_see_the_update_of_one_that_is_ahead(size, backend):
+    plain = made()
+    optimizer = adamw(plain.parameters())
+    mean_square(plain, inputs()).backward()
+    expected = plain(inputs()).detach()
+    optimizer.step()
+
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        update = adamw(model.parameters())
+        mean_square(model, inputs().chunk(world.size)[world.rank]).backward()
+        late = model.module.blocks[1].register_forward_pre_hook(lambda module, args: time.sleep(0.2 * (world.rank == size - 1)))
+        with torch.no_grad():
+            seen = model(inputs())
+        late.remove()
+        update.step()
+        return seen, model.state_dict()
+
+    for seen, state in rl.simulate(size, body, backend=backend):
+        torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- state
