@@ -76,7 +76,7 @@ class Trace:
         return max(held.gathered for name, held, _ in self.moments if name == moment)
 
 
-def run(world: rl.World, stage: int, precision: str, **options) -> Trace:
+def run(world: rl.World, stage: int, precision: str, *, change=lambda model: model, **options) -> Trace:
     """Two steps; the trace of the second."""
     trace = Trace([])
 
@@ -85,7 +85,7 @@ def run(world: rl.World, stage: int, precision: str, **options) -> Trace:
             trace.moments.append((moment, engine[0].held(), alive(engine[0])))
 
     engine: list[rl.Engine] = []
-    made = rl.prepare(drawn(Tower(watch)), loss=squares, world=world, stage=stage, precision=precision,
+    made = rl.prepare(change(drawn(Tower(watch))), loss=squares, world=world, stage=stage, precision=precision,
                       optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), **options)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(world.rank))
     made.step(x)
@@ -168,6 +168,16 @@ def test_where_pages_are_common_a_rank_holds_its_share_of_everything(stage):
         for moment, held, _ in trace.moments:
             assert (held.parameters, held.gathered, held.optimizer) == (WHOLE * 4 // p, 0, 2 * WHOLE * 4 // p), moment
             assert held.gradients <= WHOLE * 4 // p + 2 * N * 4, moment
+
+
+def test_blocks_that_are_frozen_in_part_are_let_go_in_backward_too():
+    def frozen(model):
+        for block in model.blocks:
+            block.up.requires_grad_(False)
+        return model
+
+    for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", change=frozen)):
+        assert trace.most_gathered("backward") <= 3 * N * 4   # the root, the one in use, one ahead
 
 
 def test_parameters_that_are_kept_gathered_are_whole_from_forward_to_backward():
