@@ -110,8 +110,8 @@ def introduce(job: Job) -> None:
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.config.mesh.row_ranks())} {rows}")
     mesh = job.config.mesh.as_mesh()
-    if mesh.context * mesh.tensor > 1:
-        job.say(f"mesh: {mesh.product()}; ranks along tensor and context share their rows")
+    if mesh.pipe * mesh.context * mesh.tensor > 1:
+        job.say(f"mesh: {mesh.product()}; ranks along pipe, context and tensor share their rows")
     if stage := job.config.train.stage:
         job.say(f"stage {stage}: {CUT[stage]} cut over {mesh.shard} ranks, repeated {mesh.replicate} times")
     if job.config.comm.all_reduce == AUTO:

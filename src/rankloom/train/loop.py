@@ -150,5 +150,6 @@ def build_engine(job: Job) -> Engine:
         offload_activations=config.train.offload_activations,
         compile=config.train.compile,
         keep_gathered=config.train.keep_gathered,
+        pipe=config.train.pipe,
         sink=job.sink,
     )

@@ -50,16 +50,16 @@ class MeshSection(Section):
     tensor: Count = 1
     expert: Count = 1
 
-    @field_validator("pipe", "expert")
+    @field_validator("expert")
     @classmethod
     def _not_here_yet(cls, ranks: int) -> int:
         if ranks > 1:
-            raise ValueError("this version spreads a run of this command along replicate, shard, context and tensor; this axis must be 1")
+            raise ValueError("this command trains dense models, which have no experts to spread: this axis must be 1")
         return ranks
 
     def as_mesh(self) -> Mesh:
         """The value that the floors below know; axes that are left out are 1."""
-        return Mesh(replicate=self.replicate or 1, shard=self.shard or 1, context=self.context, tensor=self.tensor)
+        return Mesh(pipe=self.pipe, replicate=self.replicate or 1, shard=self.shard or 1, context=self.context, tensor=self.tensor)
 
     def row_ranks(self) -> int:
         """Over how many ranks the rows of a batch are dealt: along the others ranks share them."""
@@ -74,11 +74,11 @@ class MeshSection(Section):
 
         raises: MeshError when the axes that are given do not divide the ranks
         """
-        others = self.context * self.tensor
+        others = self.pipe * self.context * self.tensor
         shard = self.shard or (max(1, ranks // others) if stage else 1)
         if ranks % (shard * others):
-            axes = " x ".join(f"{axis} {n}" for axis, n in (("shard", shard), ("context", self.context), ("tensor", self.tensor)) if n > 1)
-            raise MeshError(f"[mesh] {axes} does not divide the {ranks} ranks that were started")
+            mesh = Mesh(pipe=self.pipe, shard=shard, context=self.context, tensor=self.tensor)
+            raise MeshError(f"[mesh] {mesh.product()} does not divide the {ranks} ranks that were started")
         return {"replicate": ranks // (shard * others), "shard": shard}
 
 
@@ -152,6 +152,7 @@ class Train(Section):
     offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in the host's memory
     offload_activations: bool = False
     compile: bool = False              # blocks, by torch.compile
+    pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; None: 1f1b (rankloom schedule list)
     keep_gathered: bool = False        # stage 3: parameters stay from forward to backward
     evaluate: bool = True
     eval_every: Whole = 0   # 0: only after the last step
@@ -270,11 +271,15 @@ class Config(Section):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
-        split = self.mesh.context * self.mesh.tensor > 1
+        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor > 1
         if split and self.train.deterministic:
-            raise ValueError("[train] deterministic holds bits equal along the data axes only: not with [mesh] context or tensor")
+            raise ValueError("[train] deterministic holds bits equal along the data axes only: not with [mesh] pipe, context or tensor")
         if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
-            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] context or tensor")
+            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context or tensor")
+        if self.mesh.pipe > 1 and self.train.precision in ("fp16", "fp8"):
+            raise ValueError(f"[train] precision {self.train.precision!r} is not available with [mesh] pipe: use bf16")
+        if self.train.pipe is not None and self.mesh.pipe == 1:
+            raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
         if self.train.offload and not stage:
             raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
         if self.train.keep_gathered and stage != 3:

@@ -154,6 +154,9 @@ class CutStages(CutParts):
         """The ranks that hold the other stages."""
         return self.local.pipeline.group
 
+    def _groups(self) -> tuple[Group, ...]:
+        return *super()._groups(), self.pipe
+
     def pieces(self) -> dict[str, Owned]:
         """Also of what other stages hold: nothing."""
         mine = super().pieces()
