@@ -142,6 +142,7 @@ def test_stage_3_holds_its_slices_the_root_and_the_blocks_in_use_and_ahead(p, pr
                 assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
             between = [held for moment, held, _ in trace.moments if moment in ("before", "after")]
             assert [held.gathered for held in between] == [0, 0]
+            assert [held.gradients for held in between] == [own + lent] * 2   # what was lent has come back
             assert trace.most_gathered("forward") == (2 + min(ahead, BLOCKS - 1)) * N * compute
             assert trace.most_gathered("backward") == trace.most_gathered("forward")
 
@@ -265,6 +266,20 @@ def test_what_a_step_sends_is_its_bill(stage, options):
             if not options:
                 root = N if stage == 3 else 0   # which is gathered once, not twice
                 assert bill == ((3 if stage == 3 else 2) * WHOLE - root) * 4 * (p - 1) // p
+
+
+def test_neighbours_send_less_for_backward():
+    def body(world, near):
+        made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=3, keep_gathered=near,
+                          optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+        made.step(x)
+        before = world.group("shard").ledger.bytes
+        made.step(x)
+        return world.group("shard").ledger.bytes - before
+
+    sent = {near: rl.simulate(rl.Mesh(shard=4), lambda world, near=near: body(world, near))[0] for near in (False, 2)}
+    assert sent[False] - sent[2] == BLOCKS * N * 4 * 3 // 4 - BLOCKS * N * 4 // 2   # over two ranks, not four
 
 
 def test_units_tell_their_memory_apart():
