@@ -402,9 +402,11 @@ def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model
     assert rl.simulate(2, body) == [1, 1]
 
 
-def test_axes_that_have_no_technique_yet_are_refused_by_name():
-    with pytest.raises(rl.ConfigError, match="mesh axes tensor=2 are not available yet"):
-        rl.simulate(rl.Mesh(replicate=2, tensor=2), prepare)
+def test_a_model_that_nobody_can_split_along_an_axis_is_refused_with_the_reason():
+    for mesh, reason in ((rl.Mesh(tensor=2), "Line has no tp_plan of its own"), (rl.Mesh(expert=2), "Line has no layers of experts"),
+                         (rl.Mesh(context=2), "Line.forward takes no `part`"), (rl.Mesh(pipe=2), "must know where to cut")):
+        with pytest.raises(rl.ConfigError, match=reason):
+            rl.simulate(mesh, prepare)
 
 
 def test_replicas_may_stand_along_two_axes():

@@ -98,14 +98,15 @@ class Unit:
     @torch.no_grad()
     def _take_over(self, fill: Fill | None) -> None:
         """Move the parameters' values into the slices, and the parameters onto `whole`."""
-        self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params}
+        trained = next(iter(self.params.values())).requires_grad
+        self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params if trained}
         for name, param in self.params.items():
             values = param.detach()
             if fill is not None:
                 values = torch.empty(param.shape, dtype=self.formats.master, device=self.group.device)
                 fill(name, values)
                 self.group.broadcast(values, label=f"initial {name}")
-            self.owners[name].copy_(self.piece(name, values).view(self.owners[name].shape))
+            self.slice_view(self.own, name).view(-1).copy_(self.piece(name, values))
             self._place(name, values)
 
     # ------------------------------------------------------------------ transitions
@@ -189,8 +190,8 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters get gradients: all do, or none."""
-        return next(iter(self.params.values())).requires_grad
+        """Whether its parameters get gradients: all do, or none. Decided when the unit is made."""
+        return bool(self.owners)
 
     def expect_gathered(self) -> None:
         """Raise UnitError when the parameters may not be used now."""
