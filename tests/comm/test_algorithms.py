@@ -321,7 +321,8 @@ class Clocked:
         late = Late(self, self.world.recv(into, frm, tag=tag, async_op=True), lambda: self._take(into, frm, tag))
         return late if async_op else late.wait()
 
-    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "") -> Tensor:
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        assert not async_op, "an algorithm of this folder waits for its exchanges"
         going = self.send(out, to, tag=tag, async_op=True)
         self.recv(into, frm, tag=tag)
         going.wait()

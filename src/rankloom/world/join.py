@@ -15,6 +15,9 @@ from rankloom.world.group import seconds
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught, restarts
 
 _worlds_built = itertools.count()   # by this process; its peers have built as many
+# Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
+# meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
+_kept_open: list[dist.Store] = []
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
@@ -55,4 +58,5 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {address} "
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(seconds(timeout))
+    _kept_open.append(store)
     return dist.PrefixStore(f"rankloom/{restarts()}/{next(_worlds_built)}", store)
