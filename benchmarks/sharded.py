@@ -76,8 +76,9 @@ AUTOCAST = Variant("FSDP2", "gloo", 3, "autocast")
 ZERO = {stage: [Variant("DeepSpeed", "gloo", stage, option, SMALL_BUCKETS | (IN_TURN if stage == 3 else {}))
                 for option in ("AdamW", "CPUAdam")] for stage in (1, 2, 3)}
 ENGINES = [Variant("engine", backend, stage) for backend in ("gloo", "rankloom") for stage in (1, 2, 3)]
-ALL = [Variant("own loop"), Variant("engine"), DDP, *FSDP2["gloo"], AUTOCAST, *FSDP2["rankloom"], *ZERO[1], *ZERO[2], *ZERO[3], *ENGINES,
-       *(Variant("own loop", backend, 3) for backend in ("gloo", "rankloom"))]
+KEEPING = Variant("engine", "gloo", 3, KEEP)   # as FSDP2's: parameters stay from forward to backward
+ALL = [Variant("own loop"), Variant("engine"), DDP, *FSDP2["gloo"], AUTOCAST, *FSDP2["rankloom"], *ZERO[1], *ZERO[2], *ZERO[3],
+       *ENGINES, KEEPING, *(Variant("own loop", backend, 3) for backend in ("gloo", "rankloom"))]
 IN_MEMORY = [DDP, FSDP2["gloo"][0], ZERO[3][0], *(variant for variant in ENGINES if variant.stage == 3)]
 FASTER = {"fp32": 2.0, "bf16": 4.0}   # than FSDP2 on gloo, stage 3 on rankloom
 
