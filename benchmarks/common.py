@@ -31,6 +31,17 @@ def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> dict:
         return json.loads(out.read_text())
 
 
+def run_alone(script: str, variant: str, arguments: Sequence[str]) -> dict:
+    """Run one variant of a script in a process of its own; what it found, or why it could not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, script, "--worker", variant, "--out", str(out), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1][:200]}
+        return json.loads(out.read_text())
+
+
 def pin_to_core(rank: int) -> None:
     """One thread for each rank, on one core: what moves between runs is then the code."""
     torch.set_num_threads(1)

@@ -16,14 +16,11 @@ The loss is the mean of the last tenth of the steps, the time the median of thos
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-from common import keep, machine, show
+from common import keep, machine, run_alone, show
 
 import rankloom as rl
 from rankloom.data.text import documents
@@ -94,14 +91,7 @@ def synchronize(device: torch.device) -> None:
 
 def measure(variant: str, args: argparse.Namespace) -> dict:
     """Run one variant in a process of its own; what it found, or why it could not run."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--worker", variant, "--out", str(out), "--steps", str(args.steps)]
-        command += ["--small"] * args.small + ["--eager"] * args.eager
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:200]}
-        return json.loads(out.read_text())
+    return run_alone(__file__, variant, ["--steps", str(args.steps), *["--small"] * args.small, *["--eager"] * args.eager])
 
 
 def main() -> None:

@@ -16,16 +16,13 @@ The share is of the rate that a large bf16 matrix product reaches on the same de
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import keep, machine, show
+from common import keep, machine, run_alone, show
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, model_flops_per_token, parameter_count, preset
@@ -143,14 +140,7 @@ def matmul_rate(n: int) -> float:
 
 def measure(variant: str, args: argparse.Namespace) -> dict:
     """Run one variant in a process of its own; what it found, or why it could not run."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--worker", variant, "--out", str(out), "--repeat", str(args.repeat)]
-        command += ["--small"] * args.small + ["--eager"] * args.eager
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:200]}
-        return json.loads(out.read_text())
+    return run_alone(__file__, variant, ["--repeat", str(args.repeat), *["--small"] * args.small, *["--eager"] * args.eager])
 
 
 def main() -> None:

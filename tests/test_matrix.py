@@ -121,6 +121,28 @@ def test_every_layout_equals_one_process(mesh, record_property):
     assert worst < BOUND
 
 
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(pipe=2, shard=2, tensor=2), rl.Mesh(shard=2, context=2),
+                                  rl.Mesh(shard=2, expert=2)], ids=str)
+def test_a_state_moves_to_another_layout_and_back(mesh):
+    def go_on(world: rl.World, stage: int, batches: slice, state: dict | None = None) -> tuple[dict, float]:
+        pipe = {"pipe": "1f1b", "accumulate": 2} if world.mesh.pipe > 1 else {}
+        engine = rl.prepare(build(3, True), loss=language_model_loss, optimizer=adamw, world=world, stage=stage, clip=0.5, **pipe)
+        if state:
+            engine.load_full_state_dict(state)
+        mine = [tuple(t.tensor_split(engine.group.size)[engine.group.rank] for t in batch) for batch in make_batches()]
+        for batch in mine[batches]:
+            engine.step(batch)
+        return engine.full_state_dict(), engine.evaluate(mine[:1]).loss
+
+    ((expected, loss),) = rl.simulate(1, lambda world: go_on(world, 0, slice(0, 3)))
+    ((begun, _),) = rl.simulate(1, lambda world: go_on(world, 0, slice(0, 2)))
+    there = rl.simulate(mesh, lambda world: go_on(world, 3, slice(2, 3), begun))
+    ((back, _),) = rl.simulate(1, lambda world: go_on(world, 0, slice(2, 3), rl.simulate(mesh, lambda w: go_on(w, 1, slice(0, 2)))[0][0]))
+    for state in (back, *(state for state, _ in there)):
+        assert largest_error(([], state), ([], expected)) < BOUND
+    assert [evaluated for _, evaluated in there] == pytest.approx([loss] * mesh.size, rel=BOUND)
+
+
 @pytest.mark.parametrize("mesh", [rl.Mesh(shard=2, tensor=2), rl.Mesh(pipe=2, expert=2)], ids=str)
 def test_a_sample_of_layouts_in_processes_equals_one_process(mesh):
     expected = truth(3, True)

@@ -27,7 +27,7 @@ from rankloom.parallel.zero import Plan, shard
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
 
-CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it
+CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
 
 
 class FullySharded(nn.Module):

@@ -11,11 +11,11 @@ import sys
 import torch
 from torch import Tensor
 
+from rankloom.parallel.fully_shard import CLIP_EPSILON
 from rankloom.shard.optimizer import Optimizers
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
-CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
 
 
 @torch.no_grad()

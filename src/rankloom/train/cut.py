@@ -5,6 +5,7 @@ Read train/placement.py before this file; parallel/zero.py has the table of stag
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -211,6 +212,6 @@ class CutParts(Cut):
         whole = self.parts.whole_shape(name, self._shapes[name])
         return self.parts.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
 
-    @property
+    @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: piece.shape for name, piece in self.pieces().items()}

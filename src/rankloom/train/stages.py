@@ -181,7 +181,8 @@ class CutStages(CutParts):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each stage takes what it has."""
-        super().load({name: value for name, value in state.items() if name in self.model.state_dict(keep_vars=True)})
+        here = self.model.state_dict(keep_vars=True)
+        super().load({name: value for name, value in state.items() if name in here})
 
     def _told(self, mine: Mapping[str, Any]) -> dict[str, Any]:
         """All ranks' values by name, each from the first rank that has it. A collective over the stages."""
