@@ -87,15 +87,26 @@ def test_a_missing_meeting_point_is_named(monkeypatch, missing):
         rl.init(timeout=1, device="cpu")
 
 
-def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
-    code = ("import torch, rankloom as rl\nw = rl.init(rl.Mesh(shard=2), device='cpu', timeout=30)\n"
-            "print(w.rank, w.size, w.local_rank, w.local_size, w.group('shard').all_reduce(torch.tensor(w.rank + 1)).item())\nw.barrier()")
+def run_by_hand(code: str) -> list[str]:
+    """What two ranks print that are started without a launcher's store; rank 0 serves the meeting point."""
     env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     start = lambda rank: subprocess.Popen([sys.executable, "-c", code], env=env | {"RANK": rank, "LOCAL_RANK": rank},
                                           stdout=subprocess.PIPE, text=True)
     started = [start("0"), start("1")]
-    said = [process.communicate(timeout=60)[0].strip() for process in started]
-    assert said == ["0 2 0 2 3", "1 2 1 2 3"]
+    return [process.communicate(timeout=60)[0].strip() for process in started]
+
+
+def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
+    code = ("import torch, rankloom as rl\nw = rl.init(rl.Mesh(shard=2), device='cpu', timeout=30)\n"
+            "print(w.rank, w.size, w.local_rank, w.local_size, w.group('shard').all_reduce(torch.tensor(w.rank + 1)).item())\nw.barrier()")
+    assert run_by_hand(code) == ["0 2 0 2 3", "1 2 1 2 3"]
+
+
+def test_a_rank_that_is_quick_to_build_the_next_world_waits_for_the_one_that_serves_the_meeting_point():
+    code = ("import time, torch, rankloom as rl\nfor turn in range(2):\n    w = rl.init(device='cpu', timeout=8)\n"
+            "    total = w.all_reduce(torch.ones(1)).item()\n    time.sleep(0.0 if w.rank else 1.0)\n    w.close()\n    rank = w.rank\n"
+            "    del w\nprint(rank, total)")
+    assert run_by_hand(code) == ["0 2.0", "1 2.0"]
 
 
 TWICE = """
