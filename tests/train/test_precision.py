@@ -1,13 +1,17 @@
 """Number formats: masters in 32 bits, the model their rounding, and a loss scale on which all ranks agree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model, share, train_plainly
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
 from rankloom.train import precision
-from rankloom.train.precision import PRECISIONS, LossScale, MasterWeights, precision_named
+from rankloom.train.precision import PRECISIONS, LossScale, MasterWeights, Precision, precision_named
 
 SIXTEEN = ["bf16", "fp16"]
 
@@ -182,3 +186,104 @@ def test_a_scale_that_is_measured_as_one_is_measured_once():
         return engine.scale.value, labels.count("first count")
 
     assert rl.simulate(2, body) == [(1.0, 1)] * 2
+
+
+# ---------------------------------------------------------------- 16 bits in a pipeline
+
+
+class TwoLayers(nn.Module):
+    """Float inputs, so that a format that is not cast shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        for at, param in enumerate(self.parameters()):
+            nn.init.normal_(param, std=0.3, generator=torch.Generator().manual_seed(at))
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def two_pieces(model):
+    return [({"first": model.first}, lambda x: model.first(x).relu()), ({"second": model.second}, model.second)]
+
+
+def distance(output, targets):
+    assert targets.dtype == torch.float32, "only inputs are cast"
+    return (output - targets).square().sum(), len(targets)
+
+
+def piped(world: rl.World, name: str | Precision, *, schedule: str = "1f1b", bad: int | None = None, stage: int = 1, accumulate: int = 4):
+    """Losses and skips of four steps, the scale, the weights. bad: the rank of the rows whose targets no fp16 gradient fits, in step 2."""
+    pipe = {"pipe": rl.Pipe(pieces=two_pieces, loss=lambda model: distance, schedule=schedule)} if world.mesh.pipe > 1 else {}
+    chosen = replace(PRECISIONS[name], output=torch.float32) if isinstance(name, str) else name
+    engine = rl.prepare(TwoLayers(), loss=lambda m, batch: distance(m(batch[0]), batch[1]), optimizer=adamw, world=world, precision=chosen,
+                        accumulate=accumulate, stage=stage, **pipe)
+    draw, story = torch.Generator().manual_seed(3), []
+    for step in range(4):
+        x, targets = torch.randn(16, 8, generator=draw), torch.randn(16, 4, generator=draw)
+        mine = [t.tensor_split(engine.group.size)[engine.group.rank].clone() for t in (x, targets)]
+        if step == 2 and bad == engine.group.rank:
+            mine[1][-1] = 1e6
+        report = engine.step(tuple(mine))
+        story.append((report.loss, report.skipped, engine.scale.value))
+    return story, engine.full_state_dict()["model"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_a_pipeline_in_16_bits_has_the_bits_of_one_process(name, schedule):
+    """The same products, and the micro-batches' gradients added in the same order in fp32; one step overflows in fp16."""
+    (alone, weights), = rl.simulate(1, lambda w: piped(w, name, bad=0 if name == "fp16" else None))
+    assert [skipped for _, skipped, _ in alone[1:]] == [False, name == "fp16", False]
+    for story, mine in rl.simulate(rl.Mesh(pipe=2), lambda w: piped(w, name, schedule=schedule, bad=0 if name == "fp16" else None)):
+        assert story == alone
+        assert all(torch.equal(mine[key], value) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_of_a_pipelined_mesh_skips_the_step_on_all(stage):
+    for mesh in (rl.Mesh(pipe=2, shard=2), rl.Mesh(pipe=2, replicate=2)):
+        found = rl.simulate(mesh, lambda w: piped(w, "fp16", bad=1, stage=stage, accumulate=2))
+        (before, now, after) = found[0][0][1:]
+        assert all(story == found[0][0] for story, _ in found), "ranks tell different stories"
+        assert (before[1], now[1], after[1]) == (False, True, False) and after[2] == now[2] == before[2] / 2
+        for key, value in found[0][1].items():
+            assert all(torch.equal(weights[key], value) for _, weights in found)
+
+
+def language_model(world: rl.World, tie: bool, stage: int) -> list[tuple[float, bool, float]]:
+    config = GPTConfig(vocab_size=37, width=16, layers=2, heads=4, kv_heads=2, ffn=24, seq_len=12, tie=tie)
+    pipe = {"pipe": "1f1b"} if world.mesh.pipe > 1 else {}
+    engine = rl.prepare(GPT(config), loss=language_model_loss, optimizer=adamw, world=world, precision="fp16", accumulate=2, stage=stage,
+                        clip=1.0, **pipe)
+    tokens = torch.randint(0, 37, (12, 13), generator=torch.Generator().manual_seed(0)).tensor_split(engine.group.size)[engine.group.rank]
+    reports = [engine.step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())) for _ in range(4)]
+    return [(report.loss, report.skipped, engine.scale.value) for report in reports]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(pipe=2, tensor=2), rl.Mesh(pipe=2, context=2), rl.Mesh(pipe=2, shard=2)],
+                         ids=str)
+def test_fp16_goes_with_pipe_and_every_other_axis(mesh, tie):
+    """Sums of fp16 products are cut in other places, so losses are near: 4 steps, each off by less than a few of fp16's 2**-11."""
+    (alone,) = rl.simulate(1, lambda w: language_model(w, tie, 0))
+    for story in rl.simulate(mesh, lambda w: language_model(w, tie, 2)):
+        assert [entry[1:] for entry in story] == [entry[1:] for entry in alone]
+        assert [loss for loss, *_ in story] == pytest.approx([loss for loss, *_ in alone], rel=4 * 2**-11)
+        assert story[3][0] < 0.95 * story[0][0]
+
+
+def test_what_a_failed_schedule_leaves_is_in_no_later_gradient():
+    def body(world):
+        pipe = {"pipe": rl.Pipe(pieces=two_pieces, loss=lambda model: distance)} if world.mesh.pipe > 1 else {}
+        engine = rl.prepare(TwoLayers(), loss=lambda m, batch: distance(m(batch[0]), batch[1]), optimizer=adamw, world=world, stage=1,
+                            accumulate=2, **pipe)
+        good = (torch.ones(4, 8), torch.ones(4, 4))
+        engine.step(good)
+        with pytest.raises(rl.NonFinite):
+            engine.step((good[0], good[1] / 0))
+        return engine.step(good).grad_norm
+
+    (alone,) = rl.simulate(1, body)
+    assert rl.simulate(rl.Mesh(pipe=2), body) == pytest.approx([alone] * 2, rel=1e-6)   # fp32

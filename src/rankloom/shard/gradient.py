@@ -109,6 +109,12 @@ class Gradient:
         self.landed.add(name)
 
     @torch.no_grad()
+    def set_landed(self, name: str, value: Tensor) -> None:
+        """Somebody else has added up what backward left on several ranks: take that over in its place."""
+        self._view(name).copy_(value)
+        self.landed.add(name)
+
+    @torch.no_grad()
     def start(self) -> None:
         """What has landed sets out to be summed, zeros stand in for what has not. A collective.
 

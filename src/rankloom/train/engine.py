@@ -220,11 +220,14 @@ class Engine:
         loss, totals = self._call_loss(piece)
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
-            measured = totals.clone() if not leaves or index == 0 else torch.zeros_like(totals)
-            items = self.tokens.all_reduce(measured, label="first count")[1].item()
-            self.scale = LossScale.first(items * (leaves or self.settings.accumulate))
+            self._measure_scale(totals.clone() if not leaves or index == 0 else torch.zeros_like(totals))
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
+
+    def _measure_scale(self, totals: Tensor) -> None:
+        """The first loss scale, for as many items as a micro-batch of `totals` has; they are spent."""
+        items = self.tokens.all_reduce(totals, label="first count")[1].item()
+        self.scale = LossScale.first(items * (self.settings.leaves or self.settings.accumulate))
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss sum, and fp64 [sum, count], detached.

@@ -103,6 +103,18 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
         model.register_forward_hook(_CastOutputs(precision.output))
 
 
+def cast_inputs(values: Any, precision: Precision) -> Any:
+    """What a model is called with, however nested, as its hook would cast it: for stages, which are never called as one model."""
+    dtype = precision.compute if precision.master is not None else None
+    return values if dtype is None else tree_map(lambda value: _cast_float(value, dtype), values)
+
+
+def cast_outputs(values: Any, precision: Precision) -> Any:
+    """What a model returns, the same way."""
+    dtype = precision.output
+    return values if dtype is None else tree_map(lambda value: _cast_float(value, dtype), values)
+
+
 class MasterWeights:
     """Casts a model to its compute format; holds the parameters that the optimizer updates.
 
@@ -148,10 +160,8 @@ class _CastInputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(self._cast, args)), {key: self._cast(value) for key, value in kwargs.items()}
-
-    def _cast(self, value: Any) -> Any:
-        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return (tuple(_cast_float(value, self.dtype) for value in args),
+                {key: _cast_float(value, self.dtype) for key, value in kwargs.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,11 @@ class _CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map(lambda value: value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, output)
+        return tree_map(lambda value: _cast_float(value, self.dtype), output)
+
+
+def _cast_float(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         local = None
         if world.mesh.pipe > 1:
             turn = Turn(dropout, world.group("context"), context)
-            local = make_local(model, Pipe.of(pipe, model, loss), world.group("pipe"), accumulate, units, turn)
+            cutting = Pipe.of(pipe, model, loss).in_formats(settings.precision)
+            local = make_local(model, cutting, world.group("pipe"), accumulate, units, turn,
+                               sparing=recompute != NONE)
         placement, made = _cut(model, axes, plan, optimizer, settings, fill=fill, local=local)
     kind = Engine if world.mesh.pipe == 1 else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
@@ -249,8 +251,6 @@ def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
 def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
     if pipe is not None and world.mesh.pipe == 1:
         raise ConfigError("pipe= has no meaning on a mesh without pipe ranks")
-    if world.mesh.pipe > 1 and settings.precision.scaled:
-        raise ConfigError("fp16 scales the loss, which a pipeline's schedule does not: use bf16 with pipe ranks")
     if settings.leaves and is_split(world):
         raise ConfigError("deterministic holds bits equal along the data axes only; use a mesh of replicate and shard")
     _check_numbers(settings)

@@ -8,7 +8,8 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,16 +24,21 @@ from rankloom.models.part import WHOLE, Part
 from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.context import Context
 from rankloom.parallel.parts import Parts
-from rankloom.parallel.pipeline.cut import Piece, Stage, balance, find_tied
+from rankloom.parallel.pipeline.cut import Piece, Stage, balance
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Loss, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
+from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import Piece as Owned
 from rankloom.train.batches import cut
 from rankloom.train.cut import CutParts
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
+from rankloom.train.modes import evaluating
+from rankloom.train.precision import UNMEASURED, Precision, cast_inputs, cast_outputs
 from rankloom.world.group import Group
 
 
@@ -40,16 +46,19 @@ class Turn:
     """Which micro-batch is running on this rank, and which of its tokens are here.
 
     context: the ranks that share the tokens of a row, and how attention goes between them
+    scale:   what losses are multiplied by for their backward
     """
 
     def __init__(self, dropout: DropoutKey, context: Group, kind: str):
         self.dropout, self.context, self.kind = dropout, context, kind
+        self.scale = 1.0
         self._parts: list[Part] = []
         self._now: Part = WHOLE
 
-    def begin(self, step: int, first: int) -> None:
+    def begin(self, step: int, first: int, scale: float = 1.0) -> None:
         """Before the micro-batches of a step, of which `first` is the number of this rank's first."""
         self.dropout.start_step(step, first)
+        self.scale = scale
         self._parts.clear()
 
     def own(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
@@ -86,6 +95,14 @@ class Pipe:
     schedule: str = "1f1b"
     chunks: int | None = None
 
+    def in_formats(self, precision: Precision) -> "Pipe":
+        """The same; the loss is given what the last piece gives in the output format."""
+        def make(model: Any) -> Loss:
+            loss = self.loss(model)
+            return lambda output, targets: loss(cast_outputs(output, precision), targets)
+
+        return replace(self, loss=make)
+
     @classmethod
     def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: Any) -> "Pipe":
         """What was asked for; a name, or nothing, is enough for our own GPT with its own loss.
@@ -105,19 +122,21 @@ class LocalStages:
 
     body:   its modules under the names of the whole; never called as one
     names:  of all trainable parameters of the whole model, and their shapes, in its order
-    copies: on how many ranks a parameter stands
+    where:  the ranks on which a parameter stands
     """
 
     body: nn.Module
     pipeline: Pipeline
     turn: Turn
     names: Mapping[str, torch.Size]
-    copies: Mapping[str, int]
+    where: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
 
 
-def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, turn: Turn) -> LocalStages:
+def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, turn: Turn, *, sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
+
+    sparing: activations are dear: no product waits for a gradient to leave
 
     raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
     """
@@ -126,6 +145,7 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
     pieces = list(pipe.pieces(model, part=turn.part) if turn.context.size > 1 else pipe.pieces(model))
     chunks = pipe.chunks or (SCHEDULES[pipe.schedule].fewest if pipe.schedule in SCHEDULES else 1)
     plan = make_plan(pipe.schedule, group.size * chunks, microbatches, pipe.chunks)
+    plan = plan if sparing else send_gradients_first(plan)
     sizes = balance([1.0] * len(pieces), group.size * chunks)
     runs = [pieces[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
     stages = [Stage(run) for run in runs]
@@ -134,20 +154,30 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
         for name, _ in stage.named_parameters():
             where.setdefault(name, set()).add(plan.owner[number])
     mine = plan.held_by(group.rank)
-    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model), tied=find_tied(stages),
-                        hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss))
+    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model),
+                        hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
-    return LocalStages(body, pipeline, turn, names, {name: len(ranks) for name, ranks in where.items()}, sections)
+    return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections)
 
 
 class CutStages(CutParts):
-    """Slices of the parts of the stages that this rank holds."""
+    """Slices of the parts of the stages that this rank holds.
+
+    Gradients of 16 bits are added up in the format that they are reduced in, so they land after every backward. So do those of tied
+    parameters, which are a sum over stages.
+    """
 
     def __init__(self, sharding: Sharding, everyone: Group, parts: Parts, local: LocalStages):
         super().__init__(local.body, sharding, everyone, parts)
         self.local = local
         elsewhere = torch.empty(0, device=sharding.group.device)
         self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}
+        self._tied: dict[str, Gradient] = {}
+        for gradient in sharding.gradients():
+            for name, param in gradient.unit.params.items():
+                self._tied |= {name: gradient} if len(local.where[name]) > 1 and param.requires_grad else {}
+                if name in self._tied or param.dtype != gradient.unit.formats.reduce:
+                    param.register_post_accumulate_grad_hook(partial(gradient.land, name))
 
     @property
     def pipe(self) -> Group:
@@ -162,9 +192,26 @@ class CutStages(CutParts):
         mine = super().pieces()
         return {name: mine.get(name, Owned(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
+    def abandon(self) -> None:
+        """Also what a schedule that died has left where autograd made it."""
+        super().abandon()
+        for param in self.model.parameters():
+            param.grad = None
+
+    def collect(self) -> None:
+        """After a schedule: add up what tied parameters got in their stages, then reduce everything. A collective."""
+        for name in (name for name in self.local.where if name in self._tied):   # one order on all ranks
+            gradient = self._tied[name]
+            like = torch.empty_like(gradient.unit.params[name], dtype=gradient.unit.formats.reduce)
+            total = sum_tied(gradient.local().get(name), like, self.pipe, self.local.where[name])
+            if total is not None:
+                gradient.set_landed(name, total)
+        with self.sync(True):
+            self.sharding.collect()
+
     def copies(self, name: str) -> int:
         """A tied parameter stands in two stages."""
-        return super().copies(name) * self.local.copies[name]
+        return super().copies(name) * len(self.local.where[name])
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """Joined here, then told to the other stages."""
@@ -216,15 +263,17 @@ class PipelineEngine(Engine):
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = self._run_schedule(batch)
-        with self.placement.sync(True):
-            self.placement.sharding.collect()
+        self.placement.collect()
         return self.placement.finish(totals)
 
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left where autograd made them."""
         pieces = cut(batch, self.settings.accumulate, self.group.rank)
+        if self.settings.precision.scaled and self.scale is UNMEASURED:   # backwards begin before all forwards have ended
+            with evaluating(self.model):
+                self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
-        self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces))
+        self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces), self.scale.value)
         return self.pipeline.step([self._pair(piece) for piece in pieces])
 
     def _expect_sum(self, batch: Any) -> None:
@@ -245,4 +294,5 @@ class PipelineEngine(Engine):
         if not (isinstance(piece, tuple | list) and len(piece) == 2):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
-        return self.placement.local.turn.own(*piece)
+        inputs, targets = piece
+        return self.placement.local.turn.own(cast_inputs(inputs, self.settings.precision), targets)
