@@ -5,7 +5,8 @@
 
 Same model, same stages, same micro-batches, same schedules, same processes, same backend, interleaved: every round gives each
 variant a turn of three steps, in rotating order, and ratios are taken inside a round. A step is forward and backward of all
-micro-batches, and setting the gradients to None. Where the model is cut is what our measurement of its pieces says.
+micro-batches, and setting the gradients to None. Ours sends a gradient before it multiplies the weights' products, as its front
+doors do. Where the model is cut is what our measurement of its pieces says.
 
 The second table sets the bubble that the simulator expects of each schedule, from the measured pieces, beside the one of a recorded
 step. It means something where every rank has a core of its own.
@@ -31,6 +32,7 @@ from rankloom.models.loss import plain_cross_entropy
 from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.cut import balance, make_stages
 from rankloom.parallel.pipeline.measure import measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.parallel.pipeline.simulate import simulate_plan
@@ -67,7 +69,7 @@ class Bench:
     def cut(self, name: str) -> tuple:
         """The plan of a schedule, how many pieces each stage has, and this rank's stages."""
         stages = self.world.size * SCHEDULES[name].fewest
-        plan, sizes = make_plan(name, stages, self.count), balance([piece.seconds for piece in self.measured], stages)
+        plan, sizes = send_gradients_first(make_plan(name, stages, self.count)), balance([piece.seconds for piece in self.measured], stages)
         modules = make_stages(self.pieces, sizes)
         return plan, sizes, {stage: modules[stage] for stage in plan.held_by(self.world.rank)}
 

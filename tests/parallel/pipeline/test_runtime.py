@@ -6,13 +6,14 @@ is made from rows that are laid out differently; sums of fewer than 200 terms in
 
 import random
 import time
-from functools import cache
+from functools import cache, partial
 from itertools import count
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import make_batches, make_model
@@ -26,7 +27,7 @@ from rankloom.parallel.pipeline.actions import parse_plan
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.messages import AHEAD, proven_arrivals
-from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, with_messages
+from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 
@@ -295,6 +296,26 @@ def test_no_more_activations_live_than_the_plan_says(name):
         return max(seen)
 
     assert rl.simulate(3, body) == [peak_live(actions) for actions in plan.ranks]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "dualpipe-v"])
+def test_gradients_that_leave_before_the_weights_products_are_the_same(name):
+    plan = send_gradients_first(make_plan(name, 3 * CHUNKS[name], 4))
+    assert len(plan.split) >= 2, "those that send something back"
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, token_batches(4)))
+    expect_equal(results, gpt_alone(4))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_stages_that_compute_their_forward_again_may_have_their_backward_in_two_parts(name, reentrant):
+    def pieces():
+        return [(parts, partial(checkpoint, f, use_reentrant=reentrant)) if 0 < i < 7 else (parts, f)
+                for i, (parts, f) in enumerate(gpt_pieces(make_gpt()))]
+
+    plan = send_gradients_first(make_plan(name, 2, 3))
+    results = rl.simulate(2, lambda w: run(w, pieces, gpt_loss, plan, token_batches(3)))
+    expect_equal(results, gpt_alone(3))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankloom.base.errors import ConfigError
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import make_plan
 from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
@@ -33,6 +34,14 @@ def test_the_bubble_of_gpipe_and_1f1b_is_p_minus_1_of_m_plus_p_minus_1(name, p, 
 def test_the_bubble_is_v_times_smaller_with_v_stages_on_a_rank(name, p, v, rounds):
     m = p * rounds
     assert bubble(name, p, m, v).makespan - 3 * m == pytest.approx(3 * (p - 1) / v)
+
+
+@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("breadth-first", 2)])
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (8, 24)])
+def test_where_gradients_leave_first_nobody_waits_for_the_weights_products_of_others(name, v, p, m):
+    plan = send_gradients_first(make_plan(name, p * v, m, v))
+    timeline = simulate_plan(plan, Costs.even(p * v, forward=2.0 / v, input=1.5 / v, weight=3.0 / v))
+    assert timeline.makespan - 6.5 * m == pytest.approx((p - 1) * 3.5 / v)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 12), (8, 24)])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
 from rankloom.parallel.pipeline.measure import measure_pieces
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.world.group import Group
@@ -24,7 +25,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
     """
     stages = group.size * (SCHEDULES[schedule].fewest if chunks is None and schedule in SCHEDULES else chunks or 1)
-    plan = make_plan(schedule, stages, microbatches, chunks)
+    plan = send_gradients_first(make_plan(schedule, stages, microbatches, chunks))
     times = [1.0] * len(pieces) if example is None else [piece.seconds for piece in measure_pieces(pieces, example, loss, group)]
     modules = make_stages(pieces, balance(times, stages))
     return Pipeline({stage: modules[stage] for stage in plan.held_by(group.rank)}, group, plan, loss, tied=find_tied(modules), hooks=hooks)

@@ -18,7 +18,7 @@ from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
-from rankloom.parallel.pipeline.split import Product, deferring, finish
+from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
 from rankloom.world.group import Group
 
 TURNS = 5
@@ -116,7 +116,7 @@ def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None,
         output = loss(output) if loss else output
     clock.append(_now(device))
     ends = [y for y in _several(output) if y.requires_grad and not y.is_leaf]
-    for part in (partial(torch.autograd.backward, ends, [torch.ones_like(y) for y in ends]), partial(finish, products)):
+    for part in (partial(backward_to_inputs, products, ends, [torch.ones_like(y) for y in ends]), partial(finish, products)):
         if ends:
             part()
         clock.append(_now(device))

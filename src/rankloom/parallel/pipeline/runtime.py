@@ -8,6 +8,7 @@ stand on several ranks are summed, and every rank learns the loss. Read actions.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from rankloom.parallel.pipeline.actions import Action, Plan
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
-from rankloom.parallel.pipeline.split import Product, deferring, finish
+from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
 from rankloom.world.group import Group
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -155,7 +156,8 @@ class Pipeline:
         ends += [(own, torch.full_like(own, scale)) for own in live.own]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
         if ends:
-            torch.autograd.backward([y for y, _ in ends], [grad for _, grad in ends])
+            backward = partial(backward_to_inputs, live.products) if stage in self.plan.split else torch.autograd.backward
+            backward([y for y, _ in ends], [grad for _, grad in ends])
         if stage:
             self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
         self._live[stage, m] = live._replace(inputs=[], outputs=[], own=[])

@@ -4,8 +4,10 @@ Nearly all of what a backward towards the weights costs is one matrix product fo
 under `deferring`, each `F.linear` on a weight that is trained is replaced by one whose backward gives the gradient of its input,
 and only notes what the gradient of its weight is the product of. `finish` multiplies. Nothing is computed twice, and what does
 not belong to such a product is let go with the first part. Gradients of norms, biases and embeddings are cheap, and not deferred.
+A block that computes its forward again in backward must come to the same layers then, so the first part runs under `deferring` too.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +61,25 @@ class _Linear(torch.autograd.Function):
         return grad @ ctx.weight, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
+def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """The first part, of what ran forward under `deferring(products)`."""
+    with deferring(products):
+        # torch.autograd.backward would be taken for one more function of torch, inside of which no mode is on
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@torch.no_grad()
 def finish(products: list[Product]) -> None:
-    """Add what was noted to the weights' gradients, as a backward would: hooks run."""
+    """Add what was noted to the weights' gradients, as a backward would: hooks run. Where there are none, no product is stored first."""
     for weight, grad, x in products:
-        torch.autograd.backward([weight], [grad.flatten(0, -2).T @ x.flatten(0, -2)])
+        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2)
+        if weight.grad is None or _has_hooks(weight):
+            torch.autograd.backward([weight], [rows @ columns])
+        else:
+            torch.addmm(weight.grad, rows, columns, out=weight.grad)
     products.clear()
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
