@@ -11,6 +11,7 @@ import torch
 
 from rankloom.base.events import Evaluated, Event, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
+from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import with_ranks
@@ -56,7 +57,7 @@ class Stepper:
 
     def __init__(self, job: Job, journal: Journal):
         self.job, self.journal = job, journal
-        self.engine = build_engine(job)
+        self.engine = build_engine(job.config, job.shape, job.world, job.sink)
         self.stop, self.agreement = StopSignal(), Agreement(job.world)
         self.signal = 0                           # the one that all ranks agreed on
         self.tokens, self.seconds = 0, 0.0        # trained on, over all ranks; what the steps took
@@ -125,16 +126,16 @@ def evaluation_rows(job: Job) -> int:
     return max(1, batch.global_ // shards) if shards else batch.local
 
 
-def build_engine(job: Job) -> Engine:
+def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | None = None) -> Engine:
     """The model and its engine, as the config asks for."""
-    config, batch = job.config, job.config.batch()
-    cut = config.train.stage == 3 and not is_split(job.world)   # then no rank ever holds the whole model
-    model = GPT(job.shape, seed=config.run.seed, device="meta" if cut else job.world.device)
+    batch = config.batch()
+    cut = config.train.stage == 3 and not is_split(world)   # then no rank ever holds the whole model
+    model = GPT(shape, seed=config.run.seed, device="meta" if cut else world.device)
     return prepare(
         model,
         loss=language_model_loss,
         optimizer=lambda params: build_optimizer(config.optimizer, params),
-        world=job.world,
+        world=world,
         stage=config.train.stage,
         accumulate=batch.accumulate,
         clip=config.optimizer.max_norm or None,
@@ -151,5 +152,5 @@ def build_engine(job: Job) -> Engine:
         compile=config.train.compile,
         keep_gathered=config.train.keep_gathered,
         pipe=config.train.pipe,
-        sink=job.sink,
+        sink=sink,
     )
