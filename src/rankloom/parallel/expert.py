@@ -17,7 +17,8 @@ source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven sha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.deal import deal_rows
+from rankloom.parallel.follow import Guide
 from rankloom.world.group import Group
 
 TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
@@ -77,6 +79,8 @@ class SpreadDispatch:
     """How rows get to experts that are spread over the ranks of a group, and back."""
 
     group: Group
+    guide: Guide | None = None
+    number: int = 0      # of the layer, for those who follow
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SpreadDispatch":
         return self   # a copy of the model has the same peers
@@ -84,6 +88,12 @@ class SpreadDispatch:
     @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
     def __call__(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [n, W] sorted by expert, counts [E] of each -> [n, W]."""
+        if self.guide is not None:
+            self.guide.tell_layer(self.number, rows)
+        return self.exchange(experts, rows, counts)
+
+    def exchange(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """The same, when nobody need be told."""
         group = self.group
         mine = counts.view(group.size, -1)                                                # of rank r's experts
         theirs = group.all_to_all(mine.contiguous(), label="rows for experts: counts")     # from rank r, for each of the experts here
@@ -93,6 +103,18 @@ class SpreadDispatch:
         order = expert.argsort(stable=True)                                               # they came sorted by rank, then by expert
         out = experts(here[order], theirs.sum(0))
         return deal_rows(out[order.argsort()], group, recv_rows, send_rows, "rows from experts")
+
+
+def guide_layers(model: nn.Module, guide: Guide) -> None:
+    """In forward-only passes, let ranks without tokens run their experts for the others, in every layer whose experts are spread."""
+    for layer in expert_layers(model).values():
+        if isinstance(layer.dispatch, SpreadDispatch):
+            layer.dispatch = replace(layer.dispatch, guide=guide, number=len(guide.layers))
+            guide.layers.append(partial(_run_for_others, layer))
+
+
+def _run_for_others(layer: Any, rows: Tensor) -> None:
+    layer.dispatch.exchange(layer.experts, rows, torch.zeros(layer.config.experts, dtype=torch.long, device=rows.device))
 
 
 def gradient_axes(model: nn.Module) -> dict[str, tuple[str, ...]]:

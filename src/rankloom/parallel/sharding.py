@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
 from rankloom.parallel.sections import Section, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
-
-ASKING, ENDED = -2, -1   # in the place of a section's number
 
 
 class Moment(Enum):
@@ -63,10 +62,14 @@ class Gathering:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Parameters whose gradients are summed over a group of their own, beside the shard axis."""
+    """Parameters whose gradients are summed over a group of their own, beside the shard axis.
+
+    together: the ranks of the shard axis, and those to which a forward sends rows
+    """
 
     names: frozenset[str]
     replicas: Group
+    together: Group
 
     def replicas_of(self, others: Group) -> Callable[[Unit], Group]:
         """Which group a unit's slices are summed over."""
@@ -93,7 +96,7 @@ class Sharding:
         self._last_order: list[Section] = []   # of those of the pass before
         self._queue = Queue(self.sections, group, replicas)
         self._stage = Moment.IDLE
-        self._is_followed = False
+        self.guide = Guide(apart.together if apart else group)   # of those who follow a forward
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
@@ -179,36 +182,36 @@ class Sharding:
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether a forward is a collective."""
+        """Whether a forward gathers, and lets go."""
         return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
     @contextlib.contextmanager
     def followed(self, on: bool) -> Iterator[None]:
-        """Forwards inside tell ranks that `follow` what they gather; a collective, if on."""
-        self._is_followed = on
-        try:
+        """Forwards inside tell ranks that `follow` what they gather and send; a collective, if on."""
+        with self.guide.leading(on):
             yield
-        finally:
-            self._is_followed = False
         if on:
-            self._tell_next(ENDED)
             self._forget_order()
 
     def follow(self) -> None:
-        """Gather and let go as other ranks say that they do, who run a forward without gradients."""
-        while (at := self._tell_next(ASKING)) != ENDED:
-            self.sections[at].make_ready()
-            self.sections[at].release()
+        """This rank's part of a forward without gradients that other ranks run: gather and let go as they say, run experts for them."""
+        held: list[Section] = []
+        while (told := self.guide.ask()).what != ENDED:
+            if told.what == LAYER:
+                self.guide.go_along(told)
+                continue
+            section = self.sections[told.number]
+            for other in [other for other in held if other is section or not _is_inside(section, other)]:
+                other.release()
+                held.remove(other)
+            section.make_ready()
+            held.append(section)
         self._forget_order()
-
-    def _tell_next(self, at: int) -> int:
-        """Which section is gathered next: those who know say it, the others ask."""
-        message = torch.tensor([float(at)], device=self.group.device)
-        return int(self.group.all_reduce(message, "max", label="which section next").item())
 
     def _forget_order(self) -> None:
         """Ranks have seen different passes: none of them may tell what to gather ahead."""
-        self.release()
+        if self.gathering.let_go:
+            self.release()
         self._order, self._last_order = [], []
 
     def make_ready(self) -> None:
@@ -243,7 +246,7 @@ class Sharding:
         section.first_call = len(self._order) if section.first_call is None else section.first_call
         self._order.append(section)
         at = len(self._order)
-        following = [] if self._is_followed else self._last_order[at : at + self.gathering.ahead]
+        following = [] if self.guide.leads else self._last_order[at : at + self.gathering.ahead]
         for other in self.sections:
             if other.is_ahead and other not in following:   # the calls come in another order than last time
                 other.release()
@@ -252,8 +255,8 @@ class Sharding:
             other.gather_ahead()
 
     def _gather(self, section: Section) -> None:
-        if self._is_followed and section.is_away:
-            self._tell_next(self.sections.index(section))
+        if section.is_away:
+            self.guide.tell_section(self.sections.index(section))
         section.make_ready()
 
     def _begin_pass(self) -> None:
@@ -295,7 +298,7 @@ class Sharding:
         calls = [at for at, called in enumerate(self._order) if called is section] or [0]
         at = calls[min(section.calls, len(calls) - 1)]
         for previous in self._order[max(0, at - self.gathering.ahead) : at]:
-            if not (previous.settled and previous.may_go_early) and not self._is_followed:
+            if not (previous.settled and previous.may_go_early) and not self.guide.leads:
                 previous.start_gather()
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
@@ -358,8 +361,12 @@ class Sharding:
 
 def _is_over(one: Section, other: Section) -> bool:
     """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
-    inside = not other.name or f"{one.name}.".startswith(f"{other.name}.")
-    return not inside and one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
+    return not _is_inside(one, other) and one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
+
+
+def _is_inside(one: Section, other: Section) -> bool:
+    """Whether `one` is called while `other` is."""
+    return not other.name or f"{one.name}.".startswith(f"{other.name}.")
 
 
 def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -24,7 +24,10 @@ NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the fi
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One value from the command line: the flag as it was typed, where it goes, and the text of the value."""
+    """One value from the command line: the flag as it was typed, where it goes, and the text of the value.
+
+    section: may be one inside another: `model.moe`
+    """
 
     flag: str
     section: str
@@ -75,7 +78,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
-        section, dot, key = flag.removeprefix("--").partition(".")
+        section, dot, key = flag.removeprefix("--").rpartition(".")
         if not (flag.startswith("--") and section and dot and key):
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value")
         if not equals:
@@ -111,10 +114,12 @@ def _neighbours(path: Path) -> str:
 
 
 def _lay_over(table: Table, flag: Override) -> None:
-    section = table.setdefault(flag.section, {})
-    if not isinstance(section, dict):
-        return   # the check of the whole table says what is wrong with it
-    if flag.text == "none":
+    removes, section = flag.text == "none", table
+    for name in flag.section.split("."):
+        section = section.get(name, {}) if removes else section.setdefault(name, {})
+        if not isinstance(section, dict):
+            return   # the check of the whole table says what is wrong with it
+    if removes:
         section.pop(flag.key, None)
         _expect_known(flag)
     else:
@@ -123,7 +128,7 @@ def _lay_over(table: Table, flag: Override) -> None:
 
 def _expect_known(flag: Override) -> None:
     """`none` removes a key, so the check of the table would not see a typo in it."""
-    if flag.section not in Config.model_fields:
+    if not _keys_of(flag.section):
         raise ConfigError(_unknown((flag.section,), flag.flag))
     if flag.key not in _keys_of(flag.section):
         raise ConfigError(_unknown((flag.section, flag.key), flag.flag))
@@ -142,30 +147,42 @@ def _value(flag: Override) -> object:
 
 def _keys_of(section: str) -> dict[str, Any]:
     """Key -> type of a section; empty when there is no such section."""
-    if section not in Config.model_fields:
-        return {}
-    model = Config.model_fields[section].annotation
-    assert isinstance(model, type) and issubclass(model, BaseModel), "every field of Config is a section"
-    return {key: field.annotation for key, field in model.model_fields.items()}
+    model = _sections(Config).get(section)
+    return {} if model is None else {key: field.annotation for key, field in model.model_fields.items()}
+
+
+def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Every section a file may have, by its name in brackets."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):   # one that may be left out stands in a union
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= {name: kind} | {f"{name}.{inner}": each for inner, each in _sections(kind).items()}
+    return found
+
+
+def _section_and_key(loc: Sequence[int | str]) -> tuple[str, ...]:
+    """Where in a file a complaint belongs: a section, and a key where it is about one."""
+    parts, known = [str(part) for part in loc], _sections(Config)
+    depth = max((n for n in range(len(parts) + 1) if ".".join(parts[:n]) in known), default=0)
+    return (".".join(parts[:depth]), *parts[depth : depth + 1]) if depth else tuple(parts[:1])
 
 
 def _explain(error: ValidationError, where: str, flags: Mapping[tuple[str, str], str]) -> str:
     """One line per key that is wrong, whatever number of complaints pydantic has about it."""
     problems: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        problems.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+        problems.setdefault(_section_and_key(detail["loc"]), []).append(detail)
     return "\n".join(_line(loc, details, where, flags) for loc, details in problems.items())
 
 
 def _line(
     loc: tuple[str, ...], details: list[ErrorDetails], where: str, flags: Mapping[tuple[str, str], str]
 ) -> str:
-    kind, origin = details[0]["type"], where
-    if len(loc) == 2 and (loc[0], loc[1]) in flags:
-        origin = flags[loc[0], loc[1]]
+    kind, name = details[0]["type"], ".".join(loc)
+    origin = next((flag for place, flag in flags.items() if ".".join(place) == name), where)
     if kind == "extra_forbidden":
-        typed = next((flag for (section, _), flag in flags.items() if loc == (section,)), origin)
-        return _unknown(loc, typed)
+        return _unknown(loc, next((flag for (section, _), flag in flags.items() if section == name), origin))
     expected = " or ".join(dict.fromkeys(_expectation(detail) for detail in details)).replace("or must be", "or")
     place = f"{origin} [{loc[0]}]" if loc and origin == where else origin
     if kind == "value_error" and len(loc) < 2:
@@ -187,8 +204,9 @@ def _expectation(detail: ErrorDetails) -> str:
 def _unknown(loc: tuple[str, ...], origin: str) -> str:
     if len(loc) == 2:
         return f"{_place(origin, loc[0])}: unknown key {loc[1]!r}. {did_you_mean(loc[1], _keys_of(loc[0]))}"
-    owners = [section for section in Config.model_fields if loc[0] in _keys_of(section)]
-    hint = f"It is a key of [{owners[0]}]." if owners else did_you_mean(loc[0], Config.model_fields)
+    known = _sections(Config)
+    owners = [section for section in known if loc[0] in _keys_of(section)]
+    hint = f"It is a key of [{owners[0]}]." if owners else did_you_mean(loc[0], known)
     return f"{origin}: unknown section [{loc[0]}]. {hint}"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
+from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, pieces_of
@@ -37,19 +38,20 @@ class Cut:
         return self.group, self.sharding.replicas
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """A forward is a collective where parameters are gathered for it: a rank without a batch goes along without computing."""
-        pending, gathers = iter(batches), self.sharding.gathers_in_forward
+        """Where a forward gathers parameters or sends rows to experts, a rank without a batch goes along (parallel/follow.py)."""
+        pending, sharding = iter(batches), self.sharding
+        if not sharding.gathers_in_forward:   # then all forwards use what is gathered once
+            sharding.make_ready()
+        alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
             batch = next(pending, None)
-            have = torch.tensor([float(batch is not None)], device=self.group.device)
-            if gathers:
-                self.group.all_reduce(have, label="another batch?")
-            if not have.item():
+            someone, everyone = (batch is not None, True) if alone else sharding.guide.who_has(batch is not None)
+            if not someone:
                 return
             if batch is None:
-                self.sharding.follow()
+                sharding.follow()
                 continue
-            with self.sharding.followed(gathers and have.item() < self.group.size):
+            with sharding.followed(not everyone):
                 yield batch
 
     def abandon(self) -> None:
@@ -179,6 +181,7 @@ class CutParts(Cut):
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, parts: Parts):
         super().__init__(model, sharding, everyone)
         self.parts = parts
+        guide_layers(model, sharding.guide)
 
     def _groups(self) -> tuple[Group, ...]:
         return *super()._groups(), self.parts.tensor, self.parts.expert, self.parts.context

@@ -118,7 +118,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         axes = Axes.of(world, stage, parts)
         plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
                     offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
-                    apart=Apart(parts.experts, axes.fewer) if parts is not None and parts.experts else None)
+                    apart=Apart(parts.experts, axes.fewer, world.group("shard", "expert")) if parts is not None and parts.experts else None)
         local = None
         if world.mesh.pipe > 1:
             turn = Turn(dropout, world.group("context"), context)

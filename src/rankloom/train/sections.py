@@ -5,13 +5,15 @@ another one, is refused here, before any rank starts. No torch in this file: a m
 `config.py` turns a file and command-line overrides into a `Config`.
 """
 
-from typing import Annotated, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rankloom.base.compression import EXACT, POWERSGD, split_compression
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
-from rankloom.models.config import GPTConfig, preset
+from rankloom.models.config import GPTConfig, MoEConfig, preset
 from rankloom.train.batch import LOGICAL_SHARDS, Batch, solve_batch
 
 Count = Annotated[int, Field(ge=1)]
@@ -21,6 +23,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
 BYTES_VOCAB = 257   # 256 bytes and the end of a text
+MOE = MoEConfig()
 
 
 class Section(BaseModel):
@@ -50,20 +53,13 @@ class MeshSection(Section):
     tensor: Count = 1
     expert: Count = 1
 
-    @field_validator("expert")
-    @classmethod
-    def _not_here_yet(cls, ranks: int) -> int:
-        if ranks > 1:
-            raise ValueError("this command trains dense models, which have no experts to spread: this axis must be 1")
-        return ranks
-
     def as_mesh(self) -> Mesh:
         """The value that the floors below know; axes that are left out are 1."""
-        return Mesh(pipe=self.pipe, replicate=self.replicate or 1, shard=self.shard or 1, context=self.context, tensor=self.tensor)
+        return Mesh(**{axis: ranks or 1 for axis, ranks in self})
 
     def row_ranks(self) -> int:
         """Over how many ranks the rows of a batch are dealt: along the others ranks share them."""
-        return (self.replicate or 1) * (self.shard or 1)
+        return (self.replicate or 1) * (self.shard or 1) * self.expert
 
     def is_known(self) -> bool:
         """Whether the number of ranks is."""
@@ -74,12 +70,25 @@ class MeshSection(Section):
 
         raises: MeshError when the axes that are given do not divide the ranks
         """
-        others = self.pipe * self.context * self.tensor
+        others = self.pipe * self.context * self.tensor * self.expert
         shard = self.shard or (max(1, ranks // others) if stage else 1)
         if ranks % (shard * others):
-            mesh = Mesh(pipe=self.pipe, shard=shard, context=self.context, tensor=self.tensor)
+            mesh = replace(self.as_mesh(), replicate=1, shard=shard)
             raise MeshError(f"[mesh] {mesh.product()} does not divide the {ranks} ranks that were started")
         return {"replicate": ranks // (shard * others), "shard": shard}
+
+
+class Experts(Section):
+    """A mixture of experts in place of each block's MLP; MoEConfig of models/config.py says what each number is."""
+
+    experts: Count = MOE.experts
+    top_k: Count = MOE.top_k
+    ffn: Count = MOE.ffn
+    shared: Whole = MOE.shared
+    capacity: float = Field(default=MOE.capacity, ge=0)
+    balance_loss: float = Field(default=MOE.balance_loss, ge=0)
+    router_z_loss: float = Field(default=MOE.router_z_loss, ge=0)
+    bias_rate: float = Field(default=MOE.bias_rate, ge=0)
 
 
 class Model(Section):
@@ -96,10 +105,17 @@ class Model(Section):
     dropout: Fraction | None = None
     rope_base: Positive | None = None
     norm_eps: Positive | None = None
+    moe: Experts | None = None        # None: dense
 
-    def overrides(self) -> dict[str, int | float | bool]:
+    def overrides(self) -> dict[str, Any]:
         """What the file changes in the preset, `vocab_size` aside."""
         return self.model_dump(exclude={"preset", "vocab_size"}, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _one_kind_of_mlp(self) -> Self:
+        if self.moe is not None and self.ffn is not None:
+            raise ValueError(f"ffn = {self.ffn} has no meaning with [model.moe], whose experts stand in place of the MLP: give moe.ffn")
+        return self
 
 
 class Data(Section):
@@ -217,18 +233,24 @@ class Comm(Section):
     """How gradients are summed over ranks, which ranks share a node, and the seconds after which a silent rank ends the job."""
 
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
-    compress: Literal["none", "bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"] = "none"
+    compress: str = EXACT   # a name of base/compression.py; powersgd may have a rank: "powersgd:16"
     topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
     backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
     timeout: Positive = 300.0
+
+    @field_validator("compress")
+    @classmethod
+    def _known_compression(cls, compress: str) -> str:
+        split_compression(compress)
+        return compress
 
     @model_validator(mode="after")
     def _one_way_to_sum(self) -> Self:
         if self.compress != "none" and self.all_reduce not in ("backend", "hierarchical"):
             raise ValueError(f"compress = {self.compress!r} sums in its own way: not with all_reduce = {self.all_reduce!r}; "
                              "leave that out, or give 'hierarchical', which compresses between nodes and is exact inside")
-        if self.compress == "powersgd" and self.all_reduce == "hierarchical":
-            raise ValueError("compress = 'powersgd' needs whole matrices, but all_reduce = 'hierarchical' sends slices between nodes")
+        if split_compression(self.compress)[0] == POWERSGD and self.all_reduce == "hierarchical":
+            raise ValueError(f"compress = {self.compress!r} needs whole matrices, but all_reduce = 'hierarchical' sends slices between nodes")
         return self
 
 
@@ -258,6 +280,7 @@ class Config(Section):
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self.gpt(self.data.vocab_size or BYTES_VOCAB)
         self._expect_stage_and_shard_fit()
+        self._expect_experts_for(self.mesh.expert)
         if self.mesh.is_known() or self.mesh.shard is not None:
             self.batch()
             self._expect_shards_for(self.mesh.as_mesh().size)
@@ -271,11 +294,11 @@ class Config(Section):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
-        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor > 1
+        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
         if split and self.train.deterministic:
-            raise ValueError("[train] deterministic holds bits equal along the data axes only: not with [mesh] pipe, context or tensor")
+            raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
         if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
-            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context or tensor")
+            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
         if self.mesh.pipe > 1 and self.train.precision in ("fp16", "fp8"):
             raise ValueError(f"[train] precision {self.train.precision!r} is not available with [mesh] pipe: use bf16")
         if self.train.pipe is not None and self.mesh.pipe == 1:
@@ -288,6 +311,15 @@ class Config(Section):
             raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
         if stage and self.comm.compress != "none":
             raise ValueError(f"[comm] compress has a meaning at [train] stage 0 only; stage {stage} reduces exactly")
+
+    def _expect_experts_for(self, ranks: int) -> None:
+        moe = self.model.moe
+        if ranks > 1 and moe is None:
+            raise ValueError(f"[mesh] expert {ranks} spreads experts over ranks, and without [model.moe] there are none: "
+                             "give --model.moe.experts, or --mesh.expert 1")
+        if moe is not None and moe.experts % ranks:
+            raise ValueError(f"[model.moe] experts = {moe.experts} cannot be shared evenly by [mesh] expert {ranks}: "
+                             f"{moe.experts} / {ranks} = {moe.experts / ranks:.4g} on each rank; the axis must divide them")
 
     def _expect_shards_for(self, ranks: int) -> None:
         shards = self.train.logical_shards()
