@@ -48,7 +48,7 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
     {"recompute": "full"}, {"recompute": "selective", "accumulate": 2}, {"offload_activations": True}, {"recompute": "1 MiB"},
     {"offload": True}, {"offload": True, "accumulate": 3}, {"keep_gathered": 1},
     {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": Inner}, {"units": (Block, Inner)}, {"units": 500},
-    {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=str)
+    {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_option_equals_one_process(stage, options, reference):
     if any(stage not in prepare.MEANING.get(option, (0, (1, 2, 3)))[1] for option in options):

@@ -51,7 +51,7 @@ SUMS, LARGEST, EVERYONE = [30.0, 33.0], [20.0, 21.0], [[0.0, 1.0], [10.0, 11.0],
 @pytest.mark.parametrize(("args", "named", "expected"), [
     ((x_of,), {}, SUMS), ((x_of, same(MAX)), {}, LARGEST), ((x_of,), {"op": MAX}, LARGEST), ((x_of,), {"timeout": seconds(9)}, SUMS),
     ((lambda rank: [x_of(rank)],), {}, [SUMS]), ((lambda rank: [x_of(rank)], same(MAX)), {}, [LARGEST]),
-    ((lambda rank: [x_of(rank)],), {"opts": dist.AllreduceOptions()}, [SUMS])], ids=str)
+    ((lambda rank: [x_of(rank)],), {"opts": dist.AllreduceOptions()}, [SUMS])])
 def test_all_reduce_takes_one_tensor_with_an_operation_or_a_list_of_one_with_either(world, args, named, expected):
     assert outcome(world, "allreduce", *args, **named) == [expected] * P
 
