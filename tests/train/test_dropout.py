@@ -1,6 +1,7 @@
 """Keyed dropout: masks that depend on what is trained and never on where."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
+from rankloom.models.config import MoEConfig
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.parallel.sequences import cut_sequence
+from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
 
 
@@ -108,8 +114,8 @@ def test_every_step_and_every_micro_batch_of_every_rank_draws_masks_of_its_own()
 
 
 def test_another_seed_and_no_dropout_train_otherwise():
-    def body(world, dropout, seed):
-        engine = rl.prepare(make_model(dropout=dropout), loss=loss_sum, optimizer=adamw, world=world, seed=seed)
+    def body(world, p, seed):
+        engine = rl.prepare(make_model(dropout=p), loss=loss_sum, optimizer=adamw, world=world, seed=seed)
         return [engine.step(make_batches()[0]).loss for _ in range(2)][-1]
 
     losses = {rl.simulate(1, lambda w, d=d, s=s: body(w, d, s))[0] for d, s in ((0.0, 0), (0.5, 0), (0.5, 1))}
@@ -138,3 +144,144 @@ def test_a_copy_of_a_module_draws_with_its_own_key():
     key.move_to(5, 5)
     assert torch.equal(keyed_mask(torch.ones(40), twin._place), mask(4, name="drop", n=40))
     assert twin.key.calls == {"drop": 0} and key.calls == {}
+
+
+# ---------------------------------------------------------------- sequences that are cut over ranks
+
+
+def drawn(here, part=(0, 1), tokens: int | None = None, length: int = 23, calls: int = 1) -> torch.Tensor:
+    """The mask of the tokens that are `here`, in rows of `length`; None: all."""
+    key = DropoutKey(5)
+    key.move_to(3, 1)
+    if here is not None:
+        key.stand_at(here, length)
+    count = tokens or (length if here is None else sum(map(len, here)))
+    module = KeyedDropout(0.5, "drop", key, part)
+    return [module(torch.ones(2, count, 3)) for _ in range(calls)][-1]
+
+
+@pytest.mark.parametrize("slab", [1, 4, 5, 23, 256])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_every_token_is_dropped_as_in_the_whole_row_wherever_it_is(slab, ranks, zigzag, monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", slab)
+    for calls in (1, 2):
+        whole = drawn(None, calls=calls)
+        for spans in cut_sequence(23, ranks, zigzag=zigzag):
+            positions = [at for span in spans for at in span]
+            assert torch.equal(drawn(spans, calls=calls), whole[:, positions])
+
+
+def test_a_part_of_the_tokens_of_a_part_is_dropped_as_in_the_whole_row(monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", 5)
+    whole = drawn(None, length=24)
+    for spans in cut_sequence(24, 2, zigzag=True):
+        positions = [at for span in spans for at in span]
+        for rank in range(3):
+            mine = drawn(spans, part=(rank, 3), tokens=4, length=24)
+            assert torch.equal(mine, whole[:, positions[4 * rank:4 * rank + 4]])
+
+
+def test_tokens_far_apart_have_masks_of_their_own(monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", 20)
+    whole = drawn(None, length=400).unflatten(1, (20, 20)).flatten(2)
+    assert len(whole[0].unique(dim=0)) == 20, "two slabs drew the same, of 2**60 ways"
+
+
+def test_no_rank_draws_for_tokens_that_are_far_from_its_own(monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", 10)
+    sizes = []
+    plain = torch.Tensor.bernoulli_
+    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda x, *a, **k: sizes.append(x.shape[-2]) or plain(x, *a, **k))
+    drawn((range(15), range(985, 1000)), length=1000)
+    assert sizes == [10, 10, 10, 10]
+
+
+def test_a_mask_does_not_depend_on_strides():
+    key = DropoutKey(5)
+    results = []
+    for x in (torch.ones(4, 6, 5), torch.ones(6, 4, 5).transpose(0, 1), torch.ones(1, 1, 5).expand(4, 6, 5)):
+        key.move_to(0, 0)
+        results.append(KeyedDropout(0.5, "drop", key)(x))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 3), (2, 5, 4, 3), (5, 3)])
+def test_what_has_no_tokens_where_sequences_are_cut_is_refused(shape):
+    key = DropoutKey(0)
+    key.stand_at((range(2), range(7, 10)), 10)
+    with pytest.raises(rl.ShapeMismatch, match=r"dropout drop: x has shape .*, expected \[rows, 5, features\]"):
+        KeyedDropout(0.5, "drop", key)(torch.ones(shape))
+
+
+CONFIG = GPTConfig(vocab_size=37, width=16, layers=2, heads=4, kv_heads=2, ffn=24, seq_len=24, dropout=0.3)
+MESHES = [({"context": 2}, {}), ({"context": 3}, {}), ({"context": 4}, {}), ({"context": 2}, {"context": "all_to_all"}),
+          ({"context": 2, "shard": 2}, {"stage": 3}), ({"context": 2, "tensor": 2}, {}), ({"tensor": 2}, {"sequence": True}),
+          ({"context": 2, "tensor": 2}, {"sequence": True}), ({"pipe": 2, "context": 2}, {"pipe": "1f1b", "accumulate": 2}),
+          ({"pipe": 2, "tensor": 2}, {"pipe": "zb-h1", "accumulate": 2})]
+
+
+def train_gpt(world, *, sequence: bool = False, moe: MoEConfig | None = None, length: int = 24, **options):
+    """Loss and norm of two steps, and the weights."""
+    model = GPT(dataclasses.replace(CONFIG, moe=moe), dtype=torch.float64)
+    plan = {"tensor_plan": model.tp_sequence_plan} if sequence else {}
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, clip=0.5, seed=7, **plan, **options)
+    draw, reports = torch.Generator().manual_seed(1), []
+    for _ in range(2):
+        tokens = torch.randint(0, 37, (8, length + 1), generator=draw).tensor_split(engine.group.size)[engine.group.rank]
+        reports.append(engine.step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())))
+    return [number for report in reports for number in (report.loss, report.grad_norm)], engine.full_state_dict()["model"]
+
+
+def expect_one_process(mesh: dict[str, int], options: dict, **both) -> None:
+    """In fp64, to the order of addition. A step's micro-batches must be those of one process too: they are what dropout is keyed by."""
+    rows = mesh.get("shard", 1) * mesh.get("replicate", 1) * mesh.get("expert", 1)
+    alone = rows * options.get("accumulate", 1)
+    ((numbers, weights),) = rl.simulate(1, lambda world: train_gpt(world, accumulate=alone, **both))
+    for mine, state in rl.simulate(rl.Mesh(**mesh), lambda world: train_gpt(world, **options, **both)):
+        assert mine == pytest.approx(numbers, rel=1e-12)
+        for name, value in weights.items():
+            assert (state[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
+def test_sequences_cut_over_ranks_drop_what_one_process_drops(mesh, options, monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", 5)
+    expect_one_process(mesh, options)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(("mesh", "options"), [MESHES[0], MESHES[7], MESHES[8]], ids=str)
+def test_what_is_computed_again_drops_the_same_tokens(recompute, mesh, options, monkeypatch):
+    monkeypatch.setattr(dropout, "SLAB", 5)
+    expect_one_process(mesh, {**options, "recompute": recompute})
+
+
+@pytest.mark.parametrize("mesh", [{"context": 2, "expert": 2}, {"context": 3}], ids=str)
+def test_a_mixture_of_experts_and_rows_that_ranks_do_not_divide_drop_the_same(mesh):
+    expect_one_process(mesh, {}, moe=MoEConfig(experts=4, top_k=2, ffn=12), length=19)
+
+
+def test_rows_of_two_lengths_in_one_loss_are_computed_again_as_they_were():
+    """The loss calls the model twice before the first backward: what runs again must not take the second rows for the first."""
+    def twice(model, batch):
+        tokens, targets = batch
+        (first, count), (second, more) = (model(tokens[:, :n], targets=targets[:, :n]) for n in (22, 21))
+        return first + second, count + more
+
+    def body(world, policy):
+        engine = rl.prepare(GPT(CONFIG, dtype=torch.float64), loss=twice, optimizer=adamw, world=world, recompute=policy)
+        tokens = torch.randint(0, 37, (2, 23), generator=torch.Generator().manual_seed(1))
+        return [engine.step((tokens[:, :-1], tokens[:, 1:])).grad_norm for _ in range(2)]
+
+    (alone,) = rl.simulate(1, lambda world: body(world, "none"))
+    for found in rl.simulate(rl.Mesh(context=2), lambda world: body(world, "full")):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def test_other_kinds_of_dropout_are_refused_with_context_ranks():
+    model = GPT(CONFIG, dtype=torch.float64)
+    model.blocks[1].mlp_dropout = nn.AlphaDropout(0.1)
+    for mesh in (rl.Mesh(context=2), rl.Mesh(pipe=2, context=2)):
+        with pytest.raises(rl.ConfigError, match=r"blocks.1.mlp_dropout draws its mask by how many tokens are here"):
+            rl.simulate(mesh, lambda world: rl.prepare(copy.deepcopy(model), loss=language_model_loss, optimizer=adamw, world=world))

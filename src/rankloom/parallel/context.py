@@ -17,7 +17,7 @@ source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,23 +25,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
 from rankloom.parallel.deal import deal_rows
 from rankloom.parallel.sequences import Documents, Spans, Tile, cut_sequence, document_cuts, merged, tiles
+from rankloom.parallel.tensor.layers import TokenDropout
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
 from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
 
 
-def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Module:
+KEYED = (nn.Dropout, TokenDropout)    # what rl.prepare lets draw by position
+Told = Callable[[Spans, int], None]   # the positions of the tokens that are here, in rows of how many
+
+
+def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: Told | None = None) -> nn.Module:
     """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
 
     model: one whose forward takes `tokens` [B, T], `targets` and a `part`, as models/gpt.py does; logits and (sum, count) that it
            returns are those of this rank's tokens. It takes `documents` too (see `document_cuts`): attention then stays inside them
     kind:  "ring" or "all_to_all"
+    tell:  called before every forward. Whoever lets ranks draw by position (`rl.prepare`) gives it, and may have `nn.Dropout` in the model
     sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
     raises: ConfigError for another kind, for a model without a `part` or with dropout, and the second time; on a call, DataError for
            a row that is longer than the model reads, or shorter than there are ranks
@@ -51,14 +58,21 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING) -> nn.Mod
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
                           "attention about tokens on other ranks; see Part in models/gpt.py")
-    dropping = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if dropping and group.size > 1:
-        raise ConfigError(f"{group.where('context_parallel')}: {dropping[0]} draws its mask by how many tokens are here, not by which, "
-                          "so ranks would not drop what one process drops; set dropout to 0, or use one context rank")
+    expect_no_dropout(model, group, but=() if tell is None else KEYED)
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
-    model.register_forward_pre_hook(_OwnTokens(group, kind, signature), with_kwargs=True)
+    model.register_forward_pre_hook(_OwnTokens(group, kind, signature, tell), with_kwargs=True)
     return model
+
+
+def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module], ...] = ()) -> None:
+    """Raise ConfigError for a dropout that would not drop on ranks what it drops on one process. but: kinds that would"""
+    dropping = [name for name, module in model.named_modules()
+                if isinstance(module, _DropoutNd) and type(module) not in but and module.p > 0]
+    if dropping and group.size > 1:
+        raise ConfigError(f"{group.where('context_parallel')}: {dropping[0]} draws its mask by how many tokens are here, not by which, "
+                          "so ranks would not drop what one process drops; let rl.prepare draw for an nn.Dropout, set others to 0, "
+                          "or use one context rank")
 
 
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
@@ -78,6 +92,7 @@ class _OwnTokens:
     group: Group
     kind: str
     signature: inspect.Signature
+    tell: Told | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers
@@ -89,6 +104,8 @@ class _OwnTokens:
         if length > limit:   # type: ignore[operator]
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
+        if self.tell:
+            self.tell(part.spans[self.group.rank], length)
         cut = {name: part.own(value) if isinstance(value, Tensor) else value for name, value in given.items()}
         return (), {**cut, "part": part}
 

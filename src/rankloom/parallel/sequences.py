@@ -58,6 +58,20 @@ def _joined(early: range, late: range) -> Spans:
     return (range(early.start, late.stop),) if early.stop == late.start else (early, late)
 
 
+def take_run(spans: Spans, start: int, count: int) -> Spans:
+    """The positions of `count` tokens in a row, of those that lie at `spans`, from the `start`-th on.
+
+    >>> take_run((range(0, 2), range(6, 8)), 1, 2)
+    (range(1, 2), range(6, 7))
+    """
+    found, before = [], 0
+    for span in spans:
+        part = span[max(start - before, 0):max(start + count - before, 0)]
+        found += [part] if part else []
+        before += len(span)
+    return tuple(found)
+
+
 def tiles(mine: Spans, theirs: Spans, *, causal: bool, documents: Documents) -> list[Tile]:
     """What the queries of `mine` see of the keys of `theirs`; the spans are equal or have no token in common.
 

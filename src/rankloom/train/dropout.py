@@ -1,11 +1,16 @@
-"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, global micro-batch).
+"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, global micro-batch, tokens).
 
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
 restore that generator. Here there is nothing to restore. `nn.Dropout` modules of a prepared model are replaced; a
 functional `F.dropout` inside a model is out of reach and stays as it is.
+
+Where a sequence is cut over ranks (context parallel, sequence parallel, or both), each token is dropped as one process would drop
+it, and no rank draws for all tokens: a mask is drawn in slabs of some tokens, each from a stream of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,8 +18,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import ShapeMismatch
 from rankloom.base.rng import stream
-from rankloom.parallel.tensor.layers import TokenDropout
+from rankloom.parallel.context import KEYED
+from rankloom.parallel.sequences import Spans, take_run
+
+SLAB = 256   # tokens whose mask is drawn at a time
 
 
 @dataclass(slots=True)
@@ -25,6 +34,7 @@ class DropoutKey:
     step: int = 0
     microbatch: int = 0
     first: int = 0
+    here: tuple[Spans, int] | None = None                 # the positions of the tokens that are here, of rows of how many; None: all
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
 
     def move_to(self, step: int, microbatch: int) -> None:
@@ -40,16 +50,20 @@ class DropoutKey:
         """To this rank's micro-batch of that number, from 0."""
         self.move_to(self.step, self.first + microbatch)
 
-    def generator(self, name: str, device: torch.device) -> torch.Generator:
-        """The stream for the next call of module `name`."""
+    def stand_at(self, spans: Spans, length: int) -> None:
+        """The tokens that are here have these positions in rows of `length`, until somebody says otherwise."""
+        self.here = spans, length
+
+    def streams(self, name: str, device: torch.device) -> Callable[[int], torch.Generator]:
+        """For the next call of module `name`: the stream of each slab, by its number."""
         call = self.calls[name] = self.calls.get(name, -1) + 1
-        return stream(self.seed, "dropout", self.step, self.microbatch, name, call, device=device)
+        return partial(stream, self.seed, "dropout", self.step, self.microbatch, name, call, device=device)
 
 
 class KeyedDropout(nn.Module):
     """Zero each element with probability `p` in training, and scale the others by 1/(1-p).
 
-    part: which of how many parts of the tokens (the last dim but one) come here, of one mask for all
+    part: which of how many parts of the tokens (the last dim but one) come here, of those that the key says are here
     """
 
     def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1)):
@@ -74,11 +88,36 @@ class KeyedDropout(nn.Module):
         return x * (keyed_mask(x.detach(), self._place) if torch.compiler.is_compiling() else self.mask(x))
 
     def mask(self, x: Tensor) -> Tensor:
-        """What to multiply the next call's `x` by: 0 or 1/(1-p)."""
+        """What to multiply the next call's `x` by: 0 or 1/(1-p).
+
+        memory: that of x, and where tokens are elsewhere, of one slab of tokens
+        """
+        kept = torch.empty_like(x)
+        rows = kept if x.dim() > 1 else kept.view(1, -1)
+        spans, length = self._places(x)
+        streams, at = self.key.streams(self.name, x.device), 0
+        for span in spans:
+            for first in range(span.start // SLAB * SLAB, span.stop, SLAB):
+                start, stop = max(span.start - first, 0), min(span.stop - first, SLAB)
+                mine = rows.narrow(-2, at, stop - start)
+                whole = (*rows.shape[:-2], min(SLAB, length - first), rows.shape[-1])
+                # the order of draws must not depend on strides
+                slab = mine if mine.shape == whole and mine.is_contiguous() else x.new_empty(whole)
+                slab.bernoulli_(1.0 - self.p, generator=streams(first // SLAB))
+                if slab is not mine:
+                    mine.copy_(slab.narrow(-2, start, stop - start))
+                at += stop - start
+        return kept.mul_(1.0 / (1.0 - self.p))
+
+    def _places(self, x: Tensor) -> tuple[Spans, int]:
+        """Which positions the tokens of `x` have, in rows of how many."""
         at, parts = self.part
-        whole = x if parts == 1 else x.new_empty((*x.shape[:-2], parts * x.shape[-2], x.shape[-1]))
-        kept = torch.empty_like(whole).bernoulli_(1.0 - self.p, generator=self.key.generator(self.name, x.device))
-        return kept.mul_(1.0 / (1.0 - self.p)) if parts == 1 else kept.chunk(parts, dim=-2)[at].mul(1.0 / (1.0 - self.p))
+        tokens = x.shape[-2] if x.dim() > 1 else 1
+        spans, length = self.key.here or ((range(parts * tokens),), parts * tokens)
+        if self.key.here and (x.dim() != 3 or parts * tokens != sum(map(len, spans))):
+            raise ShapeMismatch(f"dropout {self.name}: x has shape {tuple(x.shape)}, expected [rows, {sum(map(len, spans)) // parts}, "
+                                "features]: where ranks share a sequence, a mask goes by token; set this dropout to 0")
+        return take_run(spans, at * tokens, tokens), length
 
 
 # A compiler cannot look into a generator, and must not write names and counters into its graph: blocks would each have a graph of
@@ -107,7 +146,7 @@ def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     """Replace every `nn.Dropout` inside `model` by a keyed one; returns how many there were."""
     # One module may hang in several places; each place has its own name, so its own masks.
-    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in (nn.Dropout, TokenDropout)]
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KEYED]
     for name, module in found:
         parent, _, child = name.rpartition(".")
         keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))

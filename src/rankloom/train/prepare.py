@@ -106,9 +106,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     if settings.leaves:
         _compute_alike(world)
     fill = _bring_to_device(model, world, settings.precision, stage, initialize, seed)
-    parts = split(model, world, tensor_plan, context) if is_split(world) else None
-    float8 = _in_float8(model, world, settings.precision)
     dropout = DropoutKey(seed)
+    parts = split(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
+    float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     if stage == 0 and parts is None:

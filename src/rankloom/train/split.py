@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.context import RING, context_parallel
+from rankloom.parallel.context import KEYED, RING, Told, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import TOKEN_AXES, expert_parallel
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.tensor.apply import tensor_parallel
@@ -30,8 +30,10 @@ def is_split(world: World) -> bool:
     return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
 
 
-def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING) -> Parts:
+def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING, tell: Told | None = None) -> Parts:
     """Apply what the mesh asks for, in place; what this rank holds from then on.
+
+    tell: see `context_parallel`
 
     raises: ConfigError for a model on the meta device, and what the techniques raise
     """
@@ -42,6 +44,8 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
         tensor_parallel(model, tensor_plan, world.group("tensor"))
     if sizes["expert"] > 1:
         expert_parallel(model, world.group("expert"))
-    if sizes["context"] > 1 and sizes["pipe"] == 1:   # stages are told their tokens by the engine (stages.py)
-        context_parallel(model, world.group("context"), context)
+    if sizes["context"] > 1 and sizes["pipe"] == 1:
+        context_parallel(model, world.group("context"), context, tell=tell)
+    elif sizes["context"] > 1:   # stages are told their tokens by the engine (stages.py)
+        expect_no_dropout(model, world.group("context"), but=KEYED)
     return Parts.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

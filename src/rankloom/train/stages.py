@@ -74,6 +74,8 @@ class Turn:
         """Before each forward and backward."""
         self.dropout.move_on_to(microbatch)
         self._now = self._parts[microbatch]
+        if isinstance(self._now, Context):
+            self.dropout.stand_at(self._now.spans[self.context.rank], self._now.length)
 
     def part(self) -> Part:
         """What the blocks are told."""
