@@ -59,9 +59,9 @@ def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatc
 def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch):
     launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
     begin = time.monotonic()
-    with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500"):
+    with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500 within 1 s: .*(not known|resolution)"):
         rl.init(timeout=1, device="cpu")
-    assert time.monotonic() - begin < 20
+    assert 1 <= time.monotonic() - begin < 10, "it may become known"
 
 
 def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):

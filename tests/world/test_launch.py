@@ -4,7 +4,7 @@ import pytest
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError
-from rankloom.world.launch import Place, debug_mode, find_place, tasks_per_node
+from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, tasks_per_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": "0"}
@@ -46,6 +46,30 @@ def test_the_step_counts_and_not_the_whole_allocation():
 def test_slurm_variables_that_contradict_each_other_are_refused(wrong):
     with pytest.raises(ConfigError, match="does not fit SLURM_NTASKS 4 and SLURM_NODEID"):
         find_place(SLURM | wrong)
+
+
+def meets(monkeypatch, **env) -> tuple[str | None, str | None]:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")   # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in (SLURM | env).items():
+        monkeypatch.setenv(name, value)
+    return meeting_point(find_place(SLURM | env))
+
+
+@pytest.mark.parametrize(("lists", "host"), [({"SLURM_STEP_NODELIST": "n2,n3"}, "n2"), ({}, "n1")])
+def test_ranks_of_a_step_meet_on_its_own_first_host_and_not_on_that_of_the_job(monkeypatch, lists, host):
+    assert meets(monkeypatch, SLURM_JOB_NODELIST="n1,n2,n3", **lists)[0] == host
+
+
+def test_ranks_of_one_node_need_no_name_to_meet(monkeypatch):
+    together = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
+    assert meets(monkeypatch, SLURM_JOB_NODELIST="n1", **together)[0] == "127.0.0.1"
+
+
+def test_steps_of_one_job_meet_on_ports_of_their_own(monkeypatch):
+    places = [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in ("7", "8") for step in ("0", "1")]
+    assert len({meets(monkeypatch, SLURM_JOB_NODELIST="n1", **place)[1] for place in places}) == 4
 
 
 def test_torchrun_inside_of_a_slurm_job_wins():

@@ -1,6 +1,8 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
 import itertools
+import socket
+import time
 from pathlib import Path
 
 import torch
@@ -50,13 +52,28 @@ def _meet(place: Place, timeout: float) -> dist.Store:
 
     Without it a rebuilt group would read the addresses of the one before.
     """
-    address = meeting_point(place)
+    host, port = meeting_point(place)
     try:
+        if host is not None:
+            _wait_for_name(host, timeout)
         meeting = dist.rendezvous("env://", place.rank, place.size, timeout=seconds(timeout))
         store, _, _ = next(meeting)
     except (ValueError, RuntimeError, OSError, dist.DistError) as error:
-        raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {address} "
+        raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(seconds(timeout))
     _kept_open.append(store)
     return dist.PrefixStore(f"rankloom/{restarts()}/{next(_worlds_built)}", store)
+
+
+def _wait_for_name(host: str, timeout: float) -> None:
+    """Names of hosts that have just been started may take a while to be known; torch would ask too, and fill the screen meanwhile."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if error.errno not in (socket.EAI_NONAME, socket.EAI_AGAIN) or time.monotonic() > deadline:
+                raise
+        time.sleep(min(0.5, timeout / 4))

@@ -151,21 +151,23 @@ def _numbers(env: dict[str, str], names: dict[str, int]) -> list[int]:
     return values
 
 
-def meeting_point(place: Place) -> str:
-    """MASTER_ADDR:MASTER_PORT. Slurm sets neither, so there they are derived from the job: its first host, its number."""
+def meeting_point(place: Place) -> tuple[str | None, str | None]:
+    """MASTER_ADDR and MASTER_PORT. Slurm sets neither, so there they are derived from the step: its first host, its number."""
     if place.launcher == "slurm":
-        os.environ.setdefault("MASTER_ADDR", _first_slurm_host())
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000))
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if place.local_size == place.size else _first_slurm_host())
+        job, step = _numbers(dict(os.environ), {"SLURM_JOB_ID": 0, "SLURM_STEP_ID": 0})
+        os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 10000))   # steps of one job may run side by side
+    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
 
 def _first_slurm_host() -> str:
-    """Slurm writes host lists in short form (`node[01-04]`); its own tool expands them."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    """Slurm writes host lists in short form (`node[01-04]`); its own tool expands them. A step may have fewer hosts than its job."""
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in os.environ else "SLURM_JOB_NODELIST"
+    nodes = os.environ.get(name, "")
     if "[" not in nodes:
         return nodes.split(",")[0] or socket.gethostname()
     done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"SLURM_JOB_NODELIST is {nodes!r} and `scontrol show hostnames` failed: {done.stderr.strip()}; "
+        raise ConfigError(f"{name} is {nodes!r} and `scontrol show hostnames` failed: {done.stderr.strip()}; "
                           "set MASTER_ADDR and MASTER_PORT yourself")
     return done.stdout.split()[0]
