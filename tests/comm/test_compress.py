@@ -117,7 +117,13 @@ def test_the_bytes_on_the_wire_shrink_as_promised():
     ratio = lambda name, parts=(): 4 * n / compressed_all_reduce(name, parts).bill(n, group).sent   # an exact sum sends 2n(p-1)/p values
     assert ratio("bf16") == ratio("fp16") == 2
     assert ratio("int8") > 3.96 and ratio("int4") > 7.75 and ratio("1bit") > 30 and ratio("topk") > 49
-    assert ratio("powersgd", [(0, (1024, 1024))]) == 128
+    matrix = [(0, (1024, 1024))]
+    assert ratio("powersgd", matrix) == ratio("powersgd:4", matrix) == 128 and ratio("powersgd:16", matrix) == 32
+
+
+def test_none_is_no_compressed_all_reduce():
+    with pytest.raises(rl.ConfigError, match="'none' compresses nothing"):
+        compressed_all_reduce("none")
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "1bit", "bf16"])

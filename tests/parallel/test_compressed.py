@@ -196,6 +196,9 @@ def test_hierarchical_compresses_between_nodes_and_is_exact_inside():
     ("int8", "ring", "all_reduce='ring' has no meaning beside it"),
     ("int8", "auto", "all_reduce='auto' has no meaning beside it"),
     ("powersgd", "hierarchical", "needs whole matrices"),
+    ("powersgd:8", "hierarchical", "'powersgd:8' needs whole matrices"),
+    ("powersgd:8", "ring", "all_reduce='ring' has no meaning beside it"),
+    ("int8:8", "backend", "int8 has no rank"),
 ])
 def test_what_has_no_meaning_is_refused_before_anything_is_sent(compress, all_reduce, said):
     def body(world):

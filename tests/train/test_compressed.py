@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.base.compression import EXACT, NAMES
 from rankloom.comm.compress import _COMPRESSED
 from rankloom.models.config import GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import load_config
-from rankloom.train.sections import Comm
 
 VOCAB, SEQ = 32, 16
 
@@ -125,12 +125,17 @@ def test_what_has_no_meaning_is_refused():
             prepare(world, compress="int8", deterministic=True)
         with pytest.raises(rl.ConfigError, match="no compression 'int7'. Did you mean"):
             prepare(world, compress="int7")
+        with pytest.raises(rl.ConfigError, match="no compression 'powersgd:none': the rank must be"):
+            prepare(world, compress="powersgd:none")
 
     rl.simulate(2, body)
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    (["--comm.compress=int88"], "compress"),
+    (["--comm.compress=int88"], "compress = 'int88': there is no compression 'int88'. Did you mean 'int8'"),
+    (["--comm.compress=int8:4"], "int8 has no rank; only powersgd has one"),
+    *(([f"--comm.compress=powersgd:{rank}"], "the rank must be a whole number") for rank in ("", "0", "-4", "x", "4.5", " 4", "4:4")),
+    (["--comm.compress=powersgd:8", "--comm.all_reduce=hierarchical"], "'powersgd:8' needs whole matrices"),
     (["--comm.compress=int8", "--comm.all_reduce=ring"], "sums in its own way"),
     (["--comm.compress=powersgd", "--comm.all_reduce=hierarchical"], "whole matrices"),
     (["--comm.compress=int8", "--train.deterministic=true"], "no meaning with"),
@@ -141,8 +146,8 @@ def test_a_config_that_has_no_meaning_is_refused_before_any_rank_starts(tmp_path
     with pytest.raises(rl.ConfigError, match=said):
         load_config(file, settings)
     assert load_config(file, ["--comm.compress=int8", "--comm.all_reduce=hierarchical"]).comm.compress == "int8"
+    assert load_config(file, ["--comm.compress=powersgd:16"]).comm.compress == "powersgd:16"
 
 
 def test_the_config_knows_exactly_the_compressions_there_are():
-    names = Comm.model_fields["compress"].annotation.__args__
-    assert names == ("none", *_COMPRESSED)
+    assert (EXACT, *_COMPRESSED) == NAMES

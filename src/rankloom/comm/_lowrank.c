@@ -6,6 +6,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <limits.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -257,11 +258,11 @@ static int take(Buffers *buffers, PyObject *given, int writable, Size floats)
     return 0;
 }
 
-static int known_rank(int rank)
+static int known_rank(int rank, int highest)
 {
-    if (rank < 1 || rank > HIGHEST_RANK)
-        PyErr_Format(PyExc_ValueError, "rank %d is not in 1 to %d", rank, HIGHEST_RANK);
-    return rank >= 1 && rank <= HIGHEST_RANK;
+    if (rank < 1 || rank > highest)
+        PyErr_Format(PyExc_ValueError, "rank %d is not in 1 to %d", rank, highest);
+    return rank >= 1 && rank <= highest;
 }
 
 static PyObject *py_absorb(PyObject *module, PyObject *args)
@@ -271,7 +272,7 @@ static PyObject *py_absorb(PyObject *module, PyObject *args)
     int rank;
     Buffers b = {.count = 0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOnni", &x, &kept, &left, &right, &q, &p, &rows, &columns, &rank) || !known_rank(rank))
+    if (!PyArg_ParseTuple(args, "OOOOOOnni", &x, &kept, &left, &right, &q, &p, &rows, &columns, &rank) || !known_rank(rank, HIGHEST_RANK))
         return NULL;
     const int fine = take(&b, x, 0, rows * columns) && take(&b, kept, 1, rows * columns) && take(&b, left, 0, rows * rank)
         && take(&b, right, 0, rank * columns) && take(&b, q, 0, rank * columns) && take(&b, p, 1, rows * rank);
@@ -291,7 +292,7 @@ static PyObject *py_combine(PyObject *module, PyObject *args)
     int rank;
     Buffers b = {.count = 0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOnni", &m, &p, &out, &rows, &columns, &rank) || !known_rank(rank))
+    if (!PyArg_ParseTuple(args, "OOOnni", &m, &p, &out, &rows, &columns, &rank) || !known_rank(rank, HIGHEST_RANK))
         return NULL;
     const int fine = take(&b, m, 0, rows * columns) && take(&b, p, 0, rows * rank) && take(&b, out, 1, rank * columns);
     if (fine) {
@@ -310,7 +311,7 @@ static PyObject *py_spread(PyObject *module, PyObject *args)
     int rank;
     Buffers b = {.count = 0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOnni", &p, &q, &x, &rows, &columns, &rank) || !known_rank(rank))
+    if (!PyArg_ParseTuple(args, "OOOnni", &p, &q, &x, &rows, &columns, &rank) || !known_rank(rank, INT_MAX))
         return NULL;
     const int fine = take(&b, p, 0, rows * rank) && take(&b, q, 0, rank * columns) && take(&b, x, 1, rows * columns);
     if (fine) {

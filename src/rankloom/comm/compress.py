@@ -6,6 +6,7 @@
     1bit          30x    signs, and the mean magnitude of 256 values         comm/blockwise.py
     topk                 the largest hundredth of the values                 comm/sparse.py
     powersgd             matrices as products of rank 4                      comm/power.py
+    powersgd:16          ... of rank 16
 
 All but the first remember what they have lost and add it to the next buffer (error feedback), so each buffer has its own object.
 """
@@ -14,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.compression import EXACT, POWERSGD, split_compression
+from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.lossy import Compressed
@@ -23,7 +25,7 @@ from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
 from rankloom.comm.two_levels import TwoLevels
 
-EXACT, HIERARCHICAL = "none", "hierarchical"
+HIERARCHICAL = "hierarchical"
 _COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
     "bf16": lambda parts: Blockwise(Floats(torch.bfloat16)),
     "fp16": lambda parts: Blockwise(Floats(torch.float16)),
@@ -31,7 +33,7 @@ _COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
     "int4": lambda parts: Blockwise(INT4),
     "1bit": lambda parts: Blockwise(ONE_BIT),
     "topk": lambda parts: TopK(),
-    "powersgd": PowerSGD,
+    POWERSGD: PowerSGD,
 }
 
 
@@ -39,10 +41,12 @@ def compressed_all_reduce(name: str, parts: Parts = ()) -> Compressed:
     """A compressed all-reduce for one buffer: call it with (buffer, group) in every step.
 
     parts:  where each tensor in the buffer begins, and its shape; powersgd needs them, the others do not
-    raises: ConfigError for an unknown name
+    raises: ConfigError for an unknown name, and for "none"
     """
-    expect_compression(name, BACKEND)
-    return _COMPRESSED[name](parts)
+    kind, rank = split_compression(name)
+    if kind == EXACT:
+        raise ConfigError(f"compress={name!r} compresses nothing, so there is no compressed all-reduce of that name")
+    return PowerSGD(parts, rank) if rank else _COMPRESSED[kind](parts)
 
 
 def expect_compression(name: str, all_reduce: str) -> None:
@@ -50,15 +54,14 @@ def expect_compression(name: str, all_reduce: str) -> None:
 
     raises: ConfigError for an unknown name, or a combination that has no meaning
     """
-    if name == EXACT:
+    kind, _ = split_compression(name)
+    if kind == EXACT:
         return
-    if name not in _COMPRESSED:
-        raise ConfigError(f"there is no compression {name!r}. {did_you_mean(name, [EXACT, *_COMPRESSED])}")
     if all_reduce not in (BACKEND, HIERARCHICAL):
         raise ConfigError(f"compress={name!r} sums in its own way, so all_reduce={all_reduce!r} has no meaning beside it; "
                           f"leave it out, or give {HIERARCHICAL!r}, which compresses between nodes and is exact inside")
-    if name == "powersgd" and all_reduce == HIERARCHICAL:
-        raise ConfigError("compress='powersgd' needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
+    if kind == POWERSGD and all_reduce == HIERARCHICAL:
+        raise ConfigError(f"compress={name!r} needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
                           "leave all_reduce out, or choose another compression")
 
 

@@ -35,6 +35,7 @@ except ImportError:   # there was no compiler when this was installed
 
 NATIVE = _lowrank is not None
 RANK = 4
+IN_C = 16   # the highest rank whose sums stay in registers and nearest caches; above it, products are torch's
 SMALL = 1e-30
 
 Parts = Sequence[tuple[int, Sequence[int]]]
@@ -58,7 +59,7 @@ class Matrix:
     def absorb(self, x: Tensor) -> Tensor:
         """kept = x + error. Returns M Q^T [a, r], up to a factor that is equal on all ranks."""
         p, q = torch.empty_like(self.p), self.q / self.q.abs().amax().clamp(min=SMALL)   # so that no product overflows
-        if NATIVE and x.device.type == "cpu":
+        if NATIVE and x.device.type == "cpu" and len(q) <= IN_C:
             _lowrank.absorb(*_arrays(x, self.kept, self.p, self.own, q, p), *self.kept.shape, len(q))
             return p
         self.kept.addmm_(self.p, self.own, alpha=-1).add_(x)
@@ -67,7 +68,7 @@ class Matrix:
     def turn(self, p: Tensor) -> Tensor:
         """Take the sum of all ranks' P; returns `own`, whose sum is the next Q."""
         self.p = torch.linalg.qr(p).Q.contiguous()
-        if NATIVE and p.device.type == "cpu":
+        if NATIVE and p.device.type == "cpu" and len(self.q) <= IN_C:
             _lowrank.combine(*_arrays(self.kept, self.p, self.own), *self.kept.shape, len(self.q))
         else:
             torch.mm(self.p.t(), self.kept, out=self.own)

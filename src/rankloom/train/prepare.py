@@ -77,7 +77,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     seed:            of dropout, and of initial values drawn here
     schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
     all_reduce:      "backend", "ring", or a registered name (stage 0)
-    compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd" ... (stage 0)
+    compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16" (stage 0)
     units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
                      parameters, or a function of (name, module)
     keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n neighbours

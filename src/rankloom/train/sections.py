@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rankloom.base.compression import EXACT, POWERSGD, split_compression
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.models.config import GPTConfig, MoEConfig, preset
@@ -232,18 +233,25 @@ class Comm(Section):
     """How gradients are summed over ranks, which ranks share a node, and the seconds after which a silent rank ends the job."""
 
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
-    compress: Literal["none", "bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"] = "none"
+    compress: str = EXACT   # a name of base/compression.py; powersgd may have a rank: "powersgd:16"
     topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
     backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
     timeout: Positive = 300.0
+
+    @field_validator("compress")
+    @classmethod
+    def _known_compression(cls, compress: str) -> str:
+        split_compression(compress)
+        return compress
 
     @model_validator(mode="after")
     def _one_way_to_sum(self) -> Self:
         if self.compress != "none" and self.all_reduce not in ("backend", "hierarchical"):
             raise ValueError(f"compress = {self.compress!r} sums in its own way: not with all_reduce = {self.all_reduce!r}; "
                              "leave that out, or give 'hierarchical', which compresses between nodes and is exact inside")
-        if self.compress == "powersgd" and self.all_reduce == "hierarchical":
-            raise ValueError("compress = 'powersgd' needs whole matrices, but all_reduce = 'hierarchical' sends slices between nodes")
+        if split_compression(self.compress)[0] == POWERSGD and self.all_reduce == "hierarchical":
+            raise ValueError(f"compress = {self.compress!r} needs whole matrices, "
+                             "but all_reduce = 'hierarchical' sends slices between nodes")
         return self
 
 
