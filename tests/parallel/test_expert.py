@@ -17,7 +17,7 @@ from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.moe import MoE, moe_layers
 from rankloom.parallel.context import context_parallel
 from rankloom.parallel.deal import deal_rows, deal_rows_bill
-from rankloom.parallel.expert import Load, expert_parallel, gradient_axes, rebalance
+from rankloom.parallel.expert import Load, expert_layers, expert_parallel, gradient_axes, rebalance
 
 RTOL = 1e-12   # fp64: the same terms in another order
 MOE = MoEConfig(experts=12, top_k=2, ffn=6, shared=1, balance_loss=0.3, router_z_loss=0.2)
@@ -76,7 +76,7 @@ def test_experts_over_ranks_give_the_loss_and_gradients_of_one_process(ranks, to
         part, _ = train_once(mine, (tokens[at], targets[at]))
         torch.testing.assert_close(world.all_reduce(part), total, rtol=RTOL, atol=0)
         expect_equal(summed_by_the_ledger(mine, world), truth)
-        return sum(load.dropped for load in rebalance(mine, world).values())
+        return sum(load.dropped for load in rebalance(expert_layers(mine), world).values())
 
     assert set(rl.simulate(rl.Mesh(expert=ranks), body)) == {dropped}
 
@@ -147,7 +147,7 @@ def test_all_tokens_may_go_to_one_rank_and_the_others_stay_empty(experts):
         for layer in moe_layers(mine).values():
             rested = [e - layer.experts.first for e in range(12) if e not in experts and 0 <= e - layer.experts.first < 4]
             assert layer.experts.down.grad[rested].abs().sum() == 0
-        return rebalance(mine, world)
+        return rebalance(expert_layers(mine), world)
 
     for loads in rl.simulate(rl.Mesh(expert=3), body):
         for load in loads.values():
@@ -245,15 +245,15 @@ def test_biases_move_alike_on_all_ranks_by_the_tokens_of_all():
     model, (tokens, targets) = make_model(bias_rate=0.1), batch_of(rows=4)
     truth = copy.deepcopy(model)
     train_once(truth, (tokens, targets))
-    loads = rebalance(truth, rl.simulate(1, lambda world: world)[0])
+    loads = rebalance(expert_layers(truth), rl.simulate(1, lambda world: world)[0])
 
     def body(world):
         mine = expert_parallel(copy.deepcopy(model), world)
         train_once(mine, (tokens[world.rank::2], targets[world.rank::2]))
-        assert rebalance(mine, world) == loads
+        assert rebalance(expert_layers(mine), world) == loads
         for layer, ref in zip(moe_layers(mine).values(), moe_layers(truth).values(), strict=True):
             assert torch.equal(layer.router.bias, ref.router.bias) and layer.router.bias.abs().sum() > 0
-        quiet = rebalance(mine, world)   # counted anew: nothing since
+        quiet = rebalance(expert_layers(mine), world)   # counted anew: nothing since
         assert {sum(load.routed) for load in quiet.values()} == {0}
 
     rl.simulate(rl.Mesh(expert=2), body)
@@ -261,7 +261,7 @@ def test_biases_move_alike_on_all_ranks_by_the_tokens_of_all():
 
 
 def test_a_model_without_experts_has_nothing_to_rebalance():
-    assert rebalance(GPT(dataclasses.replace(CONFIG, moe=None)), rl.simulate(1, lambda world: world)[0]) == {}
+    assert rebalance(expert_layers(GPT(dataclasses.replace(CONFIG, moe=None))), rl.simulate(1, lambda world: world)[0]) == {}
     assert Load((4, 4), 0).imbalance == 1.0
 
 
@@ -289,7 +289,7 @@ def test_recomputed_layers_trade_their_rows_again_and_are_counted_once():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         train_once(mine, (tokens[world.rank::2], targets[world.rank::2]))
         expect_equal(summed_by_the_ledger(mine, world), truth)
-        assert {sum(load.routed) for load in rebalance(mine, world).values()} == {tokens.numel() * 2}
+        assert {sum(load.routed) for load in rebalance(expert_layers(mine), world).values()} == {tokens.numel() * 2}
 
     rl.simulate(rl.Mesh(expert=2), body)
 

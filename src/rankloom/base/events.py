@@ -4,8 +4,25 @@ The floors below `watch/` say what happened by handing an event to a sink; who d
 or ignores it is not their business. Every number on a progress line or a plot is a fold over these.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the tokens of a step were spread over the experts of one layer, on all ranks."""
+
+    routed: tuple[int, ...]   # choices that fell on each expert, dropped ones included
+    dropped: int              # of them, by capacity
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's choices over the mean: 1 is even.
+
+        >>> Load((6, 2), 0).imbalance
+        1.5
+        """
+        return max(self.routed) * len(self.routed) / max(1, sum(self.routed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +39,8 @@ class StepDone:
     exposed: float     # seconds of it spent waiting for communication
     memory: int        # peak bytes of this rank's process, or of its GPU
     skipped: bool      # the optimizer did not step: fp16 overflow
+    auxiliary: float = 0.0   # losses of routers over the same count; they are trained on, and not in `loss`
+    experts: Mapping[str, Load] = field(default_factory=dict)   # by layer; on rank 0 only, for they are those of all ranks
 
 
 @dataclass(frozen=True, slots=True)

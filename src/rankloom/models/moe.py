@@ -13,7 +13,7 @@ source: Shazeer et al. 2017; Fedus et al. 2021 (capacity, balance loss); Zoph et
 Shapes: B rows, T tokens, W width, E experts, k chosen per token, F inner width of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import ceil
 from typing import NamedTuple
 
@@ -122,6 +122,7 @@ class MoE(nn.Module):
 
     dispatch: how rows get to their experts; replaced where experts are on other ranks
     extra:    the auxiliary losses of the last training forward, a sum over tokens; see `take_extra_loss`
+    taken:    those that were taken, added up, without gradients; see `taken_extra_loss`
     routed:   tokens sent to each expert [E] in training, since `rebalance`; dropped ones included
     dropped:  choices that exceeded a capacity
     """
@@ -134,6 +135,7 @@ class MoE(nn.Module):
         self.shared = MLP(width, config.shared * config.ffn) if config.shared else None
         self.dispatch: Dispatch = run_here
         self.extra: Tensor | None = None
+        self.taken: Tensor | None = None
         self.routed: Tensor | None = None
         self.dropped: Tensor | None = None
 
@@ -224,6 +226,18 @@ def take_extra_loss(model: nn.Module) -> Tensor | None:
     """The auxiliary losses of the last training forward, added up; afterwards there are none. None: there were none."""
     extras = []
     for layer in moe_layers(model).values():
-        extras += [] if layer.extra is None else [layer.extra]
+        if layer.extra is not None:
+            extras.append(layer.extra)
+            layer.taken = layer.extra.detach() if layer.taken is None else layer.taken + layer.extra.detach()
         layer.extra = None
     return torch.stack(extras).sum() if extras else None
+
+
+def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:
+    """What was taken since this was last asked: which part of the loss sums is no cross-entropy. fp64; None: nothing."""
+    taken = []
+    for layer in layers:
+        if isinstance(layer, MoE) and layer.taken is not None:
+            taken.append(layer.taken.double())
+            layer.taken = None
+    return torch.stack(taken).sum() if taken else None

@@ -16,15 +16,17 @@ Read models/moe.py (the layer on one process) and parallel/deal.py before this f
 source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven shares)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.events import Load
 from rankloom.parallel.deal import deal_rows
 from rankloom.parallel.follow import Guide
 from rankloom.world.group import Group
@@ -125,41 +127,24 @@ def gradient_axes(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: fewer if any(name.startswith(prefix) for prefix in spread) else TOKEN_AXES for name, _ in model.named_parameters()}
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How the tokens of a step were spread over the experts of one layer, on all ranks."""
-
-    routed: tuple[int, ...]   # choices that fell on each expert, dropped ones included
-    dropped: int              # of them, by capacity
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest expert's choices over the mean: 1 is even.
-
-        >>> Load((6, 2), 0).imbalance
-        1.5
-        """
-        return max(self.routed) * len(self.routed) / max(1, sum(self.routed))
-
-
-def rebalance(model: nn.Module, group: Group) -> dict[str, Load]:
+def rebalance(layers: Mapping[str, Any], group: Group, *, move: bool = True) -> dict[str, Load]:
     """After a step, on every rank: count the tokens of all, and move the routers' biases by that. Returns the counts by layer.
 
-    group: all ranks that split tokens, and had a step (`TOKEN_AXES`)
-    sent:  one all-reduce of E + 1 numbers for all layers together
+    layers: `expert_layers` of the model
+    group:  all ranks that split tokens, and had a step (`TOKEN_AXES`)
+    move:   or only count: the step did not change the model
+    sent:   one all-reduce of E + 1 numbers for all layers together
     """
-    layers = expert_layers(model)
-    lengths, counts = [], []
-    for layer in layers.values():
-        routed, dropped = _counted(layer, group)
-        lengths.append(len(routed) + 1)
-        counts += [routed, dropped.view(1)]
     if not layers:
         return {}
-    totals: Sequence[Tensor] = group.all_reduce(torch.cat(counts), label="tokens of experts").split(lengths)
+    counts = [torch.cat(_counted(layer, group)) for layer in layers.values()]
+    totals = group.all_reduce(torch.cat(counts), label="tokens of experts").split([len(each) for each in counts])
     for layer, total in zip(layers.values(), totals, strict=True):
-        layer.rebalance(total[:-1])
-    return {name: Load(tuple(numbers[:-1]), numbers[-1]) for name, numbers in zip(layers, (t.tolist() for t in totals), strict=True)}
+        if move:
+            layer.rebalance(total[:-1])
+    numbers = iter(torch.cat(totals).tolist())   # one wait for the device
+    told = {name: list(islice(numbers, len(total))) for name, total in zip(layers, totals, strict=True)}
+    return {name: Load(tuple(routed), dropped) for name, (*routed, dropped) in told.items()}
 
 
 def _counted(layer: Any, group: Group) -> tuple[Tensor, Tensor]:
@@ -167,4 +152,4 @@ def _counted(layer: Any, group: Group) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros(layer.config.experts, dtype=torch.long, device=group.device)
     routed, dropped = layer.routed, layer.dropped
     layer.routed = layer.dropped = None
-    return zeros if routed is None else routed, zeros.new_zeros(()) if dropped is None else dropped
+    return zeros if routed is None else routed, zeros.new_zeros(1) if dropped is None else dropped.view(1)

@@ -14,17 +14,19 @@ bend the gradient.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import LossError, ModelMismatch
-from rankloom.base.events import Sink, StepDone
+from rankloom.base.events import Load, Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
-from rankloom.parallel.expert import rebalance
+from rankloom.models.moe import taken_extra_loss
+from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients, peak_memory
@@ -47,13 +49,15 @@ class Report:
     """What one step (or one evaluation) found, over all ranks."""
 
     step: int            # steps finished so far, this one included
-    loss: float          # sum / count
+    loss: float          # sum / count, auxiliary losses of routers apart
     count: float         # what the loss was summed over
     grad_norm: float     # of the mean gradient, before clipping
     lr: float            # of the first parameter group
     skipped: bool        # fp16 overflow: the parameters did not change
     seconds: float       # wall time of the step on this rank
     exposed: float       # seconds of it that waited for communication
+    auxiliary: float = 0.0                                         # losses of routers / count
+    experts: Mapping[str, Load] = field(default_factory=dict)      # who had how many tokens, by layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Engine:
             self.model.train()
         lr = self._set_learning_rate()
         self.placement.abandon()   # whatever a failed step left behind
+        self._forget_counts()
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
@@ -108,11 +113,12 @@ class Engine:
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
-        rebalance(self.model, self.tokens)
-        report = Report(self.steps_done, loss, count, norm, lr, not finite, time.perf_counter() - begin, exposed)
+        auxiliary = totals[2].item() / count if len(totals) > 2 else 0.0
+        report = Report(self.steps_done, loss, count, norm, lr, not finite, time.perf_counter() - begin, exposed, auxiliary,
+                        self._count_tokens(move=finite))
         if self.sink:
             self.sink(StepDone(self.world_rank, report.step, loss, count, norm, lr, report.seconds, exposed,
-                               peak_memory(self.group.device), report.skipped))
+                               peak_memory(self.group.device), report.skipped, auxiliary, {} if self.world_rank else report.experts))
         return report
 
     @torch.no_grad()
@@ -134,10 +140,10 @@ class Engine:
     def _total(self, losses: list[Tensor]) -> tuple[float, float]:
         """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
         if not self.settings.leaves:
-            own = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
+            own = torch.stack(losses).sum(0)[:2] if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
             total, count = self.tokens.all_reduce(own, label="evaluation").tolist()
             return total, count
-        everyone = self.group.all_gather_object([loss.tolist() for loss in losses], label="evaluation")
+        everyone = self.group.all_gather_object([loss[:2].tolist() for loss in losses], label="evaluation")
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
@@ -189,7 +195,7 @@ class Engine:
     # ------------------------------------------------------------------ forward and backward
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
+        totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut(batch, self.settings.accumulate, self.group.rank)
         for at, piece in enumerate(pieces):
             with self.placement.sync(at == len(pieces) - 1):
@@ -211,7 +217,7 @@ class Engine:
         if held.item() < 2:   # somewhere; then nobody looks, for a forward may be a collective
             return
         rows = max(2, int(held.item()) // (self.settings.leaves or self.settings.accumulate))
-        expect_sum(lambda part: self._call_loss(part)[1], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
+        expect_sum(lambda part: self._call_loss(part)[1][:2], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
@@ -230,7 +236,7 @@ class Engine:
         self.scale = LossScale.first(items * (self.settings.leaves or self.settings.accumulate))
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
-        """The loss sum, and fp64 [sum, count], detached.
+        """The loss sum, and fp64 [sum, count], detached; of a mixture of experts [sum without auxiliary losses, count, these].
 
         raises: LossError when the function did not return (sum, count)
         """
@@ -243,14 +249,47 @@ class Engine:
                 "return for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
         loss, count = returned
         count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
-        return loss, torch.stack((loss.detach().to(torch.float64), count.reshape(())))
+        return loss, self._apart(torch.stack((loss.detach().to(torch.float64), count.reshape(()))))
+
+    # ------------------------------------------------------------------ experts
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        """The layers of experts that this rank has."""
+        return expert_layers(self.model)
+
+    @property
+    def _has_experts(self) -> bool:
+        """Whether the model has layers of experts, here or on other ranks."""
+        return bool(self._layers)
+
+    def _taken_loss(self) -> Tensor:
+        """Which part of the sums since the last call were auxiliary losses."""
+        taken = taken_extra_loss(self._layers.values())
+        return torch.zeros((), dtype=torch.float64, device=self.group.device) if taken is None else taken
+
+    def _apart(self, totals: Tensor) -> Tensor:
+        """[sum, count] with the auxiliary losses in the sum set apart: they are trained on, and no cross-entropy."""
+        if not self._has_experts:
+            return totals
+        taken = self._taken_loss()
+        return torch.stack((totals[0] - taken, totals[1], taken))
+
+    def _count_tokens(self, *, move: bool) -> dict[str, Load]:
+        """Who had how many tokens of the step, in all layers of experts."""
+        return rebalance(self._layers, self.tokens, move=move)
+
+    def _forget_counts(self) -> None:
+        for layer in self._layers.values():
+            layer.routed = layer.dropped = None
+        taken_extra_loss(self._layers.values())
 
     # ------------------------------------------------------------------ the update
 
     def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
         norm_of_sums = self.placement.norm()
-        total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals,
+        total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
                                                      scale=self.scale.value, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
         if count <= 0:

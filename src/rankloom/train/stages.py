@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
+from rankloom.base.events import Load
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import take_extra_loss
 from rankloom.models.part import WHOLE, Part
 from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.context import Context
+from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance
 from rankloom.parallel.pipeline.passes import send_gradients_first
@@ -133,6 +135,7 @@ class LocalStages:
     names: Mapping[str, torch.Size]
     where: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
+    experts: bool           # whether the whole model has layers of experts
 
 
 def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, turn: Turn, *, sparing: bool) -> LocalStages:
@@ -143,7 +146,7 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
     raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
-    sections = frozenset(section_names(model, units))
+    sections, experts = frozenset(section_names(model, units)), bool(expert_layers(model))
     pieces = list(pipe.pieces(model, part=turn.part) if turn.context.size > 1 else pipe.pieces(model))
     chunks = pipe.chunks or (SCHEDULES[pipe.schedule].fewest if pipe.schedule in SCHEDULES else 1)
     plan = make_plan(pipe.schedule, group.size * chunks, microbatches, pipe.chunks)
@@ -159,7 +162,7 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
     pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model),
                         hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
-    return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections)
+    return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 
 
 class CutStages(CutParts):
@@ -276,7 +279,7 @@ class PipelineEngine(Engine):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces), self.scale.value)
-        return self.pipeline.step([self._pair(piece) for piece in pieces])
+        return self._apart(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _expect_sum(self, batch: Any) -> None:
         """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
@@ -285,8 +288,26 @@ class PipelineEngine(Engine):
         """Without gradients, for evaluations."""
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self.group.rank)
-        totals = self.pipeline.evaluate([self._pair(piece)])
+        totals = self._apart(self.pipeline.evaluate([self._pair(piece)]))
         return totals[0], totals
+
+    @property
+    def _has_experts(self) -> bool:
+        """In some stage."""
+        return self.placement.local.experts
+
+    def _taken_loss(self) -> Tensor:
+        """Of all stages, as the sums are."""
+        return self.pipeline.group.all_reduce(super()._taken_loss(), label="auxiliary losses")
+
+    def _count_tokens(self, *, move: bool) -> dict[str, Load]:
+        """In the layers of all stages."""
+        mine = super()._count_tokens(move=move)
+        if not self._has_experts:
+            return mine
+        numbers = {name: [*load.routed, load.dropped] for name, load in mine.items()}
+        told = self.pipeline.group.all_gather_object(numbers, label="tokens of experts")
+        return {name: Load(tuple(routed), dropped) for stage in told for name, (*routed, dropped) in stage.items()}
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
