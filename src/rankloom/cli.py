@@ -1,4 +1,4 @@
-"""The command line: `rankloom train`, `scale`, `bench`, `schedule`, `generate`, `presets`. The only file that prints.
+"""The command line: `rankloom train`, `scale`, `bench`, `schedule`, `layout`, `generate`, `presets`. The only file that prints.
 
 Importing it, and `rankloom --help`, imports neither torch nor pydantic: each command imports what it needs when it
 runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
@@ -392,6 +392,29 @@ def show(
 
     _show(drawn(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=Console().width,
                 svg=svg, trace=trace, save=save))
+
+
+@app.command
+def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int | None = None, out: Path | None = None) -> None:
+    """Show which rank of a mesh holds what: its part of the model, of a batch, its peers, its bytes.
+
+    Nothing is started: the code of a real run is asked, on ranks without memory.
+    Without a file it is the preset 8B in bf16, at stage 3 where the mesh has an axis shard.
+
+    Parameters
+    ----------
+    settings
+        A TOML file such as train.toml, or none; then any key of it, as --section.key value: --mesh.pipe 2 --mesh.tensor 2
+    ranks
+        How many ranks there are; those that the other axes leave go to replicate, or at stages 1 to 3 to shard.
+    ranks_per_host
+        How many of them share a host.
+    out
+        Also draw to this file (.svg or .png): a box for each rank.
+    """
+    from rankloom.layouts import show as drawn
+
+    _show(drawn(settings, ranks=ranks, ranks_per_host=ranks_per_host, out=out))
 
 
 @app.command

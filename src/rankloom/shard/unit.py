@@ -204,7 +204,7 @@ class Unit:
     def held(self) -> tuple[int, int]:
         """Bytes in memory now: of this rank's slice, and of the whole beyond it; of common pages, this rank's share."""
         whole = self.whole.untyped_storage().nbytes() // (self.group.size if self.common else 1)
-        apart = self.own.untyped_storage().data_ptr() != self.whole.untyped_storage().data_ptr()
+        apart = self.own.untyped_storage()._cdata != self.whole.untyped_storage()._cdata   # which tells them on the meta device too
         near = self._near[1].nbytes if self._near else 0
         return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
 

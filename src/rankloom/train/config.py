@@ -41,11 +41,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     A value of `none` takes a key back to being left out.
     raises: ConfigError, one for all that is wrong
     """
-    table = _read(Path(path))
-    flags = parse_overrides(overrides)
+    return config_of(_read(Path(path)), str(path), parse_overrides(overrides))
+
+
+def config_of(table: Table, where: str, flags: Sequence[Override]) -> Config:
+    """Lay overrides over a nested table, and check it all; `where` names its source in errors. raises: ConfigError"""
     for flag in flags:
         _lay_over(table, flag)
-    return make_config(table, str(path), {(flag.section, flag.key): flag.flag for flag in flags})
+    return make_config(table, where, {(flag.section, flag.key): flag.flag for flag in flags})
 
 
 def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:

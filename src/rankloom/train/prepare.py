@@ -198,6 +198,8 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage
     """Cast, move, and make equal; a model on the meta device only learns how it will be filled, which is returned."""
     if precision.compute is not None and precision.master is None:
         model.to(precision.compute)
+    if group.device.type == "meta":   # ranks on paper (world/paper.py): no values anywhere
+        return None
     if not any(param.is_meta for param in model.parameters()):
         if initialize is not None:
             raise ConfigError("initialize has no meaning: the model has its values already; build it under torch.device('meta')")

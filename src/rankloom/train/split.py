@@ -38,7 +38,7 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
     raises: ConfigError for a model on the meta device, and what the techniques raise
     """
     sizes = world.mesh.sizes()
-    if any(param.is_meta for param in model.parameters()):
+    if world.device.type != "meta" and any(param.is_meta for param in model.parameters()):
         raise ConfigError("a model on the meta device cannot be split over tensor, expert or context ranks yet; build it on the CPU")
     if sizes["tensor"] > 1:
         tensor_parallel(model, tensor_plan, world.group("tensor"))

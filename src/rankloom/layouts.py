@@ -1,0 +1,271 @@
+"""What `rankloom layout` does apart from printing: tables of which rank holds what, and the picture.
+
+What is told is not worked out here: `train/paper.py` asks the code of a real run. Read base/ranks.py for the values.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from rankloom.base.errors import ConfigError, MeshError
+from rankloom.base.layout import Layout, Span
+from rankloom.base.mesh import Mesh
+from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, pieces_of, say_numbers, say_pieces
+from rankloom.base.topology import Topology
+from rankloom.base.units import show_bytes
+from rankloom.data.tokenizer import load_tokenizer
+from rankloom.models.config import GPTConfig, parameter_count, preset
+from rankloom.train.config import config_of, load_config, parse_overrides, with_ranks
+from rankloom.train.job import CUT
+from rankloom.train.paper import ranks_on_paper
+from rankloom.train.sections import BYTES_VOCAB, Config
+from rankloom.watch.boxes import Scene, draw
+from rankloom.watch.canvas import Sheet, as_svg, write_png
+from rankloom.world.cluster import read_cluster
+
+PRESET, PRECISION = "8B", "bf16"   # where there is no file
+SHOWN = 4                          # parts of a matrix, and groups of an axis, that are listed one by one; of more, fewer
+TRAVELS = {"pipe": "activations of micro-batches, and back their gradients", "replicate": "gradients, summed",
+           "shard": "gradients, summed and cut; parameters, gathered", "context": "keys and values of attention, around a ring",
+           "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
+NUMBER = re.compile(r"[\d.]+( [KMG]?i?B)?")
+DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was asked for, and what every rank holds."""
+
+    config: Config
+    shape: GPTConfig
+    ranks: Sequence[RankPart]
+    hosts: Sequence[Sequence[int]] | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid."""
+        return self.config.mesh.as_mesh()
+
+    @property
+    def axes(self) -> list[str]:
+        """Those with more than one rank."""
+        return [axis for axis, n in self.mesh.sizes().items() if n > 1]
+
+    @property
+    def title(self) -> str:
+        """Model and mesh."""
+        return f"{self.config.model.preset} on {self.mesh.product()}{f' = {self.mesh.size} ranks' if self.axes else ' rank'}"
+
+    @property
+    def note(self) -> str:
+        """What else decides what a rank holds."""
+        train, batch = self.config.train, self.config.batch()
+        cut = f"stage {train.stage}" + (f" ({CUT[train.stage]} cut)" if train.stage else "")
+        pipe = f", schedule {train.pipe or '1f1b'}" if self.mesh.pipe > 1 else ""
+        return (f"{parameter_count(self.shape):,} parameters, {cut}, {train.precision}, {self.config.optimizer.name}{pipe}; "
+                f"{batch.global_} rows of {train.seq_len} tokens a step")
+
+
+def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
+    """All of it, for `rankloom layout`. raises: ConfigError"""
+    if out is not None and out.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--out {out}: expected a name that ends in .svg or .png")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    config, shape = read(words, ranks)
+    hosts = find_hosts(config, ranks_per_host)
+    drawn = Drawn(config, shape, ranks_on_paper(config, shape), hosts)
+    yield drawn.title
+    yield drawn.note
+    yield table_of_ranks(drawn)
+    yield "bytes between two steps; activations, and what is gathered for a moment, come on top"
+    if config.train.offload:
+        yield "offload: slices of parameters, gradients and optimizer state are in the host's memory"
+    if drawn.axes:
+        yield table_of_groups(drawn)
+        yield table_of_parameters(drawn)
+    if config.train.stage and drawn.mesh.shard > 1:
+        yield f"of these parts, laid end to end unit by unit, a rank's optimizer updates 1/{drawn.mesh.shard}: see docs/sharding.md"
+    if out is not None:
+        yield save(draw(Scene(drawn.mesh, drawn.ranks, hosts, config.train.stage < 3, drawn.title, drawn.note)), out)
+
+
+def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
+    """The run that is asked for, all axes known, and the shape of its model. raises: ConfigError"""
+    file = Path(words[0]) if words and not words[0].startswith("--") else None
+    config = load_config(file, words[1:]) if file else _without_file(words)
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: must be 1 or more")
+    try:
+        config = with_ranks(config, config.mesh.as_mesh().size if ranks is None else ranks)
+    except MeshError as error:
+        raise MeshError(f"--ranks {ranks}: {error}") from None
+    return config, config.gpt(_vocabulary(config, file))
+
+
+def _without_file(words: Sequence[str]) -> Config:
+    """Defaults that let any mesh be asked for alone; a train.toml has others."""
+    flags = parse_overrides(words)
+    given = {f"{flag.section}.{flag.key}": flag.text for flag in flags}
+    name, pipe, shard = given.get("model.preset", PRESET), given.get("mesh.pipe", "1"), given.get("mesh.shard", "1")
+    train: dict[str, object] = {"precision": PRECISION, "seq_len": preset(name).seq_len, "stage": 0 if shard == "1" else 3}
+    if "train.global_batch_size" not in given:
+        train |= {"local_batch_size": 1, "accumulate": 2 * int(pipe) if pipe.isdigit() else 1}
+    return config_of({"model": {"preset": name}, "train": train}, "rankloom layout", flags)
+
+
+def _vocabulary(config: Config, file: Path | None) -> int:
+    """Tokens of the tokenizer, so far as a config says it; without a file, those of the preset."""
+    tokenizer = config.data.tokenizer or ""
+    if file is None:
+        return config.model.vocab_size or preset(config.model.preset).vocab_size
+    if tokenizer.endswith(".json"):
+        return load_tokenizer(tokenizer).vocab_size
+    return config.data.vocab_size or BYTES_VOCAB
+
+
+def find_hosts(config: Config, ranks_per_host: int | None) -> Sequence[Sequence[int]] | None:
+    """The ranks of each host: equally many, or as the cluster file of the config says; None where nobody says. raises: ConfigError"""
+    size = config.mesh.as_mesh().size
+    if ranks_per_host is not None:
+        if ranks_per_host < 1 or size % ranks_per_host:
+            raise MeshError(f"--ranks-per-host {ranks_per_host}: the mesh needs {config.mesh.as_mesh().product()} = {size} ranks, "
+                            f"and {size} / {ranks_per_host if ranks_per_host > 0 else '?'} is no whole number of hosts")
+        return Topology.even(size // ranks_per_host, ranks_per_host).nodes
+    if config.comm.topology is None:
+        return None
+    return read_cluster(config.comm.topology, size, Topology.even(1, size)).nodes
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table_of_ranks(drawn: Drawn) -> Table:
+    """A row for each rank: where it stands, what it is given, what it holds."""
+    columns = {"rank": [str(part.rank) for part in drawn.ranks]}
+    if drawn.hosts:
+        columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
+    columns |= {axis: [str(part.coords[axis]) for part in drawn.ranks] for axis in drawn.axes}
+    if drawn.mesh.pipe > 1:
+        columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
+    columns["modules"] = [say_pieces(pieces_of(part)) for part in drawn.ranks]
+    if drawn.mesh.expert > 1:
+        columns["experts"] = [f"{say_numbers(found[0])} of {found[1]}" if (found := experts_of(part)) else "-" for part in drawn.ranks]
+    columns["rows"] = [say_numbers(part.rows) for part in drawn.ranks]
+    if drawn.mesh.context > 1:
+        columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in drawn.ranks]
+    kinds = [kind for kind in drawn.ranks[0].held if any(part.held[kind] for part in drawn.ranks)]
+    columns |= {kind: [show_bytes(part.held[kind]) for part in drawn.ranks] for kind in kinds}
+    columns["in all"] = [show_bytes(part.total) for part in drawn.ranks]
+    return _table(columns)
+
+
+def table_of_groups(drawn: Drawn) -> Table:
+    """A row for each axis: who talks to whom, about what, and whether between hosts."""
+    rows = []
+    for axis in drawn.axes:
+        groups = list(dict.fromkeys(drawn.mesh.peers(part.rank, axis) for part in drawn.ranks))
+        row = {"axis": f"{axis} {len(groups[0])}", "groups of ranks": _some([say_numbers(group) for group in groups], "  |  ")}
+        if drawn.hosts:
+            most = max(len({_host(drawn.hosts, rank) for rank in group}) for group in groups)
+            row["between"] = "ranks of a host" if most == 1 else f"{most} hosts"
+        rows.append(row | {"what travels": TRAVELS[axis]})
+    return _table({name: [row[name] for row in rows] for name in rows[0]})
+
+
+def table_of_parameters(drawn: Drawn) -> Table:
+    """A row for each kind of parameter: how it is cut, and its different parts in the order of the ranks that hold them."""
+    found: dict[str, list[tuple[RankPart, ParameterPart]]] = {}
+    first: dict[str, str] = {}
+    for part in drawn.ranks:
+        for parameter in part.parameters:
+            if first.setdefault(kind_of(parameter.name), parameter.name) == parameter.name:
+                found.setdefault(kind_of(parameter.name), []).append((part, parameter))
+    rows = [_parameter_row(kind, held, drawn.shape) for kind, held in found.items()]
+    return _table({name: [row[name] for row in rows] for name in rows[0]})
+
+
+def _parameter_row(kind: str, held: list[tuple[RankPart, ParameterPart]], shape: GPTConfig) -> dict[str, str]:
+    one = held[0][1]
+    parts = _some(list(dict.fromkeys(_say_spans(parameter, kind, shape) for _, parameter in held)), "  |  ")
+    alike = {part.coords["tensor"] for part, parameter in held if parameter.spans == one.spans}
+    layout = layout_of(held)
+    if "/tensor" in layout and len(alike) > 1:   # fewer key-value heads than ranks
+        parts += f"   (each on {len(alike)} tensor ranks)"
+    return {"parameter": kind, "whole": " x ".join(map(str, one.whole)), "layout": layout, "parts": parts}
+
+
+def layout_of(held: Sequence[tuple[RankPart, ParameterPart]]) -> str:
+    """How a parameter lies on ranks: an axis cuts a dim where ranks that differ along it alone hold other spans of it.
+
+    raises: AssertionError for a parameter without ranks
+    """
+    assert held, "a parameter that no rank holds"
+    part, one = held[0]
+    cut: list[list[str]] = [[] for _ in one.whole]
+    for axis in part.coords:
+        others = [other for there, other in held if {**there.coords, axis: 0} == {**part.coords, axis: 0}]
+        for dim, spans in enumerate(one.spans):
+            if any(other.spans[dim] != spans for other in others):
+                cut[dim].append(axis)
+    return str(Layout(DIMS.get(len(cut), tuple(f"dim{at}" for at in range(len(cut)))), tuple(map(tuple, cut))))
+
+
+def _say_spans(parameter: ParameterPart, kind: str, shape: GPTConfig) -> str:
+    if not parameter.cut_dims:
+        return "whole"
+    names, said = DIMS[len(parameter.whole)], []
+    for dim in parameter.cut_dims:
+        spans = parameter.spans[dim]
+        said.append(f"{names[dim]} {', '.join(_span(*span) for span in spans)}")
+        if ".attention." in kind:
+            said[-1] += f" (heads {', '.join(_span(*_heads(span, shape)) for span in spans)})"
+    return "; ".join(said)
+
+
+def _heads(span: Span, shape: GPTConfig) -> Span:
+    return Span(span.start // shape.head_width, span.stop // shape.head_width)
+
+
+def _span(start: int, stop: int) -> str:
+    return "none" if stop == start else str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def _some(parts: Sequence[str], between: str) -> str:
+    """All of a few; of many the first ones and the last."""
+    return between.join(parts if len(parts) <= SHOWN else [*parts[:SHOWN - 2], f"... {len(parts)} in all ...", parts[-1]])
+
+
+def _host(hosts: Sequence[Sequence[int]], rank: int) -> int:
+    return next(number for number, ranks in enumerate(hosts) if rank in ranks)
+
+
+def _table(columns: dict[str, list[str]]) -> Table:
+    """Numbers to the right."""
+    table = Table()
+    for name, cells in columns.items():
+        table.add_column(name, justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
+    for row in zip(*columns.values()):
+        table.add_row(*map(Text, row))   # what stands in brackets is no markup
+    return table
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def save(sheet: Sheet, path: Path) -> str:
+    """Write the picture, and say so. raises: ConfigError"""
+    try:
+        if path.suffix == ".svg":
+            path.write_text(as_svg(sheet), encoding="utf-8")
+        else:
+            write_png(sheet, path)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error.strerror})") from None
+    except ImportError:
+        raise ConfigError(f"--out {path}: a PNG needs matplotlib (pip install matplotlib); an .svg needs nothing") from None
+    return f"saved {path}"

@@ -1,0 +1,110 @@
+"""What each rank of a mesh would hold, before any of them is started.
+
+Nothing is worked out here that a real run works out. The engine is built by the code of a run (loop.py, prepare.py), on ranks on paper
+(world/paper.py), so no parameter takes memory; it goes through one step without a forward; then it is asked what it holds, as a real
+one can be. `tests/train/test_paper.py` compares the two.
+
+Ranks that differ along pipe or shard are built one by one. Along the other axes they differ in *which* elements they hold, not in how
+many: the holdings of the one that is built say which (parallel/parts.py).
+"""
+
+from dataclasses import asdict, replace
+
+import torch
+
+from rankloom.base.layout import Span
+from rankloom.base.ranks import ParameterPart, RankPart
+from rankloom.comm.canonical import owned_leaves
+from rankloom.data.order import share
+from rankloom.models.config import GPTConfig
+from rankloom.parallel.context import Context
+from rankloom.parallel.parts import Parts
+from rankloom.shard.optimizer import Piece
+from rankloom.train.cut import Cut, CutParts
+from rankloom.train.engine import Engine
+from rankloom.train.loop import build_engine
+from rankloom.train.sections import Config
+from rankloom.train.split import ROW_AXES
+from rankloom.train.stages import PipelineEngine
+from rankloom.world.paper import NO_MEMORY, PaperWorld
+
+ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these hold equally much
+
+
+def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
+    """What every rank of a run of `config` holds, in rank order, for a model of `shape`.
+
+    raises: what the run would raise before its first step: ConfigError
+    """
+    mesh = config.mesh.as_mesh()
+    if config.train.offload:   # as many bytes, elsewhere; here they must take none
+        config = config.model_copy(update={"train": config.train.model_copy(update={"offload": False})})
+    engines: dict[tuple[int, ...], Engine] = {}
+    found = []
+    for rank in range(mesh.size):
+        world, place = PaperWorld(rank, mesh), mesh.coords(rank)
+        alike = tuple(at for axis, at in place.items() if axis not in ALIKE)
+        if alike not in engines:
+            engines[alike] = build_engine(config, shape, world)
+            step_on_paper(engines[alike])
+        found.append(_part_of(engines[alike], world, config, shape))
+    return found
+
+
+def step_on_paper(engine: Engine) -> None:
+    """A step without a forward. Memory is then as after a real one: parameters have had gradients, and the optimizer has its state."""
+    placement, leaves = engine.placement, engine.settings.leaves
+    if isinstance(placement, Cut):
+        placement.sharding.make_ready()
+    totals = torch.zeros(2, dtype=torch.float64, device=NO_MEMORY)
+    if leaves:
+        placement.begin_leaves(leaves)
+        for leaf in owned_leaves(engine.group.rank, engine.group.size, leaves):
+            _backward(engine, last=False)
+            placement.take_leaf(leaf, totals)
+    else:
+        _backward(engine, last=True)
+    placement.finish(None if leaves else totals)
+    engine.optimizer.step()
+    placement.publish()
+
+
+def _backward(engine: Engine, *, last: bool) -> None:
+    placement = engine.placement
+    with placement.sync(last):
+        torch.stack([param.sum() for param in placement.model.parameters() if param.requires_grad]).sum().backward()
+        if isinstance(engine, PipelineEngine):
+            engine.placement.sharding.collect()
+
+
+def _part_of(engine: Engine, world: PaperWorld, config: Config, shape: GPTConfig) -> RankPart:
+    """engine: of this rank, or of one that holds equally much."""
+    placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
+    parts = None
+    if isinstance(placement, CutParts):
+        parts = replace(placement.parts, tensor=world.group("tensor"), expert=world.group("expert"))
+    pieces = placement.pieces()
+    return RankPart(
+        rank=world.rank, coords=world.mesh.coords(world.rank),
+        stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
+        parameters=tuple(_parameter(pieces[name], parts) for name, _ in placement.model.named_parameters() if name in pieces),
+        rows=share(rows.rank, rows.size, config.batch().global_),
+        tokens=Context(tokens, config.train.seq_len).spans[tokens.rank],
+        held=asdict(engine.held()))
+
+
+def _parameter(piece: Piece, parts: Parts | None) -> ParameterPart:
+    local = whole = tuple(piece.shape)
+    spans: list[tuple[Span, ...]]
+    if parts is None:
+        spans = [(Span(0, length),) for length in whole]
+    else:
+        whole = tuple(parts.whole_shape(piece.name, piece.shape))
+        spans = [(Span(0, length),) for length in whole]
+        holding = parts.held[piece.name]
+        if holding.dim is not None:
+            spans[holding.dim] = holding.spans[parts.tensor.rank]
+        if piece.name in parts.experts:
+            mine = replace(parts, held={}).cut(piece.name, torch.arange(whole[0])).tolist()
+            spans[0] = (Span(mine[0], mine[-1] + 1),)
+    return ParameterPart(piece.name, whole, tuple(spans), local, (piece.start, piece.stop))

@@ -1,0 +1,241 @@
+"""The picture of a mesh: a box for each rank, by host, coloured by its stage of the pipeline, with marks for what it holds.
+
+    strip   the blocks of the model, from the embedding down to the head; in colour: those that are here
+    slab    the matrices of these blocks: a row for each tensor rank, a column for each shard rank; dark: what this rank's optimizer updates
+    bars    experts that are here; rows of the batch and tokens of a row that this rank is given
+
+Only marks that differ between ranks are drawn. Above 16 ranks boxes are small, and say less in words.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rankloom.base.mesh import Mesh
+from rankloom.base.ranks import RankPart, experts_of, pieces_of, say_pieces
+from rankloom.base.units import show_bytes
+from rankloom.watch.canvas import Box, Mark, Sheet, Word
+
+# Told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#C8500A", "#007F5F", "#A8508A", "#B07A00", "#3B8FC4", "#7A4E25", "#5F6B76")
+INK, PALE, GHOST, PANEL, EDGE = "#22303C", "#66727E", "#E3E8EC", "#F4F6F8", "#CBD3DA"
+FEW = 16            # ranks up to which boxes are large
+EDGE_GAP, TOP, GAP = 20.0, 62.0, 12.0
+SHORT = {"parameters": "param", "gathered": "whole", "gradients": "grad", "optimizer": "optim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Lengths of a box, and how large its words are."""
+
+    width: float
+    header: float
+    slab: float
+    strip: float
+    bar: float
+    words: float
+    gap: float
+
+
+LARGE = Size(width=236, header=27, slab=86, strip=18, bar=16, words=10, gap=12)
+SMALL = Size(width=142, header=20, slab=52, strip=10, bar=11, words=7.5, gap=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All ranks, and what a box must know beside its own.
+
+    hosts: the ranks of each; None: nobody said
+    kept:  parameters stay whole between steps (stages 0 to 2)
+    """
+
+    mesh: Mesh
+    ranks: Sequence[RankPart]
+    hosts: Sequence[Sequence[int]] | None
+    kept: bool
+    title: str
+    note: str
+
+    @property
+    def size(self) -> Size:
+        """That of all boxes."""
+        return LARGE if len(self.ranks) <= FEW else SMALL
+
+    @property
+    def bars(self) -> list[str]:
+        """Which ones there are."""
+        sizes = self.mesh.sizes()
+        rows = len({part.rows for part in self.ranks}) > 1
+        there = {"experts": sizes["expert"] > 1, "rows": rows, "tokens": sizes["context"] > 1}
+        return [name for name, drawn in there.items() if drawn]
+
+    @property
+    def height(self) -> float:
+        """Of a box."""
+        size = self.size
+        return size.header + size.slab + 2 * size.gap + size.bar * (len(self.bars) + (size is LARGE))
+
+    @property
+    def axes(self) -> list[str]:
+        """Those with more than one rank."""
+        return [axis for axis, n in self.mesh.sizes().items() if n > 1]
+
+    @property
+    def letters(self) -> bool:
+        """Axes are told by their first letters: there is no room for more."""
+        return self.size is SMALL or len(self.axes) > 3
+
+    @property
+    def columns(self) -> int:
+        """Boxes side by side."""
+        most = max(map(len, self.panels))
+        return min(most, 4 if self.size is LARGE else 8)
+
+    @property
+    def panels(self) -> Sequence[Sequence[int]]:
+        """Ranks that stand together."""
+        return self.hosts or [range(len(self.ranks))]
+
+
+def draw(scene: Scene) -> Sheet:
+    """The whole sheet."""
+    marks: list[Mark] = [Word(EDGE_GAP, 28, scene.title, 17, INK, bold=True), Word(EDGE_GAP, 47, scene.note, 11, PALE)]
+    top = TOP
+    width = 2 * EDGE_GAP + scene.columns * (scene.size.width + GAP) + GAP
+    for number, ranks in enumerate(scene.panels):
+        label = 20.0 if scene.hosts else 0.0
+        rows = -(-len(ranks) // scene.columns)
+        height = label + rows * (scene.height + GAP) + GAP
+        marks.append(Box(EDGE_GAP, top, width - 2 * EDGE_GAP, height, PANEL, EDGE, 8))
+        if scene.hosts:
+            marks.append(Word(EDGE_GAP + GAP, top + 19, f"host {number}", 11, PALE, bold=True))
+        for place, rank in enumerate(ranks):
+            row, column = divmod(place, scene.columns)
+            left = EDGE_GAP + GAP + column * (scene.size.width + GAP)
+            marks += draw_rank(scene, scene.ranks[rank], left, top + label + GAP + row * (scene.height + GAP))
+        top += height + GAP
+    legend = list(draw_legend(scene, top + 10))
+    lowest = max(mark.y if isinstance(mark, Word) else mark.top + mark.height for mark in legend)
+    marks += legend
+    longest = max((mark.x + 0.6 * mark.size * len(mark.text) for mark in marks if isinstance(mark, Word) and mark.at == "start"), default=0)
+    return Sheet(max(width, longest + EDGE_GAP), lowest + 18, tuple(marks), f"{scene.title}: which rank holds what")
+
+
+def colour_of(part: RankPart) -> str:
+    """That of its stage."""
+    return COLOURS[part.coords["pipe"] % len(COLOURS)]
+
+
+def tint(colour: str, white: float) -> str:
+    """The colour with so much white in it.
+
+    >>> tint("#000080", 0.5)
+    '#8080c0'
+    """
+    parts = (int(colour[at:at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
+    """One box."""
+    size, colour = scene.size, colour_of(part)
+    yield Box(left, top, size.width, scene.height, "#ffffff", EDGE, 6)
+    yield Box(left, top, size.width, size.header, colour, "", 6)
+    yield Box(left, top + size.header - 6, size.width, 6, colour)
+    large = size is LARGE
+    base = top + size.header * 0.68
+    yield Word(left + size.gap, base, f"rank {part.rank}" if large else str(part.rank), 14 if large else 11, "#ffffff", bold=True)
+    coords = " ".join(f"{axis[0]}{part.coords[axis]}" for axis in scene.axes) if scene.letters else ", ".join(
+        f"{axis} {part.coords[axis]}" for axis in scene.axes)
+    yield Word(left + size.width - size.gap, base, coords, size.words, "#ffffff", "end")
+    at = top + size.header + size.gap
+    yield from draw_strip(scene, part, left + size.gap, at)
+    slab = left + 2 * size.gap + size.strip
+    yield from draw_slab(scene, part, slab, at)
+    yield from draw_memory(scene, part, slab + size.slab + size.gap, at)
+    at += size.slab + size.gap * 0.6
+    if large:
+        yield Word(left + size.gap, at + 8, say_pieces(pieces_of(part)), size.words, INK)
+        at += size.bar
+    for number, bar in enumerate(scene.bars):
+        yield from draw_bar(scene, part, bar, (left + size.gap, at + number * size.bar))
+
+
+def draw_strip(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
+    """The blocks of the model, one below the other."""
+    every = list(dict.fromkeys(piece for rank in scene.ranks for piece in pieces_of(rank)))
+    here, each = set(pieces_of(part)), scene.size.slab / len(every)
+    gap = 1.0 if each > 3 else 0.0
+    for number, piece in enumerate(every):
+        fill = colour_of(part) if piece in here else GHOST
+        yield Box(left, top + number * each, scene.size.strip, each - gap, fill)
+
+
+def draw_slab(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
+    """The matrices, cut over tensor ranks (rows) and shard ranks (columns)."""
+    rows, columns, colour = scene.mesh.tensor, scene.mesh.shard, colour_of(part)
+    high, wide = scene.size.slab / rows, scene.size.slab / columns
+    gap = 1.0 if min(high, wide) > 4 else 0.0
+    for row in range(rows):
+        for column in range(columns):
+            mine, kept = row == part.coords["tensor"], scene.kept or columns == 1
+            own = mine and column == part.coords["shard"]
+            fill = colour if own else GHOST if not mine else tint(colour, 0.5 if kept else 0.82)
+            yield Box(left + column * wide, top + row * high, wide - gap, high - gap, fill)
+
+
+def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
+    """The bytes, by kind where there is room."""
+    total = show_bytes(part.total)
+    if scene.size is SMALL:
+        number, unit = total.split()
+        yield Word(left, top + 10, number, 11, INK, bold=True)
+        yield Word(left, top + 20, unit, 8, PALE)
+        return
+    yield Word(left, top + 12, total, 13, INK, bold=True)
+    for line, (kind, nbytes) in enumerate((kind, nbytes) for kind, nbytes in part.held.items() if nbytes):
+        yield Word(left, top + 31 + 14 * line, show_bytes(nbytes), 9, INK)
+        yield Word(left + 50, top + 31 + 14 * line, SHORT.get(kind, kind), 8, PALE)
+
+
+def draw_bar(scene: Scene, part: RankPart, kind: str, place: tuple[float, float]) -> Iterator[Mark]:
+    """One of `bars`: a line for all there is, in colour what is this rank's."""
+    (left, top), size = place, scene.size
+    label = size.words * 4.6
+    width, high = size.width - 2 * size.gap - label, size.bar * 0.55
+    yield Word(left, top + high, kind, size.words, PALE)
+    spans, whole = _spans(scene, part, kind)
+    yield Box(left + label, top, width, high, GHOST)
+    for span in spans:
+        yield Box(left + label + width * span.start / whole, top, width * len(span) / whole, high, colour_of(part))
+
+
+def _spans(scene: Scene, part: RankPart, kind: str) -> tuple[Sequence[range], int]:
+    if kind == "experts":
+        found = experts_of(part)
+        return ([found[0]], found[1]) if found else ([], 1)
+    if kind == "rows":
+        return [part.rows], max(other.rows.stop for other in scene.ranks)
+    return part.tokens, max(span.stop for other in scene.ranks for span in other.tokens)
+
+
+def draw_legend(scene: Scene, top: float) -> Iterator[Mark]:
+    """What the marks mean, in lines."""
+    mesh, colour = scene.mesh, COLOURS[0]
+    cuts = [f"a row for each of {mesh.tensor} tensor ranks"] if mesh.tensor > 1 else []
+    cuts += [f"a column for each of {mesh.shard} shard ranks"] if mesh.shard > 1 else []
+    lines: list[tuple[tuple[str, ...], str]] = [
+        ((colour,), "strip: the blocks of the model, from the embedding down to the head; in colour those that are here")]
+    lines += [((colour,), f"square: their matrices, {' and '.join(cuts)}; dark: what this rank's optimizer updates")] if cuts else []
+    if mesh.shard > 1:
+        words = "beside that, kept whole" if scene.kept else "beside that, gathered while it is used, then let go"
+        lines.append(((tint(colour, 0.5 if scene.kept else 0.82),), words))
+    lines += [((GHOST,), "on other ranks only")]
+    lines += [((), "letters: " + ", ".join(f"{axis[0]} {axis}" for axis in scene.axes))] if scene.letters else []
+    stages = [COLOURS[at % len(COLOURS)] for at in range(mesh.pipe)]
+    lines += [(tuple(stages), f"stages of the pipeline: pipe 0 to {mesh.pipe - 1}")] if mesh.pipe > 1 else []
+    for number, (fills, words) in enumerate(lines):
+        y = top + 18 * number
+        for at, fill in enumerate(fills):
+            yield Box(EDGE_GAP + 14 * at, y, 11, 11, fill)
+        yield Word(EDGE_GAP + 14 * len(fills) + (6 if fills else 0), y + 9.5, words, 10.5, INK)
+    yield Word(EDGE_GAP, top + 18 * len(lines) + 10, "bytes: between two steps, without activations", 10.5, PALE)

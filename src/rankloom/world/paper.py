@@ -1,0 +1,59 @@
+"""Ranks on paper: they know who they are and who their peers are, but nobody has started them, and their tensors have no memory.
+
+For whoever asks what a rank *would* hold: `rl.prepare` on such a world cuts a model of any size as it does on real ranks, in one
+process. Every peer is taken to do, and to say, what this rank does. Values that depend on another rank's do not exist here.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rankloom.base.cost import Bill
+from rankloom.base.mesh import Mesh
+from rankloom.world.connect import World
+from rankloom.world.group import Group, Handle
+
+NO_MEMORY = "meta"
+
+
+class PaperGroup(Group):
+    """One rank of a group of which no other exists. A collective is over at once; its result has the right shape."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], name: str = "world"):
+        Group.__init__(self, None, rank, ranks, name=name, device=NO_MEMORY)
+
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+        """As of a real group, where all ranks have the same `x`."""
+        handle = super().all_gather(x, out=out, label=label, async_op=True)
+        handle.wait().view(self.size, -1).copy_(x.reshape(1, -1))
+        return handle if async_op else handle.wait()
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        """As of a real group, where all ranks have the same `value`."""
+        return [json.loads(json.dumps(value)) for _ in self.ranks]
+
+    def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
+        """As of a real group, where all ranks send the same."""
+        handle = Handle(self, label, (), lambda: into.copy_(out))
+        return handle if async_op else handle.wait()
+
+    def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
+                 finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
+        self._require_contiguous(x, label or op)
+        handle = Handle(self, label, (), finish)
+        return handle if async_op else handle.wait()
+
+
+class PaperWorld(PaperGroup, World):
+    """One rank of a mesh of which no other exists."""
+
+    def __init__(self, rank: int, mesh: Mesh):
+        super().__init__(rank, range(mesh.size))
+        self.mesh, self.axes_named = mesh, True
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank's peers along `axes`."""
+        ranks = self.mesh.peers(self.rank, *axes) if axes else self.ranks
+        return PaperGroup(ranks.index(self.rank), ranks, name="+".join(axes))

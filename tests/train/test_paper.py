@@ -1,0 +1,87 @@
+"""What is said on paper is what real ranks hold: the same elements of every parameter, and the same bytes after a step."""
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.base.ranks import ParameterPart, RankPart
+from rankloom.models.gpt import GPT
+from rankloom.train.config import make_config
+from rankloom.train.loop import build_engine
+from rankloom.train.paper import ranks_on_paper
+from rankloom.train.sections import Config
+
+ROWS, TOKENS, VOCAB = 8, 12, 37   # a vocabulary that nothing divides
+MODEL = {"preset": "1M", "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
+DENSE, EXPERTS = {"ffn": 24}, {"moe": {"experts": 4, "ffn": 12, "shared": 1}}
+
+
+def config_of(mesh: dict, stage: int, *, model: dict = DENSE, tie: bool = True, **train) -> Config:
+    """A run of that mesh."""
+    sizes = {"global_batch_size": ROWS, "seq_len": TOKENS, "stage": stage, "precision": "fp64"} | train
+    data = {"tokenizer": "bpe", "vocab_size": VOCAB}
+    return make_config({"mesh": {"replicate": 1} | mesh, "data": data, "model": MODEL | model | {"tie": tie}, "train": sizes}, "test")
+
+
+def on_paper(config: Config) -> list[RankPart]:
+    return ranks_on_paper(config, config.gpt(VOCAB))
+
+
+def real(config: Config) -> list[tuple]:
+    """Of each rank: the slices that its optimizer updates, bytes after a step, its rows, its stages, its tokens."""
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
+
+    def body(world):
+        engine = build_engine(config, config.gpt(VOCAB), world)
+        owners = {name: owner.detach().clone() for name, owner in engine.placement.owners.items()}
+        rows = engine.group
+        mine = [t.tensor_split(rows.size)[rows.rank].contiguous() for t in (text[:, :-1], text[:, 1:])]
+        engine.step(tuple(mine))
+        stages = tuple(engine.pipeline.stages) if world.mesh.pipe > 1 else (0,)
+        return owners, engine.held(), (rows.rank, rows.size), stages
+
+    return rl.simulate(config.mesh.as_mesh(), body)
+
+
+def elements(part: ParameterPart, whole: torch.Tensor) -> torch.Tensor:
+    """The elements that a rank is said to own, cut out of the whole by what is said, and by nothing else."""
+    assert whole.shape == part.whole
+    for dim, spans in enumerate(part.spans):
+        whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in spans], dim)
+    held = whole.new_zeros(part.local)
+    held[tuple(slice(n) for n in whole.shape)] = whole
+    return held.reshape(-1)[slice(*part.owned)]
+
+
+MESHES = [
+    ({}, 0, {}), ({"replicate": 3}, 0, {"global_batch_size": 9}), ({"shard": 2}, 1, {}), ({"replicate": 2, "shard": 2}, 2, {}),
+    ({"shard": 4}, 3, {}), ({"tensor": 2}, 0, {}), ({"tensor": 4}, 0, {"tie": False}), ({"shard": 2, "tensor": 2}, 3, {}),
+    ({"shard": 2, "tensor": 4}, 1, {}), ({"context": 2, "replicate": 2}, 0, {}), ({"pipe": 2}, 0, {"accumulate": 2, "tie": False}),
+    ({"pipe": 2, "shard": 2, "tensor": 2}, 1, {"accumulate": 2}), ({"pipe": 3, "shard": 2}, 3, {"accumulate": 2}),
+    ({"pipe": 2}, 0, {"accumulate": 2, "pipe": "zb-v", "tie": False}),
+    ({"expert": 2}, 0, {"model": EXPERTS}), ({"expert": 4, "shard": 2}, 3, {"model": EXPERTS}),
+    ({"expert": 2, "tensor": 2, "shard": 2}, 2, {"model": EXPERTS}), ({"shard": 2}, 2, {"deterministic": 4}),
+    ({"replicate": 2}, 0, {"deterministic": True}), ({"shard": 2, "tensor": 2}, 3, {"precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "stage", "more"), MESHES, ids=str)
+def test_paper_says_which_elements_every_real_rank_owns_and_how_many_bytes_it_holds(mesh, stage, more):
+    config = config_of(mesh, stage, **more)
+    plain = dict(GPT(config.gpt(VOCAB), seed=0).named_parameters())
+    said, found = on_paper(config), real(config)
+    assert [part.rank for part in said] == list(range(config.mesh.as_mesh().size))
+    for part, (owners, held, (row_rank, row_ranks), stages) in zip(said, found, strict=True):
+        params = {parameter.name: parameter for parameter in part.parameters}
+        assert {name: params[name].owned_elements if name in params else 0 for name in owners} == {
+            name: owner.numel() for name, owner in owners.items()}
+        for name, parameter in params.items():
+            expected = elements(parameter, plain[name].detach()).to(owners[name].dtype)
+            torch.testing.assert_close(owners[name].view(-1), expected, rtol=0, atol=0, msg=f"rank {part.rank}: {name}")
+        assert part.stages == stages
+        each = config.batch().global_ // row_ranks
+        assert part.rows == range(row_rank * each, (row_rank + 1) * each)
+        padding = 64 * (len(owners) + 1) if stage == 0 else 0   # which buckets lie where is learned there, from a real backward
+        for kind, nbytes in part.held.items():
+            assert abs(nbytes - getattr(held, kind)) <= padding, f"rank {part.rank}: {kind}"
