@@ -31,7 +31,7 @@ from rankloom.models.config import preset
 from rankloom.models.loss import plain_cross_entropy
 from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.cut import balance, make_stages
-from rankloom.parallel.pipeline.measure import measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.measure import measure_message, measure_pieces, record_step, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
@@ -65,6 +65,7 @@ class Bench:
         self.batches = list(zip(self.tokens.chunk(self.count), self.targets.chunk(self.count)))
         self.pieces = pieces_with_logits(self.model)
         self.measured = measure_pieces(self.pieces, self.batches[0], loss, world)
+        self.message = measure_message(torch.zeros(args.rows, args.tokens, self.model.config.width), world)
 
     def cut(self, name: str) -> tuple:
         """The plan of a schedule, how many pieces each stage has, and this rank's stages."""
@@ -113,7 +114,7 @@ class Bench:
         pipeline.step(self.batches)
         recorded = [record_step(pipeline, self.batches) for _ in range(5)]
         self.model.zero_grad(set_to_none=True)
-        expected = simulate_plan(plan, stage_costs(self.measured, sizes))
+        expected = simulate_plan(plan, stage_costs(self.measured, sizes, self.message))
         return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": round(expected.makespan * 1e3, 1),
                 "recorded ms": median_ms([step.makespan for step in recorded]), "simulated bubble": f"{expected.bubble:.3f}",
                 "recorded bubble": f"{statistics.median(step.bubble for step in recorded):.3f}"}

@@ -13,7 +13,7 @@ from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.pipeline.actions import COMPUTES
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.draw import as_svg
-from rankloom.parallel.pipeline.measure import Measured, measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.measure import Measured, measure_message, measure_pieces, record_step, stage_costs
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import make_plan
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
@@ -58,6 +58,18 @@ def test_pieces_take_the_time_they_take_and_all_ranks_agree():
         assert piece.forward >= seconds and piece.input >= 2 * seconds
     assert first[1].forward > first[0].forward and first[1].seconds > first[2].seconds
     assert balance([piece.seconds for piece in first], 2) in ([1, 2], [2, 1])
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_a_message_takes_the_time_it_takes_and_all_ranks_agree(p):
+    def body(world):
+        send = world.send
+        world.send = lambda *args, **named: (time.sleep(0.01), send(*args, **named))
+        return measure_message(torch.ones(8, 4, requires_grad=True), world)
+
+    told = set(rl.simulate(p, body))
+    assert len(told) == 1
+    assert 0.01 <= told.pop() < 1 if p > 1 else told == {0.0}
 
 
 def test_bytes_are_counted_once_and_without_parameters():

@@ -56,6 +56,21 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     return [Measured(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
 
 
+def measure_message(x: Tensor, group: Group) -> float:
+    """Seconds that a tensor like `x` takes from rank 0 to rank 1, the same number on every rank; nothing where there is one rank.
+
+    sent: 2 (1 + TURNS) messages of x, there and back
+    """
+    seconds, buffer = [], torch.empty_like(x, requires_grad=False)
+    for turn in range(1 + TURNS if group.rank < 2 <= group.size else 0):
+        start = _now(group.device)
+        for sender in (0, 1):
+            (group.send if group.rank == sender else group.recv)(buffer, 1 - group.rank, tag=turn, label="measured message")
+        seconds.append((_now(group.device) - start) / 2)
+    told: float = group.all_gather_object(median(seconds[1:] or [0.0]), label="measured message")[0]   # the first one warms up
+    return told
+
+
 def stage_costs(measured: Sequence[Measured], sizes: Sequence[int], message: float = 0.0) -> Costs:
     """What stages of so many pieces should take, for `simulate_plan`. message: seconds from one rank to another"""
     ends = [sum(sizes[:number + 1]) for number in range(len(sizes))]
