@@ -63,8 +63,9 @@ class Part(Group):
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         return self._done(ring_all_gather(rows, self, out=whole), label, async_op)
 
-    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
-        """The sum over ranks of this rank's slice of `x`, by the ring. [p*n, ...] on each -> [n, ...]"""
+    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
+                       async_op: bool = False) -> Any:
+        """The sum over ranks of this rank's slice of `x`, by the ring, which has no use for `scratch`. [p*n, ...] on each -> [n, ...]"""
         mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
         total = ring_reduce_scatter(x, self)
         return self._done(total if out is None else mine.copy_(total), label, async_op)

@@ -24,6 +24,7 @@ from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast
 from rankloom.base.errors import ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
+from rankloom.world.direct import add_in_order, start_dealing, start_gather
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
@@ -101,6 +102,15 @@ class Group:
         return pg is not None and self.device.type == "cuda" and pg._get_backend(self.device).name() == "nccl"
 
     @property
+    def lends_memory(self) -> bool:
+        """Whether `buffer` gives memory in which collectives reduce; else any memory is as good."""
+        return isinstance(self._process_group, SharedMemoryGroup | Router)
+
+    def _goes_directly(self, x: Tensor) -> bool:
+        """Whether gathers and reduce-scatters are made of messages (world/direct.py)."""
+        return self.size > 1 and x.device.type == "cpu" and not self.lends_memory
+
+    @property
     def _shared(self) -> SharedMemoryGroup | None:
         return self._process_group if isinstance(self._process_group, SharedMemoryGroup) else None
 
@@ -145,31 +155,37 @@ class Group:
             return whole
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
+        if self._goes_directly(x):
+            slices = whole.unflatten(0, (self.size, rows.shape[0])).unbind()
+            return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
+                                 start=lambda pg: start_gather(pg, self.rank, rows, slices), finish=lambda: whole)
         options = c10d.AllgatherOptions()
         options.asyncOp = async_op
         return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
                              start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
 
-    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
+    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
+                       async_op: bool = False) -> Any:
         """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
 
-        gloo's own reduce-scatter moves twice the bytes (all-reduce, then slice); so on the CPU the slices are dealt
-        out and added here, in rank order. `x` is not changed.
+        `x` is not changed, but for what `out` has of it.
+        scratch: where the others' slices arrive, if they have to (world/direct.py), [n(p-1), ...]; left out, new memory
         """
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
             return mine
         n = self._equal_rows(x, "reduce_scatter")
         bill = scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
-        if self._shared or x.device.type != "cpu":
-            options = c10d.ReduceScatterOptions()
-            options.asyncOp = async_op
+        if self._goes_directly(x):
+            room = x.new_empty(x.shape[0] - n, *x.shape[1:]) if scratch is None else scratch
+            slices, theirs = x.unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
             return self._collect("reduce_scatter", x, label, async_op, bill=bill,
-                                 start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: mine)
-        dealt = torch.empty_like(x) if self.size > 1 else x
+                                 start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
+                                 finish=lambda: add_in_order(slices[self.rank], theirs, self.rank, mine))
+        options = c10d.ReduceScatterOptions()
+        options.asyncOp = async_op
         return self._collect("reduce_scatter", x, label, async_op, bill=bill,
-                             start=lambda pg: pg.alltoall_base(dealt, x, [], []),
-                             finish=lambda: _add_in_order(dealt, self.size, mine) if self.size > 1 else mine)
+                             start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: mine)
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
@@ -327,14 +343,13 @@ class Group:
         return self._launch(label or op, async_op, start, finish)
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
-        if not async_op:
-            begin = time.perf_counter()
-            with self.translated_errors(label):   # no local name for the work: a traceback would keep the connection open
-                start(self._connected(label)).wait()
-            self.ledger.waited += time.perf_counter() - begin
-            return finish()
+        handle = self._keep(Handle(self, label, self._started(label, start), finish))
+        return handle if async_op else handle.wait()   # no local name for the works: a traceback would keep the connection open
+
+    def _started(self, label: str, start: Callable) -> list[Any]:
         with self.translated_errors(label):
-            return self._keep(Handle(self, label, [start(self._connected(label))], finish))
+            works = start(self._connected(label))
+        return works if isinstance(works, list) else [works]
 
     def _keep(self, handle: Handle) -> Handle:
         """So that `close` finds it."""
@@ -376,15 +391,6 @@ class Group:
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
-
-
-def _add_in_order(dealt: Tensor, ranks: int, total: Tensor) -> Tensor:
-    """Sum the `ranks` equal pieces of `dealt` in `total`, first to last: the same order on every machine."""
-    pieces = dealt.chunk(ranks)
-    total.copy_(pieces[0])
-    for piece in pieces[1:]:
-        total.add_(piece)
-    return total
 
 
 def seconds(timeout: float) -> datetime.timedelta:
