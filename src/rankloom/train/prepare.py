@@ -40,12 +40,13 @@ from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, to_float8
 from rankloom.train.offload import offload_activations as offload_blocks
+from rankloom.train.pipe import Pipe
 from rankloom.train.placement import Optimizer, Placement, Whole
 from rankloom.train.precision import Precision, cast_activations, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
-from rankloom.train.stages import CutStages, LocalStages, Pipe, PipelineEngine, Turn, make_local
+from rankloom.train.stages import CutStages, LocalStages, PipelineEngine, Turn, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace

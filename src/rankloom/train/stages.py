@@ -7,8 +7,9 @@ saved states do not know of the cut. A parameter that stands in two stages (a ti
 Read parallel/pipeline/build.py and runtime.py before this file.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -18,17 +19,14 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
 from rankloom.base.events import Load
-from rankloom.models.gpt import GPT
-from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import take_extra_loss
 from rankloom.models.part import WHOLE, Part
-from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance
 from rankloom.parallel.pipeline.passes import send_gradients_first
-from rankloom.parallel.pipeline.runtime import Hooks, Loss, Pipeline
+from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
@@ -40,7 +38,8 @@ from rankloom.train.cut import CutParts
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.modes import evaluating
-from rankloom.train.precision import UNMEASURED, Precision, cast_inputs, cast_outputs
+from rankloom.train.pipe import Cutting
+from rankloom.train.precision import UNMEASURED, cast_inputs
 from rankloom.world.group import Group
 
 
@@ -55,13 +54,16 @@ class Turn:
         self.dropout, self.context, self.kind = dropout, context, kind
         self.scale = 1.0
         self._parts: list[Part] = []
+        self._inputs: list[Any] = []
         self._now: Part = WHOLE
+        self._called_with: Any = None
 
     def begin(self, step: int, first: int, scale: float = 1.0) -> None:
         """Before the micro-batches of a step, of which `first` is the number of this rank's first."""
         self.dropout.start_step(step, first)
         self.scale = scale
         self._parts.clear()
+        self._inputs.clear()
 
     def own(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
         """This rank's tokens of the next micro-batch of the step."""
@@ -72,10 +74,14 @@ class Turn:
         self._parts.append(part)
         return part.own(tokens), part.own(targets)
 
+    def note(self, inputs: Any) -> None:
+        """What the model would be called with for that micro-batch."""
+        self._inputs.append(inputs)
+
     def move_on_to(self, microbatch: int) -> None:
         """Before each forward and backward."""
         self.dropout.move_on_to(microbatch)
-        self._now = self._parts[microbatch]
+        self._now, self._called_with = self._parts[microbatch], self._inputs[microbatch]
         if isinstance(self._now, Context):
             self.dropout.stand_at(self._now.spans[self.context.rank], self._now.length)
 
@@ -83,41 +89,9 @@ class Turn:
         """What the blocks are told."""
         return self._now
 
-
-@dataclass(frozen=True, slots=True)
-class Pipe:
-    """How a model becomes a pipeline.
-
-    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py); with context ranks it is given `part` too, as `gpt_pieces` takes
-    loss:     model -> loss(what the last piece gives, the second part of a micro-batch) -> (sum, count)
-    schedule: a name that `rankloom schedule list` knows
-    chunks:   stages on each rank; None: as few as the schedule allows
-    """
-
-    pieces: Callable[..., Sequence[Piece]] = gpt_pieces
-    loss: Callable[[Any], Loss] = gpt_loss
-    schedule: str = "1f1b"
-    chunks: int | None = None
-
-    def in_formats(self, precision: Precision) -> "Pipe":
-        """The same; the loss is given what the last piece gives in the output format."""
-        def make(model: Any) -> Loss:
-            loss = self.loss(model)
-            return lambda output, targets: loss(cast_outputs(output, precision), targets)
-
-        return replace(self, loss=make)
-
-    @classmethod
-    def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: Any) -> "Pipe":
-        """What was asked for; a name, or nothing, is enough for our own GPT with its own loss.
-
-        raises: ConfigError
-        """
-        if isinstance(asked, Pipe):
-            return asked
-        if isinstance(model, GPT) and loss is language_model_loss:
-            return cls() if asked is None else cls(schedule=asked)
-        raise ConfigError("a mesh with pipe ranks must know where to cut: give pipe=rl.Pipe(pieces=..., loss=...), functions of the model")
+    def inputs(self) -> Any:
+        """What the whole model would be called with now."""
+        return self._called_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +112,8 @@ class LocalStages:
     experts: bool           # whether the whole model has layers of experts
 
 
-def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, units: Policy, turn: Turn, *, sparing: bool) -> LocalStages:
+def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: int, units: Policy, turn: Turn, *,
+               sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
 
     sparing: activations are dear: no product waits for a gradient to leave
@@ -147,22 +122,40 @@ def make_local(model: nn.Module, pipe: Pipe, group: Group, microbatches: int, un
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), bool(expert_layers(model))
-    pieces = list(pipe.pieces(model, part=turn.part) if turn.context.size > 1 else pipe.pieces(model))
-    chunks = pipe.chunks or (SCHEDULES[pipe.schedule].fewest if pipe.schedule in SCHEDULES else 1)
-    plan = make_plan(pipe.schedule, group.size * chunks, microbatches, pipe.chunks)
+    pieces = _pieces(cutting, model, turn)
+    chunks = cutting.chunks or (SCHEDULES[cutting.schedule].fewest if cutting.schedule in SCHEDULES else 1)
+    plan = make_plan(cutting.schedule, group.size * chunks, microbatches, cutting.chunks)
     plan = plan if sparing else send_gradients_first(plan)
     sizes = balance([1.0] * len(pieces), group.size * chunks)
-    runs = [pieces[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
+    runs = [_under_first_names(pieces[end - size : end], model) for size, end in zip(sizes, accumulate(sizes))]
     stages = [Stage(run) for run in runs]
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
             where.setdefault(name, set()).add(plan.owner[number])
     mine = plan.held_by(group.rank)
-    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, pipe.loss(model),
+    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, cutting.loss(model),
                         hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
+
+
+def _pieces(cutting: Cutting, model: nn.Module, turn: Turn) -> list[Piece]:
+    offered = {"part": turn.part, "inputs": turn.inputs}
+    asked = inspect.signature(cutting.pieces).parameters
+    if turn.context.size > 1 and "part" not in asked:
+        raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so nobody can tell "
+                          "their attention about tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
+    return list(cutting.pieces(model, **{name: offered[name] for name in offered if name in asked}))
+
+
+def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]:
+    """A tied parameter has one name on all ranks, its first in the model, also where only its other owner stands."""
+    firsts = {id(param): name for name, param in model.named_parameters()}
+    here = dict(Stage(pieces).named_parameters())
+    named = {firsts.get(id(param), name): param for name, param in here.items()}
+    (parts, run), *others = pieces
+    return [({name: param for name, param in named.items() if name not in here} | dict(parts), run), *others]
 
 
 class CutStages(CutParts):
@@ -317,5 +310,7 @@ class PipelineEngine(Engine):
         if not (isinstance(piece, tuple | list) and len(piece) == 2):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
-        inputs, targets = piece
-        return self.placement.local.turn.own(cast_inputs(inputs, self.settings.precision), targets)
+        own = self.placement.local.turn.own(*piece)
+        called = cast_inputs(own[0], self.settings.precision)
+        self.placement.local.turn.note(called)
+        return called, own

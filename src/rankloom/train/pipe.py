@@ -1,0 +1,119 @@
+"""`rl.Pipe`: where a model is cut into stages, and which loss the last one computes, as asked for or as it follows from the model.
+
+A loss that is written for one process, `loss(model, micro-batch)`, runs unchanged on the last stage: what stands for the model there
+answers its one call with what the last piece gave.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError, LossError
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
+from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.parallel.pipeline.cut import Piece
+from rankloom.parallel.pipeline.runtime import Loss
+from rankloom.train.layers import layer_pieces
+from rankloom.train.precision import Precision, cast_outputs
+
+WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """How a model becomes a pipeline.
+
+    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). It is given by name what it asks for: `part`, as `gpt_pieces` does,
+              and `inputs`, as `layer_pieces`. None: those of our GPT; of any other model, `layer_pieces` (train/layers.py)
+    loss:     model -> loss(what the last piece gives, the second part of a micro-batch) -> (sum, count). None: that of our GPT; of any
+              other model, the loss of one process, whose call of the model is answered with what the last piece gives
+    schedule: a name that `rankloom schedule list` knows
+    chunks:   stages on each rank; None: as few as the schedule allows
+    """
+
+    pieces: Callable[..., Sequence[Piece]] | None = None
+    loss: Callable[[Any], Loss] | None = None
+    schedule: str = "1f1b"
+    chunks: int | None = None
+
+    @classmethod
+    def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss) -> "Cutting":
+        """What was asked for, with nothing left open.
+
+        loss:   that of one process
+        raises: ConfigError for our own GPT with another loss than its own
+        """
+        pipe = asked if isinstance(asked, Pipe) else cls() if asked is None else cls(schedule=asked)
+        pieces = pipe.pieces or (gpt_pieces if isinstance(model, GPT) else layer_pieces)
+        make = pipe.loss
+        if make is None and pieces is gpt_pieces:
+            if loss is not language_model_loss:
+                raise ConfigError("the last piece of our GPT gives hidden states and the output matrix, so with pipe ranks a loss of your "
+                                  "own must take these: give pipe=rl.Pipe(loss=...), model -> loss(these two, targets) -> (sum, count)")
+            make = gpt_loss
+        if make is None:
+            return Cutting(pieces, lambda _model: partial(answered, loss), pipe.schedule, pipe.chunks)
+        return Cutting(pieces, lambda model: partial(_of_targets, make(model)), pipe.schedule, pipe.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """A `Pipe` for one model. loss: model -> loss(what the last piece gives, the whole micro-batch) -> (sum, count)"""
+
+    pieces: Callable[..., Sequence[Piece]]
+    loss: Callable[[Any], Loss]
+    schedule: str
+    chunks: int | None
+
+    def in_formats(self, precision: Precision) -> "Cutting":
+        """The same; the loss is given what the last piece gives in the output format."""
+        def make(model: Any) -> Loss:
+            loss = self.loss(model)
+            return lambda output, microbatch: loss(cast_outputs(output, precision), microbatch)
+
+        return replace(self, loss=make)
+
+
+def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
+    return loss(output, microbatch[1])
+
+
+class Answer:
+    """Stands for the model in a loss of one process. Its call is answered with what the last piece gave for this micro-batch."""
+
+    def __init__(self, inputs: Any, output: Any):
+        self.expected = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+        self.output, self.calls = output, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the very tensors that the first stage was called with, by whatever names.
+
+        raises: LossError for anything else
+        """
+        asked = [*args, *kwargs.values()]
+        if len(asked) != len(self.expected) or any(a is not b for a, b in zip(asked, self.expected)):
+            names = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in kwargs])
+            raise LossError(f"the loss calls the model with ({names}), but a pipeline has called it with the first part of the micro-batch "
+                            f"({len(self.expected)} tensors) and nothing else. Call it with just these, and compute the loss from what it "
+                            "returns; what else the model needs belongs in that part")
+        self.calls += 1
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the loss asks the model for {name!r}, but no rank of a pipeline has the model; it can only be called")
+
+
+def answered(loss: WholeLoss, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
+    """A loss of one process, on the last stage.
+
+    raises: LossError when it does not call the model once, as the first stage was called
+    """
+    answer = Answer(microbatch[0], output)
+    returned = loss(answer, microbatch)
+    if answer.calls != 1:
+        raise LossError(f"the loss called the model {answer.calls} times, but a pipeline runs it once for each micro-batch")
+    return returned

@@ -1,0 +1,371 @@
+"""Models of `transformers` as pipelines: `rl.prepare` cuts them by their own layers, and they train as in one process.
+
+The bound is that of test_equivalence.py.
+"""
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rankloom as rl
+from rankloom.train.layers import layer_pieces
+
+BOUND = 1e-12
+ROWS, TOKENS, VOCAB = 8, 12, 40
+SEQUENCE = {"model.layers.0": "sequence_split", "model.layers.*.input_layernorm": "sequence_parallel", "model.norm": "sequence_parallel",
+            "model.layers.*.post_attention_layernorm": "sequence_parallel"}
+
+
+@functools.cache
+def llama(tie: bool = False, kv_heads: int = 2) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=kv_heads,
+        max_position_embeddings=32, tie_word_embeddings=tie)).double()
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":   # it rounds to fp32, whatever the model's dtype
+            model.set_submodule(name, nn.RMSNorm(32, eps=module.variance_epsilon, dtype=torch.float64))
+    return shaken(model)
+
+
+@functools.cache
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=1)).double())
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Biases of zero and norms of one would hide what goes wrong with them."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape, dtype=param.dtype))
+    return model
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Three global batches whose rows hold different numbers of tokens."""
+    draw, found = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        tokens = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
+        targets = tokens[:, 1:].clone()
+        targets[torch.arange(ROWS)[:, None] + torch.arange(TOKENS) > TOKENS + 3] = -100
+        found.append((tokens[:, :-1].contiguous(), targets))
+    return found
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-4)   # a gradient of 0 (bias of keys) but for rounding makes no step
+
+
+def loss_of_one_process(model, batch):
+    """As anybody would write it for the plain model."""
+    tokens, targets = batch
+    logits = model(tokens).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+
+def train(world: rl.World, model: nn.Module, give=lambda tokens, targets: (tokens, targets), loss=loss_of_one_process, **options) -> dict:
+    """Three steps; the first one's logits by row, where this rank sees them, and gradients out of AdamW's moments; the state at the end."""
+    logits: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def watched(model, batch):
+        def call(*args, **kwargs):
+            output = model(*args, **kwargs)
+            for row, value in zip(batch[1].tolist(), output.logits.detach()):
+                logits[tuple(row)] = value.clone()   # the last call in a step: the engine tries the loss before the first
+            return output
+
+        return loss(call, batch)
+
+    engine = rl.prepare(copy.deepcopy(model), loss=watched, optimizer=adamw, world=world, clip=0.5, accumulate=2, **options)
+    mine = [give(*(t.tensor_split(engine.group.size)[engine.group.rank] for t in batch)) for batch in batches()]
+    reports = [engine.step(mine[0])]
+    first, seen = engine.full_state_dict()["optimizer"]["state"], dict(logits)
+    reports += [engine.step(batch) for batch in mine[1:]]
+    state = engine.full_state_dict()
+    tensors = {f"gradient of {name}": held["exp_avg"] for name, held in first.items()} | state["model"]
+    tensors |= {f"{name} {key}": value for name, held in state["optimizer"]["state"].items() for key, value in held.items()}
+    return {"numbers": [x for r in (*reports, engine.evaluate(mine[:1])) for x in (r.loss, r.grad_norm, r.count)], "tensors": tensors,
+            "logits": seen}
+
+
+def error(mine: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest difference, in units of the largest element."""
+    assert mine.shape == truth.shape
+    return ((mine - truth).abs().max() / truth.abs().max().clamp(min=1e-300)).item()
+
+
+def expect_equal(mesh: rl.Mesh, model: nn.Module, *, give=lambda tokens, targets: (tokens, targets), loss=loss_of_one_process,
+                 **options) -> None:
+    """Loss, norm and count of every step, the gradients and logits of the first, the whole state, and an evaluation."""
+    (truth,) = rl.simulate(1, lambda world: train(world, model, give, loss))
+    seen = {}
+    for mine in rl.simulate(mesh, lambda world: train(world, model, give, loss, **options)):
+        assert mine["numbers"] == pytest.approx(truth["numbers"], rel=BOUND)
+        assert mine["tensors"].keys() == truth["tensors"].keys()
+        for name, value in truth["tensors"].items():
+            assert error(mine["tensors"][name], value) < BOUND, name
+        for row, value in mine["logits"].items():
+            assert error(value, truth["logits"][row]) < BOUND
+        seen |= mine["logits"]
+    assert seen.keys() == truth["logits"].keys() and len(seen) == ROWS
+
+
+@pytest.mark.parametrize(("tie", "kv_heads", "stage"), [(False, 2, 3), (True, 1, 1), (True, 2, 0)])
+def test_a_llama_at_pipe_2_tensor_2_shard_2_trains_like_the_unsplit_one(tie, kv_heads, stage):
+    expect_equal(rl.Mesh(pipe=2, tensor=2, shard=2), llama(tie, kv_heads), stage=stage)
+
+
+def test_a_llama_is_split_by_tokens_too():
+    expect_equal(rl.Mesh(pipe=2, tensor=2), llama(), stage=2, tensor_plan=llama().tp_plan | SEQUENCE)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_gpt_2_at_pipe_2_tensor_2_trains_like_the_unsplit_one(dropout):
+    expect_equal(rl.Mesh(pipe=2, tensor=2), gpt2(dropout), stage=1)
+
+
+def test_a_mask_reaches_every_layer_with_the_tokens():
+    def padded(tokens, targets):
+        """On the left, where it changes what the others see."""
+        mask = (torch.arange(TOKENS) >= torch.arange(len(tokens))[:, None]).long()
+        return (tokens, mask), targets.masked_fill(mask == 0, -100)
+
+    def loss(model, batch):
+        (tokens, mask), targets = batch
+        logits = model(input_ids=tokens, attention_mask=mask).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+    expect_equal(rl.Mesh(pipe=3), llama(), give=padded, loss=loss, stage=0)
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "pipe"), [("gpipe", None, 5), ("interleaved", 2, 2), ("zb-h1", None, 3), ("zb-v", None, 2)])
+def test_a_tied_llama_runs_on_any_schedule(schedule, chunks, pipe):
+    expect_equal(rl.Mesh(pipe=pipe), llama(tie=True), stage=1, pipe=rl.Pipe(schedule=schedule, chunks=chunks))
+
+
+def test_blocks_that_compute_again_do_so_in_stages():
+    expect_equal(rl.Mesh(pipe=2), llama(), stage=0, recompute="full")
+
+
+# ------------------------------------------------------------------ models of no library
+
+
+class Layer(nn.Module):
+    """Looks back one token, so that order matters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(16), nn.Linear(32, 16)
+
+    def forward(self, x, scale):
+        y = self.norm(x)
+        return x + scale * self.mix(torch.cat((y, y.roll(1, 1)), -1)).tanh()
+
+
+class Decoder(nn.Module):
+    """Its names and their order tell nothing, its layers are told their number, and it returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, VOCAB)
+        self.body = nn.ModuleDict({"steps": nn.ModuleList(Layer() for _ in range(3)), "table": nn.Embedding(VOCAB, 16)})
+        self.widen = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))
+        draw = torch.Generator().manual_seed(3)
+        for param in self.double().parameters():
+            nn.init.normal_(param, std=0.3, generator=draw)
+
+    def layers(self, x):
+        for number, step in enumerate(self.body.steps):
+            x = step(x, 1.0 / (number + 1))
+        return x
+
+    def forward(self, tokens):
+        return {"logits": self.out(self.layers(self.widen(self.body.table(tokens))))}
+
+
+class Again(Decoder):
+    def layers(self, x):
+        return super().layers(super().layers(x))
+
+
+class Backwards(Decoder):
+    def layers(self, x):
+        for step in reversed(self.body.steps):
+            x = step(x, 1.0)
+        return x
+
+
+class Bridged(Decoder):
+    """The first layer's output is added again behind the last."""
+
+    def layers(self, x):
+        first = self.body.steps[0](x, 1.0)
+        return first + self.body.steps[2](self.body.steps[1](first, 1.0), 1.0)
+
+
+class Scaled(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16).double())
+
+    def layers(self, x):
+        return super().layers(x * self.scale)
+
+
+class Between(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16).double()
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = step(self.norm(x), 1.0)
+        return x
+
+
+class Idle(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2).double()
+
+
+class TwoLists(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ModuleList([Layer().double()])
+
+
+class ByWeight(Decoder):
+    """Reads a matrix that stands in the first stage."""
+
+    def forward(self, tokens):
+        return self.out(self.layers(self.widen(self.body.table(tokens)))) + self.body.table.weight.sum()
+
+
+class NoTokens(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.body.table = nn.Linear(2, 16)
+
+
+def loss_of_a_dict(model, batch):
+    logits = model(batch[0])["logits"]
+    return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), (batch[1] != -100).sum()
+
+
+def prepare(world, model=None, loss=loss_of_a_dict, **options):
+    return rl.prepare(Decoder() if model is None else model, loss=loss, optimizer=adamw, world=world, accumulate=2, **options)
+
+
+@pytest.mark.parametrize(("schedule", "pipe"), [("1f1b", 4), ("zb-v", 2)])
+def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(schedule, pipe):
+    def body(world):
+        engine = prepare(world, stage=1, clip=0.5, **({"pipe": schedule} if world.mesh.pipe > 1 else {}))
+        return [(r.loss, r.grad_norm) for r in map(engine.step, batches())], engine.full_state_dict()["model"]
+
+    ((truth, expected),) = rl.simulate(1, body)
+    for found, state in rl.simulate(rl.Mesh(pipe=pipe), body):
+        for ours, theirs in zip(found, truth, strict=True):
+            assert ours == pytest.approx(theirs, rel=BOUND)
+        assert all(error(state[name], value) < BOUND for name, value in expected.items())
+
+
+def test_without_an_engine_the_pieces_tell_the_layers_only_how_many_tokens_there_are():
+    tokens, targets = batches()[0]
+    loss = lambda output, targets: loss_of_a_dict(lambda _: output, (None, targets))
+
+    def body(world):
+        torch.manual_seed(world.rank)
+        pipe = rl.pipeline(layer_pieces(Decoder().eval()), loss, world, microbatches=2)
+        total = pipe.step(list(zip(tokens.chunk(2), targets.chunk(2))))
+        return total[0].item(), {name: param.grad for stage in pipe.stages.values() for name, param in stage.named_parameters()}
+
+    plain = Decoder().eval()
+    total, _ = loss_of_a_dict(plain, (tokens, targets))
+    total.backward()
+    found = rl.simulate(2, body)
+    assert found[0][1].keys() | found[1][1].keys() == dict(plain.named_parameters()).keys()
+    for value, grads in found:
+        assert value == pytest.approx(total.item(), rel=BOUND)
+        for name, grad in grads.items():
+            assert error(grad, plain.get_parameter(name).grad) < BOUND
+
+
+def test_a_stage_is_let_go_of_the_rest_of_the_model():
+    model = Decoder()
+    others = [weakref.ref(param) for name, param in model.named_parameters() if not name.startswith("body.steps.1.")]
+    piece = layer_pieces(model)[2]
+    del model
+    gc.collect()
+    assert [ref() for ref in others] == [None] * len(others)
+    assert list(piece[0]) == ["body.steps.1"]
+
+
+def test_trying_a_model_leaves_it_as_it_was():
+    model = Decoder()
+    model.out.eval()
+    layer_pieces(model)
+    assert [name for name, module in model.named_modules() if not module.training] == ["out"]
+    assert not any(module._forward_hooks for module in model.modules()) and all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "reason"), [
+    (Again, "does not call its layers body.steps.0 to body.steps.2 once each"), (Backwards, "once each, in their order"),
+    (Bridged, "cut into its layers, does not give what it gives as a whole"), (Scaled, "scale of Scaled stands in no module"),
+    (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
+    (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
+    (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
+    with pytest.raises(rl.ConfigError, match=reason):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
+
+
+def test_an_error_of_the_model_while_it_is_tried_says_what_was_tried():
+    with pytest.raises(AttributeError) as caught:
+        layer_pieces(ByWeight())
+    assert "while ByWeight was tried with a few tokens, to cut it into its layers; say where" in caught.value.__notes__[0]
+
+
+def test_more_stages_than_pieces_and_context_ranks_are_refused():
+    with pytest.raises(rl.ConfigError, match="6 stages for a model of 5 pieces"):
+        rl.simulate(rl.Mesh(pipe=6), prepare)
+    with pytest.raises(rl.ConfigError, match="pieces of a Decoder take no `part`.*use one context rank"):
+        rl.simulate(rl.Mesh(pipe=2, context=2), prepare)
+
+
+@pytest.mark.parametrize(("loss", "reason"), [
+    (lambda model, batch: (model(batch[0], labels=batch[1])["loss"], 1), r"calls the model with \(Tensor, labels=\)"),
+    (lambda model, batch: (model(batch[0], attention_mask=batch[0] > 0)["logits"].sum(), 1), "attention_mask=.*belongs in that part"),
+    (lambda model, batch: (model(batch[0][:, 1:])["logits"].sum(), 1), "called it with the first part of the micro-batch"),
+    (lambda model, batch: ((model(batch[0])["logits"] + model(batch[0])["logits"]).sum(), 1), "called the model 2 times"),
+    (lambda model, batch: (batch[0].sum(), 1), "called the model 0 times")])
+def test_a_loss_that_calls_the_model_otherwise_than_the_stages_were_called_is_refused(loss, reason):
+    with pytest.raises(rl.LossError, match=reason):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, loss=loss).step(batches()[0]))
+
+
+def test_a_loss_cannot_look_into_a_model_that_is_nowhere():
+    with pytest.raises(AttributeError, match="asks the model for 'config', but no rank of a pipeline has the model"):
+        rl.simulate(rl.Mesh(pipe=2), lambda w: prepare(w, loss=lambda model, batch: (model.config, 1)).step(batches()[0]))
+
+
+def test_a_batch_that_is_a_dict_is_refused():
+    with pytest.raises(rl.BatchError, match="batches of two parts.*this is a dict"):
+        rl.simulate(rl.Mesh(pipe=2), lambda w: prepare(w).step(dict(zip(("input_ids", "labels"), batches()[0]))))
+
+
+def test_our_gpt_with_a_loss_of_the_user_s_own_must_be_told():
+    model = rl.GPT(rl.GPTConfig(vocab_size=VOCAB, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=TOKENS))
+    with pytest.raises(rl.ConfigError, match="last piece of our GPT gives hidden states"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, copy.deepcopy(model), pipe="gpipe"))
