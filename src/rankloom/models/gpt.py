@@ -22,7 +22,7 @@ from rankloom.models.loss import (
     plain_language_model_loss,
 )
 from rankloom.models.mlp import MLP
-from rankloom.models.moe import MoE, take_extra_loss
+from rankloom.models.moe import Experts, MoE, take_extra_loss
 from rankloom.models.part import WHOLE, Part
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
@@ -218,6 +218,7 @@ def initial_values(model: GPT, seed: int) -> Callable[[str, Tensor], None]:
     They are drawn on the CPU in fp32 from a stream keyed by the name, whatever the device and dtype, and whoever draws which.
     """
     buffers = {name for name, _ in model.named_buffers()}
+    first = {name: module.first for name, module in model.named_modules() if isinstance(module, Experts)}   # now: it may be split later
 
     def fill(name: str, tensor: Tensor) -> None:
         if name in buffers:                           # biases of routers
@@ -225,8 +226,7 @@ def initial_values(model: GPT, seed: int) -> Callable[[str, Tensor], None]:
         elif tensor.dim() == 1:                       # norms
             tensor.fill_(1.0)
         elif tensor.dim() == 3:                       # experts: each has its own stream, whoever holds which of them
-            first = model.get_submodule(name.rpartition(".")[0]).first
-            for number, matrix in enumerate(tensor, start=first):   # type: ignore[arg-type]
+            for number, matrix in enumerate(tensor, start=first[name.rpartition(".")[0]]):
                 _draw(matrix, model.config, seed, name, number)
         else:
             _draw(tensor, model.config, seed, name)

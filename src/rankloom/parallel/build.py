@@ -1,8 +1,15 @@
 """Models on the meta device: built without memory, given values where and when there is memory for them.
 
-A model that is bigger than one rank's memory is cut while it is filled: each parameter exists whole only until its unit is cut.
+    InitialValues    made before the model is split: fills whole tensors by their names in the plain model
+    FirstValues      fills what a rank holds: whole on the first of some ranks, told to the others, and cut by each
+    put_stand_ins    parameters get a shape and no memory, for whoever cuts them into units (shard/unit.py)
+    give_memory      what is in no unit: buffers, and the parameters that stay whole
+
+A model that is bigger than one rank's memory is cut while it is filled: a tensor exists whole only until its part has been taken.
 """
 
+import hashlib
+import math
 import threading
 from collections.abc import Callable
 
@@ -11,87 +18,165 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.rng import stream
+from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import named_state
 from rankloom.shard.optimizer import stand_in
 from rankloom.shard.unit import Fill
+from rankloom.world.group import Group
 
+SHOWN = 5                      # names in an error
 _drawing = threading.Lock()   # torch's generator is one for the process; ranks may be threads of it
 
 
-def initial_values(model: nn.Module, initialize: Fill | None, seed: int) -> Fill:
-    """What gives each tensor of a model on the meta device its values, by name: the user's function, or the modules' own.
+class InitialValues:
+    """Gives whole tensors of a model on the meta device their values, by name: as the user's function or the modules' own do.
 
-    Tensors that are not on the meta device keep theirs.
-    raises: ConfigError when there is neither
+    Make it before the model is split. Tensors that are not on the meta device keep the values they have; a tied parameter has those of
+    its first name, whichever it is asked by.
+    raises: ConfigError when there is neither a function nor a `reset_parameters` for some tensor
     """
-    there = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
-    homes = {name: (module, key) for prefix, module in model.named_modules() for key in (*module._parameters, *module._buffers)
-             for name in [f"{prefix}.{key}" if prefix else key]}
-    for name, (module, _) in homes.items():
-        if initialize is None and name not in there and not callable(getattr(module, "reset_parameters", None)):
-            raise ConfigError(f"{name} is on the meta device, and its module {type(module).__name__} has no reset_parameters(); "
-                              "give `initialize`, a function of (name, tensor) that fills the tensor in place")
 
-    def fill(name: str, tensor: Tensor) -> None:
-        module, key = homes[name]
-        if name in there:
-            tensor.copy_(there[name])
-        elif initialize is not None:
-            initialize(name, tensor)
+    def __init__(self, model: nn.Module, initialize: Fill | None, seed: int):
+        self.initialize, self.seed = initialize, seed
+        self.problems: list[str] = []
+        self._without: list[str] = []   # names of those that got no values
+        firsts: dict[int, str] = {}
+        places = [(f"{prefix}.{key}" if prefix else key, _copy(module), key, tensor)
+                  for prefix, module in model.named_modules(remove_duplicate=False)
+                  for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
+        self._first = {name: firsts.setdefault(id(tensor), name) for name, _, _, tensor in places}
+        self._homes = {name: (module, key) for name, module, key, _ in places}
+        self._there = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
+        for name, (module, _) in self._homes.items():
+            if initialize is None and self._first[name] not in self._there and not callable(getattr(module, "reset_parameters", None)):
+                raise ConfigError(f"{name} is on the meta device, and its module {type(module).__name__} has no reset_parameters(); "
+                                  "give `initialize`, a function of (name, tensor) that fills the tensor in place")
+
+    def __call__(self, name: str, whole: Tensor) -> None:
+        """Fill a tensor in place. What is wrong with the user's function is noted in `problem`."""
+        name = self._first[name]
+        if name in self._there:
+            whole.copy_(self._there[name])
+        elif self.initialize is not None:
+            self._call(self.initialize, name, whole)
         else:
-            tensor.copy_(_reset(module, key, tensor, stream(seed, "init", name.rpartition(".")[0]).initial_seed()))
+            module, key = self._homes[name]
+            whole.copy_(_reset(module, key, whole, stream(self.seed, "init", name.rpartition(".")[0]).initial_seed()))
 
-    return fill
+    @property
+    def problem(self) -> str | None:
+        """What was wrong so far, all in one."""
+        names = ", ".join(self._without[:SHOWN]) + (" ..." if len(self._without) > SHOWN else "")
+        missing = [f"`initialize` gave {len(self._without)} tensors no values, or not all: {names}. It must write into the tensor that it "
+                   "is given, for every name"] if self._without else []
+        return "\n".join((*self.problems, *missing)) or None
+
+    def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
+        whole.fill_(math.nan if whole.is_floating_point() else 0)   # so that it is seen where nothing is written
+        given = whole.detach()   # a tensor of its own, lest another shape reaches those who wait for this one
+        initialize(name, given)
+        if (given.shape, given.dtype, given.data_ptr()) != (whole.shape, whole.dtype, whole.data_ptr()):
+            self.problems.append(f"`initialize` made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must write "
+                                 f"into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
+        elif whole.is_floating_point() and whole.sum().isnan():
+            self._without.append(name)
+
+
+class FirstValues:
+    """Gives what a rank holds of a model its values: the same on all ranks, whatever they draw.
+
+    make:   fills whole tensors
+    groups: together the ranks that hold something of the same tensors: all, or those of one stage; what the first of all makes counts
+    parts:  how the model is split over them, if it is
+    sent:   each whole tensor, by broadcast
+    memory: one whole tensor, and the part that is taken out of it
+    """
+
+    def __init__(self, make: InitialValues, *groups: Group, parts: Parts | None = None):
+        self.make, self.groups, self.parts = make, groups, parts
+
+    @torch.no_grad()
+    def __call__(self, name: str, part: Tensor) -> None:
+        """Fill this rank's part of a parameter, or a whole buffer, in place. A collective."""
+        shape = part.shape if self.parts is None else self.parts.whole_shape(name, part.shape)
+        whole = part if shape == part.shape else part.new_empty(shape)
+        if not any(group.rank for group in self.groups):
+            self.make(name, whole)
+        for group in self.groups:
+            group.broadcast(whole, label=f"initial {name}")
+        if self.parts is not None and whole is not part:
+            self.parts.cut_into(part, name, whole)
+
+
+class SharedValues:
+    """Notes what some tensors are given that stand in several stages of a pipeline, which each give it themselves."""
+
+    def __init__(self, fill: FirstValues, shared: frozenset[str]):
+        self.fill, self.shared = fill, shared
+        self._digests: dict[str, str] = {}
+
+    def __call__(self, name: str, part: Tensor) -> None:
+        """As `fill` does."""
+        self.fill(name, part)
+        if name in self.shared:
+            self._digests[name] = hashlib.sha256(part.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    def problem(self, stages: Group) -> str | None:
+        """What is wrong with the values given, for all ranks to agree on. A collective."""
+        everyone = stages.all_gather_object(self._digests, label="values of tied parameters")
+        differ = [name for name in sorted(self.shared) if len({digests[name] for digests in everyone if name in digests}) > 1]
+        tied = [f"{', '.join(differ)}: `initialize` gave other values in another stage of the pipeline, but these are one parameter; "
+                "what it writes must follow from the name"] if differ else []
+        return "\n".join(filter(None, (self.fill.make.problem, *tied))) or None
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """The module as it is now, with the same tensors: whoever cuts a model changes what modules say of themselves."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module) | {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)})
+    return twin
 
 
 def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
     """One tensor of what `module.reset_parameters()` makes, the module left as it was; the same draw for all its tensors."""
-    params, buffers = dict(module._parameters), dict(module._buffers)
-    kinds = {name: (t.shape, like.dtype if t.is_floating_point() and like.is_floating_point() else t.dtype)
-             for name, t in (params | buffers).items() if t is not None}
+    twin = _copy(module)
+    for held in (twin._parameters, twin._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                dtype = like.dtype if tensor.is_floating_point() and like.is_floating_point() else tensor.dtype
+                fresh = torch.zeros(tensor.shape, dtype=dtype)
+                held[name] = nn.Parameter(fresh) if held is twin._parameters else fresh   # type: ignore[assignment]
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % (1 << 63))
-        try:
-            for name, (shape, dtype) in kinds.items():
-                fresh = torch.zeros(shape, dtype=dtype)
-                holder = module._parameters if name in params else module._buffers
-                holder[name] = nn.Parameter(fresh) if name in params else fresh   # type: ignore[assignment]
-            module.reset_parameters()   # type: ignore[operator]
-            return (module._parameters.get(key) if key in params else module._buffers[key]).detach()   # type: ignore[union-attr]
-        finally:
-            module._parameters.update(params)
-            module._buffers.update(buffers)
+        twin.reset_parameters()   # type: ignore[operator]
+    return (twin._parameters[key] if key in twin._parameters else twin._buffers[key]).detach()   # type: ignore[union-attr]
 
 
-def put_stand_ins(model: nn.Module, fill: Fill, device: torch.device) -> None:
-    """Replace parameters on the meta device by stand-ins that have a shape and no memory; buffers get memory and values."""
-    _replace(model, lambda name, param: stand_in(param, device=device), fill, device)
-    model.to(device)   # what was not on the meta device
+def put_stand_ins(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters on the meta device by stand-ins that have a shape and no memory; move what is not on it."""
+    made = {param: _hooked(stand_in(param, device=device), param) for param in model.parameters() if param.is_meta}   # ties are kept
+    for module in model.modules():
+        module._parameters.update({key: made[param] for key, param in module._parameters.items() if param is not None and param in made})
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))   # not `to`: buffers may still be on it
 
 
-def fill_whole(model: nn.Module, fill: Fill, device: torch.device) -> None:
-    """Give all parameters and buffers on the meta device memory and values."""
-
-    def filled(name: str, param: nn.Parameter) -> nn.Parameter:
-        values = torch.empty(param.shape, dtype=param.dtype, device=device)
-        with torch.no_grad():
-            fill(name, values)
-        return nn.Parameter(values, requires_grad=param.requires_grad)
-
-    _replace(model, filled, fill, device)
-    model.to(device)
+def _hooked(stand_in: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
+    """With the hooks that whoever has split the model has put on `param`."""
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(stand_in, hooks, getattr(param, hooks))
+    return stand_in
 
 
 @torch.no_grad()
-def _replace(model: nn.Module, new: Callable[[str, nn.Parameter], nn.Parameter], fill: Fill, device: torch.device) -> None:
-    names = {id(param): name for name, param in model.named_parameters()}
-    made: dict[int, nn.Parameter] = {}   # a tied parameter stays tied
+def give_memory(model: nn.Module, fill: Fill, device: torch.device, wanted: Callable[[nn.Parameter], bool]) -> None:
+    """Memory and values for all buffers, and for the parameters that are wanted, stand-ins so far. A collective of all that `fill`."""
     for prefix, module in model.named_modules():
-        for key, param in module._parameters.items():
-            if param is not None and param.is_meta:
-                made.setdefault(id(param), new(names[id(param)], param))
-                module._parameters[key] = made[id(param)]
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer
                 fill(f"{prefix}.{key}" if prefix else key, module._buffers[key])   # type: ignore[arg-type]
+    for name, param in model.named_parameters():
+        if wanted(param):
+            values = torch.empty(param.shape, dtype=param.dtype, device=device)
+            fill(name, values)
+            param.data = values

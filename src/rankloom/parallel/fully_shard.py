@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, UnitError
-from rankloom.parallel.build import put_stand_ins
+from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.guards import guard_owners
-from rankloom.parallel.replicas import BufferKeeper, make_buffers_equal, make_replicas_equal
+from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
@@ -131,20 +131,24 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     alone = replicas or group.alone()
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
+    first = None
     if fill is None:
         for ranks in (group, alone):
             make_replicas_equal(model, ranks)
     else:
-        put_stand_ins(model, fill, group.device)
-        for ranks in (group, alone):
-            make_buffers_equal(model, ranks)
+        first = FirstValues(InitialValues(model, fill, 0), group, alone)
+        put_stand_ins(model, group.device)
+        give_memory(model, first, group.device, lambda param: False)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
         return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)
 
     plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size),
                 reduces_once=False)
-    sharding = shard(model, group, alone, plan, fill=fill)
+    sharding = shard(model, group, alone, plan, fill=first)
+    if first is not None:
+        found = group.all_gather_object(first.make.problem, label="initial values")
+        alone.agree("\n".join(filter(None, found)) or None, label="initial values")
     for section in sharding.sections:
         section.each = False   # `no_sync` is for accumulating without communication
     return FullySharded(model, sharding)

@@ -60,11 +60,20 @@ class Parts:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor that lies like parameter `name`."""
-        if name in self.experts:
-            each = whole.shape[0] // self.expert.size
-            whole = whole[self.expert.rank * each : (self.expert.rank + 1) * each]
-        holding = self.held.get(name)
+        whole, holding = self._own_experts(name, whole), self.held.get(name)
         return holding.cut(whole, self.tensor.rank) if holding is not None and self.tensor.size > 1 else whole
+
+    def cut_into(self, part: Tensor, name: str, whole: Tensor) -> None:
+        """The same, in memory that is there."""
+        whole, holding = self._own_experts(name, whole), self.held.get(name)
+        if holding is not None and self.tensor.size > 1:
+            holding.cut_into(part, whole, self.tensor.rank)
+        else:
+            part.copy_(whole)
+
+    def _own_experts(self, name: str, whole: Tensor) -> Tensor:
+        each = whole.shape[0] // self.expert.size if name in self.experts else 0
+        return whole[self.expert.rank * each : (self.expert.rank + 1) * each] if each else whole
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
         """The shape that `join` gives to a part of this shape."""

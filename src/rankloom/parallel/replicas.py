@@ -27,7 +27,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     """
     if group.size == 1:
         return []
-    _expect_same_tensors(model, group)
+    expect_same_tensors(model, group)
     changed = []
     for name, tensor in named_state(model):
         theirs = group.broadcast(tensor.detach().clone().contiguous(), label=f"initial {name}")
@@ -45,13 +45,8 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     return changed
 
 
-def make_buffers_equal(model: nn.Module, group: Group) -> None:
-    """Every rank gets rank 0's buffers: of a model whose parameters have no memory yet. A collective."""
-    for name, buffer in model.named_buffers():
-        group.broadcast(buffer, label=f"initial {name}")
-
-
-def _expect_same_tensors(model: nn.Module, group: Group) -> None:
+def expect_same_tensors(model: nn.Module, group: Group) -> None:
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ."""
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:

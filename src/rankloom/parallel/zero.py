@@ -15,7 +15,7 @@ source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP); read parallel/s
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError
@@ -71,14 +71,13 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
 
     whole:     names of parameters that must not be cut, and the layout for these
     canonical: gradients stay whole on every rank, for somebody else to sum; parameters from the first forward of a step to its end
-    fill:      gives stand-ins without memory their values (shard/unit.py)
+    fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
     raises: ConfigError for a stage or units that cannot be
     """
     if plan.stage not in (0, *STAGES):
         raise ConfigError(f"stage={plan.stage!r} is none of {(0, *STAGES)}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     host = Host(group.device) if plan.offload else None
-    fill = _told(fill, replicas) if fill and replicas.size > 1 else fill
     sections = []
     members_of = parameters_of_sections(model, section_names(model, plan.units))
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
@@ -91,16 +90,6 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
     let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True and plan.hooked
     return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
                     gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead, plan.hooked))
-
-
-def _told(fill: Fill, replicas: Group) -> Fill:
-    """As `fill`, with the values of the first of the replicas, whatever it draws."""
-
-    def same(name: str, tensor: Tensor) -> None:
-        fill(name, tensor)
-        replicas.broadcast(tensor, label=f"initial {name}, replicas")
-
-    return same
 
 
 def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:

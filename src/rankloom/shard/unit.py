@@ -64,7 +64,7 @@ class Unit:
     params: full names -> parameters of the model; a collective: every rank gives the same
     keep:   the whole stays in memory (stages 1 and 2)
     host:   where the slice lies, if it is not on the group's device (shard/offload.py)
-    fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; rank 0's count
+    fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; on all ranks the same
     memory: n/p master elements, and n compute elements while gathered (always, if kept; once for all ranks, if common)
     """
 
@@ -78,6 +78,8 @@ class Unit:
         self.state = State.GATHERED
         self._pending: Handle | None = None
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
+        if fill is not None:
+            self.release()   # nothing is in it yet
         in_place = self.stays and formats.master == formats.compute and host is None
         size = self.layout.total // group.size
         self.own = self._span() if in_place else host.empty(size, formats.master) if host else torch.zeros(
@@ -103,9 +105,8 @@ class Unit:
         for name, param in self.params.items():
             values = param.detach()
             if fill is not None:
-                values = torch.empty(param.shape, dtype=self.formats.master, device=self.group.device)
+                values = torch.empty(self.layout.slot(name).shape, dtype=self.formats.master, device=self.group.device)
                 fill(name, values)
-                self.group.broadcast(values, label=f"initial {name}")
             self.slice_view(self.own, name).view(-1).copy_(self.piece(name, values))
             self._place(name, values)
 
@@ -228,10 +229,11 @@ class Unit:
         out.copy_(own)
 
     def _place(self, name: str, values: Tensor) -> None:
-        """A parameter's first values are in `whole`."""
-        if not self.common:
-            self._view(name).copy_(values)
-        self.params[name].data = self._view(name)
+        """A parameter's first values are in `whole`, where that is in memory."""
+        if self.state is State.GATHERED:
+            if not self.common:
+                self._view(name).copy_(values)
+            self.params[name].data = self._view(name)
 
     def _show(self) -> None:
         """Whoever reads the parameters finds them in `whole`."""

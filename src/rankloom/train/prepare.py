@@ -1,9 +1,9 @@
 """`rl.prepare`: a plain model becomes an engine. Techniques are applied in the one legal order, written here once.
 
     number formats   cast what is cast as a whole
-    memory           a model on the meta device gets stand-ins without memory, and values unit by unit
     equality         all ranks hold the model of rank 0
     split            over the axes tensor, expert, context
+    memory           a model on the meta device gets stand-ins without memory, and values unit by unit, when it is placed
     fp8              linear layers change their class
     dropout          keyed by name and step
     blocks           recompute, activation offload, compile
@@ -22,10 +22,10 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
-from rankloom.parallel.build import fill_whole, initial_values, put_stand_ins
+from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
 from rankloom.parallel.context import RING
 from rankloom.parallel.parts import Parts
-from rankloom.parallel.replicas import make_buffers_equal, make_replicas_equal
+from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, Plan, shard
@@ -85,7 +85,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
     ahead:           stage 3: how many units are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
-    initialize:      gives a model on the meta device its values, in place: initialize(name, tensor)
+    initialize:      gives a model on the meta device its values: initialize(name, tensor) writes whole tensors, in place, under the names
+                     of the plain model, on any mesh; left out, modules do by `reset_parameters`
     tensor_plan:     mesh axis tensor: pattern of module names -> a word of parallel/tensor/styles.py; left out, the model's own tp_plan
     context:         mesh axis context: "ring" or "all_to_all" (parallel/context.py)
     pipe:            mesh axis pipe: the name of a schedule, or a `Pipe` that says where to cut; `accumulate` micro-batches run through it
@@ -106,13 +107,17 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
     if settings.leaves:
         _compute_alike(world)
-    fill = _bring_to_device(model, world, settings.precision, stage, initialize, seed)
+    initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     dropout = DropoutKey(seed)
     parts = split(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
+    fill = None if initial is None else _stand_in(model, world, initial, parts)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     if stage == 0 and parts is None:
+        if fill is not None:
+            give_memory(model, fill, world.device, lambda param: True)
+            world.agree(fill.make.problem, label="initial values")
         placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
         made = make_optimizer(optimizer, placement.owners)
     else:
@@ -195,8 +200,8 @@ def _compute_alike(world: World) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage: int, initialize: Fill | None, seed: int) -> Fill | None:
-    """Cast, move, and make equal; a model on the meta device only learns how it will be filled, which is returned."""
+def _bring_to_device(model: nn.Module, group: World, precision: Precision, initialize: Fill | None, seed: int) -> InitialValues | None:
+    """Cast, move, and make equal; a model on the meta device stays there, and what its values will be is returned."""
     if precision.compute is not None and precision.master is None:
         model.to(precision.compute)
     if group.device.type == "meta":   # ranks on paper (world/paper.py): no values anywhere
@@ -207,17 +212,17 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, stage
         model.to(group.device)
         make_replicas_equal(model, group)
         return None
-    fill = initial_values(model, initialize, seed)
-    if stage == 0:
-        fill_whole(model, fill, group.device)
-        make_replicas_equal(model, group)
-        return None
-    put_stand_ins(model, fill, group.device)
-    make_buffers_equal(model, group)
-    return fill
+    expect_same_tensors(model, group)
+    return InitialValues(model, initialize, seed)
 
 
-def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: Fill | None,
+def _stand_in(model: nn.Module, world: World, initial: InitialValues, parts: Parts | None) -> FirstValues:
+    """Parameters of a model on the meta device get shapes without memory. Returns what will give them values."""
+    put_stand_ins(model, world.device)
+    return FirstValues(initial, _along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe")), parts=parts)
+
+
+def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: FirstValues | None,
          local: LocalStages | None) -> tuple[Placement, Optimizer]:
     device = torch.device("cpu") if plan.offload else axes.shard.device
     stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
@@ -225,13 +230,18 @@ def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Setti
     optimizer = make_optimizer(build, stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
     cast_activations(model, settings.precision)
-    if plan.stage < 3:   # what is frozen is no unit there
-        for name, param in model.named_parameters():
-            param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
     if local is not None:
         model, plan = local.body, replace(plan, units=lambda name, module: name in local.units)
+    values = None if fill is None else SharedValues(fill, local.shared if local else frozenset())
+    if values is not None:   # what is frozen is no unit below stage 3
+        give_memory(model, values, axes.shard.device, lambda param: plan.stage < 3 and not param.requires_grad)
+    if plan.stage < 3:
+        for name, param in model.named_parameters():
+            param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
     sharding = shard(model, axes.shard, axes.replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves),
-                     fill=fill)
+                     fill=values)
+    if values is not None:
+        axes.everyone.agree(values.problem(local.pipeline.group if local else axes.shard.alone()), label="initial values")
     if local is not None and axes.parts is not None:
         placement: Placement = CutStages(sharding, axes.holders, axes.parts, local)
     elif axes.parts is not None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from rankloom.base.errors import ConfigError
 from rankloom.parallel.context import KEYED, RING, Told, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import TOKEN_AXES, expert_parallel
 from rankloom.parallel.parts import Parts
@@ -33,13 +32,11 @@ def is_split(world: World) -> bool:
 def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING, tell: Told | None = None) -> Parts:
     """Apply what the mesh asks for, in place; what this rank holds from then on.
 
-    tell: see `context_parallel`
-
-    raises: ConfigError for a model on the meta device, and what the techniques raise
+    model:  it may be on the meta device, where only shapes are cut
+    tell:   see `context_parallel`
+    raises: what the techniques raise
     """
     sizes = world.mesh.sizes()
-    if world.device.type != "meta" and any(param.is_meta for param in model.parameters()):
-        raise ConfigError("a model on the meta device cannot be split over tensor, expert or context ranks yet; build it on the CPU")
     if sizes["tensor"] > 1:
         tensor_parallel(model, tensor_plan, world.group("tensor"))
     if sizes["expert"] > 1:

@@ -111,6 +111,11 @@ class LocalStages:
     units: frozenset[str]   # modules that are sections
     experts: bool           # whether the whole model has layers of experts
 
+    @property
+    def shared(self) -> frozenset[str]:
+        """Parameters that stand on several ranks."""
+        return frozenset(name for name, ranks in self.where.items() if len(ranks) > 1)
+
 
 def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: int, units: Policy, turn: Turn, *,
                sparing: bool) -> LocalStages:

@@ -58,13 +58,17 @@ class Holding:
         """
         if whole.shape != self.shape:
             raise ShapeMismatch(f"rank {rank}: a tensor of shape {tuple(whole.shape)}, expected the whole of {self.shape}")
+        return self.cut_into(whole.new_empty(self.local_shape), whole, rank)
+
+    def cut_into(self, part: Tensor, whole: Tensor, rank: int) -> Tensor:
+        """The same in memory that is there, of the part's shape; returns it."""
         if self.dim is None:
-            return whole.clone(memory_format=torch.contiguous_format)
-        part = whole.new_zeros(self.local_shape)
+            return part.copy_(whole)
         at = 0
         for start, stop in self.spans[rank]:
             part.narrow(self.dim, at, stop - start).copy_(whole.narrow(self.dim, start, stop - start))
             at += stop - start
+        part.narrow(self.dim, at, self.length - at).zero_()   # padding
         return part
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
