@@ -122,6 +122,12 @@ class Layout:
         """The layout of the gradient towards a tensor laid out like this."""
         return Layout(self.dims, self.cut, owed=self.apart, apart=self.owed)
 
+    def state(self, axis: str) -> str:
+        """What `axis` does to the tensor: nothing (""), "+", "-", or the name of the dim it cuts."""
+        if axis in self.owed | self.apart:
+            return "+" if axis in self.owed else "-"
+        return next((dim for dim, axes in zip(self.dims, self.cut) if axis in axes), "")
+
     def place(self, dim: str) -> int:
         """Where a dim stands, counted from the end (-1 is the last), so that leading dims do not matter."""
         if dim not in self.dims:
@@ -175,7 +181,7 @@ def collective(src: Layout, dst: Layout, axis: str) -> Move:
     raises: ConfigError when there is none
     """
     _expect_one_step(src, dst, axis)
-    match _state(src, axis), _state(dst, axis):
+    match src.state(axis), dst.state(axis):
         case before, after if before == after:
             return Move("nothing")
         case ("" | "-"), "+":
@@ -208,11 +214,21 @@ def conjugate(src: Layout, dst: Layout, axis: str) -> Move:
     return collective(dst.gradient(), src.gradient(), axis)
 
 
-def _state(layout: Layout, axis: str) -> str:
-    """What `axis` does to the tensor: nothing (""), "+", "-", or the name of the dim it cuts."""
-    if axis in layout.owed | layout.apart:
-        return "+" if axis in layout.owed else "-"
-    return next((dim for dim, axes in zip(layout.dims, layout.cut) if axis in axes), "")
+def joined(layouts: Sequence[Layout], axis: str, where: str = "joined") -> Layout:
+    """How the result of a function lies over `axis` whose operands lie as `layouts`, one at least: a whole gives way to all others.
+
+    >>> whole, used, cut = map(Layout.parse, ("[..., width]", "[..., width] -tensor", "[..., width/tensor]"))
+    >>> print(joined([whole, used], "tensor"), joined([cut, used], "tensor"), sep=", ")
+    [..., width] -tensor, [..., width/tensor]
+
+    raises: ConfigError, which begins with `where`, for two cuts, or a cut and a sum that is owed
+    """
+    strength = {"": 0, "-": 1}
+    strongest = max(layouts, key=lambda layout: strength.get(layout.state(axis), 2))
+    for other in layouts:
+        if strength.get(other.state(axis), 2) == 2 and other.state(axis) != strongest.state(axis):
+            raise ConfigError(f"{where} reads {strongest} together with {other}: no layout is that of the result; move one of them first")
+    return strongest
 
 
 def _expect_one_step(src: Layout, dst: Layout, axis: str) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import CollectiveMismatch
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, expect_alike
 from split_model import expect_equal
 
 from .test_gpt import make, run, tokens
@@ -17,17 +18,18 @@ def debug(monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize(("ranks", "overlap"), [(2, 1), (2, 3), (4, 1), (4, 2)])
 @pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
-def test_a_model_that_is_right_passes(plan, overlap):
-    expect_equal(2, lambda: make(layers=1), run, plan=getattr(make(), plan), overlap=overlap)
+def test_a_model_that_is_right_passes(plan, ranks, overlap):
+    shape = dict(layers=1, kv_heads=2, vocab_size=37)   # heads that ranks share, padding
+    expect_equal(ranks, lambda: make(**shape), run, plan=getattr(make(), plan), overlap=overlap)
 
 
-@pytest.mark.parametrize(("overlap", "plan", "where"), [
-    (1, "tp_plan", r"entrance of blocks.0.mlp: forward .* laid out as \[..., tokens, width\], .* ranks \[2\] hold another than rank 0"),
-    (2, "tp_plan", r"entrance of blocks.0.mlp: forward .* ranks \[2\] hold another than rank 0"),
-])
-def test_dropout_that_differs_between_ranks_is_named_by_all(overlap, plan, where):
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_dropout_that_differs_between_ranks_is_named_by_all(overlap):
+    where = (r"output of blocks.0.attention_dropout .* laid out as \[..., tokens, width\], alike on all ranks, "
+             r"but ranks \[2\] hold another than rank 0")
+
     class Disturbed(nn.Module):
         def __init__(self, rank: int):
             super().__init__()
@@ -39,7 +41,7 @@ def test_dropout_that_differs_between_ranks_is_named_by_all(overlap, plan, where
     def body(world):
         model = make()
         model.blocks[0].attention_dropout = Disturbed(world.rank)
-        rl.tensor_parallel(model, getattr(model, plan), world, overlap=overlap)
+        rl.tensor_parallel(model, model.tp_plan, world, overlap=overlap)
         with pytest.raises(CollectiveMismatch, match=where):
             run(model)
 
@@ -62,7 +64,7 @@ def test_a_gradient_that_differs_between_ranks_is_named_by_all():
     def body(world):
         model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world)
         y = model(torch.ones(2, 4, 6, dtype=torch.float64))
-        with pytest.raises(CollectiveMismatch, match=r"second: backward .* ranks \[1\] hold another than rank 0"):
+        with pytest.raises(CollectiveMismatch, match=r"gradient of the output of second .* ranks \[1\] hold another than rank 0"):
             (y.sum() * (1 + world.rank)).backward()
 
     rl.simulate(2, body)
@@ -76,3 +78,43 @@ def test_values_that_are_no_numbers_are_alike():
             return model(tokens(40)).isnan().all().item()
 
     assert rl.simulate(2, body) == [True, True]
+
+
+BITS = {
+    "the last bit of one number": lambda x: torch.nextafter(x, x + (torch.arange(x.numel()) == 4000)),
+    "the places of two rows": lambda x: x.view(-1, 2048).flip(0).flatten(),
+    "the sign of a zero": lambda x: torch.where(x == 0.0, -x, x),
+    "the shape": lambda x: x.view(2, -1),
+}
+
+
+@pytest.mark.parametrize("other", BITS)
+def test_alike_is_every_bit(other):
+    x = (torch.arange(8192) // 2048).double() * 2.0 ** 40   # few numbers, most bits of which are zeros
+
+    def body(world):
+        expect_alike(x, WHOLE, world, "same")
+        with pytest.raises(CollectiveMismatch, match=r"other in group 'world'.* ranks \[1\] hold another than rank 0"):
+            expect_alike(BITS[other](x) if world.rank == 1 else x, WHOLE, world, "other")
+
+    rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_numbers_of_any_dtype_are_compared(dtype):
+    def body(world):
+        x = torch.arange(6).to(torch.float32).to(dtype)
+        expect_alike(x, WHOLE, world, "same")
+        with pytest.raises(CollectiveMismatch):
+            expect_alike(x.roll(world.rank), WHOLE, world, "other")
+
+    rl.simulate(2, body)
+
+
+def test_of_what_is_cut_the_shape_is_compared():
+    def body(world):
+        expect_alike(torch.full((2, 3), float(world.rank)), BY_TOKENS, world, "parts")
+        with pytest.raises(CollectiveMismatch, match=r"of one shape on all ranks, but ranks \[1\]"):
+            expect_alike(torch.zeros(2, 3 - world.rank), BY_TOKENS, world, "parts")
+
+    rl.simulate(2, body)

@@ -72,6 +72,16 @@ def test_a_gpt_2_with_its_fused_and_transposed_matrices_is_split(ranks):
     expect_equal(ranks, lambda: copy.deepcopy(gpt2()), run, plan=PLANS["GPT2LMHeadModel"] | GPT2_SEQUENCE)
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_debug_mode_nothing_is_wrong_with_them(ranks, overlap, monkeypatch):
+    monkeypatch.setenv("RANKLOOM_DEBUG", "1")
+    models = [(lambda: llama(2), {}, SEQUENCE), (gpt2, PLANS["GPT2LMHeadModel"], GPT2_SEQUENCE)]
+    make, plan, sequence = models[overlap % 2]
+    for more in ({}, sequence):
+        expect_equal(ranks, lambda: copy.deepcopy(make()), run, plan=(plan or make().tp_plan) | more, overlap=overlap)
+
+
 def test_biases_and_a_vocabulary_that_does_not_divide():
     expect_equal(4, lambda: copy.deepcopy(llama(2, vocab=39, bias=True)), run)
     expect_equal(4, lambda: copy.deepcopy(gpt2(vocab=39)), run)

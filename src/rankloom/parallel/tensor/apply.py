@@ -23,6 +23,7 @@ from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.parallel.tensor.holding import Holding, holdings, sum_owed
 from rankloom.parallel.tensor.styles import COLUMNS, STYLES, Cutting, Site, is_transposed, out_features
+from rankloom.parallel.tensor.tags import watch
 from rankloom.world.group import Group
 
 _GPT2 = {
@@ -66,6 +67,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     cutting.tell_attention()
     if finish_gradients and group.size > 1:
         _finish_in_backward(model, group)
+    if group.debug and group.size > 1:
+        watch(model, group)
     return model
 
 

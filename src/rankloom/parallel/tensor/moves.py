@@ -4,6 +4,7 @@ base/layout.py derives what has to be done there and back; here it is done. All 
 through `redistribute`, except that of the loss (vocabulary.py). Layouts name the last dims, so any number may come before.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
     if there.kind == back.kind == "nothing":
         return x
     moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, dst, group, label), overwrite)   # type: ignore[no-untyped-call]
+    if group.debug:
+        tag(moved, dst, label)
     return moved
 
 
@@ -71,20 +74,62 @@ class _Redistribute(Function):
         return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
 
 
+@dataclass(slots=True)
+class Tag:
+    """In debug mode: how a tensor lies on the ranks, what made it, and the version of it that has been compared (tags.py)."""
+
+    layout: Layout
+    name: str
+    compared: int | None = None
+
+
+def tag(x: Tensor, layout: Layout, name: str) -> None:
+    """Say how `x` lies on the ranks. name: what made it, for messages"""
+    x.rankloom_tag = Tag(layout, name)   # type: ignore[attr-defined]
+
+
+def tag_of(x: Tensor) -> Tag | None:
+    """The tag of `x`, if it has one."""
+    return getattr(x, "rankloom_tag", None)
+
+
+def version_of(x: Tensor) -> int:
+    """How often `x` was written; 0 in inference mode, which does not count."""
+    return 0 if x.is_inference() else x._version
+
+
+@torch.no_grad()
 def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
     """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
 
-    Batches or dropout that differ between tensor ranks show here, at the first layer that they reach.
+    The same bits, NaN too; of what is cut or owed, the same shape. Batches or dropout that differ between tensor ranks show here,
+    at the first layer that they reach.   sent: one number to each other rank
     """
-    if not group.debug or layout.owed or any(layout.cut):
+    if not group.debug or group.size == 1:
         return
-    wide = x.detach().double().flatten()
-    mine = torch.stack((wide.sum(), wide @ torch.arange(len(wide), dtype=wide.dtype, device=wide.device)))   # what, and where
-    everyone = group.all_gather(mine[None], label=f"{label}: compare")
-    bits = everyone.view(torch.int64)   # NaN is like itself
-    if differs := [rank for rank in range(group.size) if not torch.equal(bits[rank], bits[0])]:
-        raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, alike on all ranks, "
+    alike = not layout.owed and not any(layout.cut)
+    mine = torch.tensor([x.dim(), *x.shape], device=x.device)
+    if alike:
+        mine = torch.cat((mine, _bits(x)))
+    everyone = group.all_gather(_mixed(mine).sum()[None], label=f"{label}: compare")
+    if differs := [rank for rank in range(group.size) if everyone[rank] != everyone[0]]:
+        raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, "
+                                 + ("alike on all ranks, " if alike else "of one shape on all ranks, ") +
                                  f"but ranks {differs} hold another than rank 0. Do all get the same batch, and draw the same dropout?")
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of each element as a number [n]."""
+    flat = x.contiguous().flatten()
+    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Each number [n] with its place stirred into another, so that their sum tells which stood where. source: Steele et al. 2014"""
+    stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        stirred = (stirred ^ (stirred >> shift)) * factor
+    return stirred ^ (stirred >> 31)
 
 
 def _gathers_for_split_layers(node: Any) -> bool:
@@ -180,7 +225,7 @@ class Entrance:
     @torch.compiler.disable
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., width], whole -> the same, its gradient summed over the ranks.   sent: backward, an all-reduce of x"""
-        now = (x, x._version, torch.is_grad_enabled())
+        now = (x, version_of(x), torch.is_grad_enabled())
         if self._entered is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
             self._seen, self._entered = now, self.enter(x)
         return self._entered

@@ -35,8 +35,9 @@ from rankloom.parallel.tensor.layers import (
     gather_tokens_after,
     split_tokens_before,
 )
-from rankloom.parallel.tensor.moves import APART, BY_TOKENS, WHOLE, Entrance
+from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
+from rankloom.parallel.tensor.tags import Ends, declare
 from rankloom.parallel.tensor.vocabulary import Rows, VocabularyOutput, look_up_own_rows
 from rankloom.world.group import Group
 
@@ -115,8 +116,9 @@ class Site:
         """The ranks."""
         return self.cutting.group
 
-    def replace(self, new: nn.Module, held: dict[str, Holding]) -> None:
+    def replace(self, new: nn.Module, held: dict[str, Holding], ends: Ends) -> None:
         """Put `new` in the module's place, under the same name."""
+        declare(new, ends)
         for name, holding in held.items():
             hold(new, name, holding)
         new.train(self.module.training)
@@ -159,6 +161,10 @@ def _length(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans[0])
 
 
+def _ends_of_column(weight: nn.Parameter, transposed: bool, enter: Entrance | None, gives: Layout = BY_WIDTH) -> Ends:
+    return Ends(WHOLE if enter else APART, gives, width=weight.shape[0 if transposed else 1])
+
+
 def column(site: Site, *, gathers: bool = False) -> None:
     """colwise, and colwise_rep when it `gathers`."""
     transposed, cutting, ranks = _linear(site, "colwise"), site.cutting, site.group.size
@@ -176,8 +182,9 @@ def column(site: Site, *, gathers: bool = False) -> None:
         length = _length(spans)
     held = _of_outputs(site, transposed, length, spans, owed)
     kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
-    site.replace(kind(*site.parts(held), site.group, cutting.entrance(site.parent), transposed=transposed,
-                      gathers=features if gathers else 0, label=site.name), held)
+    parts, enter = site.parts(held), cutting.entrance(site.parent)
+    site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=features if gathers else 0, label=site.name), held,
+                 _ends_of_column(parts[0], transposed, enter, WHOLE if gathers else BY_WIDTH))
 
 
 def packed_column(site: Site, *, qkv: bool) -> None:
@@ -192,8 +199,9 @@ def packed_column(site: Site, *, qkv: bool) -> None:
         spans = cut_evenly(features, ranks, site.name, parts=2)
     held = _of_outputs(site, transposed, _length(spans), spans)
     kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
-    enter = cutting.entrance(site.parent)
-    site.replace(kind(*site.parts(held), site.group, enter, transposed=transposed, gathers=0, label=site.name), held)
+    parts, enter = site.parts(held), cutting.entrance(site.parent)
+    site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=0, label=site.name), held,
+                 _ends_of_column(parts[0], transposed, enter))
 
 
 def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
@@ -206,7 +214,9 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
     if bias is not None:
         held["bias"] = Holding(tuple(bias.shape), owed=cutting.sequence)             # type: ignore[arg-type, union-attr]
     kind = partial(BusyRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
-    site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held)
+    width = weight.shape[dim] if slices else held["weight"].length   # type: ignore[union-attr, index]
+    site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held,
+                 Ends(WHOLE if slices else BY_WIDTH, cutting.stream, width=width))   # type: ignore[arg-type]
 
 
 def embedding(site: Site, *, by_rows: bool) -> None:
@@ -222,10 +232,12 @@ def embedding(site: Site, *, by_rows: bool) -> None:
         rows, out = Rows.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
         source.padding_idx = rows.place(source.padding_idx)
         look_up_own_rows(source, rows, group, out, site.name)
+        declare(source, Ends(gives=out))
     else:
         spans = cut_evenly(shape[1], group.size, site.name)
         holding = Holding(shape, _length(spans), 1, spans)
         gather_features_after(source, group, site.name)
+        declare(source, Ends(gives=WHOLE))
     hold(source, "weight", holding)
     source.weight = site.cutting.cut(source, "weight", holding)
     source.num_embeddings, source.embedding_dim = holding.local_shape
@@ -241,7 +253,7 @@ def vocabulary_output(site: Site) -> None:
     new = VocabularyOutput(Rows.of(vocabulary, site.group), site.group, enter, label=site.name)
     if enter:
         enter.ends_with(new)
-    site.replace(new, {})
+    site.replace(new, {}, Ends(WHOLE if enter else APART, WHOLE))
 
 
 def owed(site: Site) -> None:
@@ -254,13 +266,20 @@ def between_tokens(site: Site, *, out: Layout = APART) -> None:
     """sequence_parallel, and sequence_parallel_rep."""
     owed(site)
     gather_tokens_after(site.module, site.group, out, f"tokens after {site.name}")
+    declare(site.module, Ends(BY_TOKENS, out))
 
 
 def dropout(site: Site) -> None:
     """sequence_dropout."""
     if type(site.module) is not nn.Dropout:
         raise ConfigError(f"{site.name}: sequence_dropout wants an nn.Dropout, but this is a {type(site.module).__name__}")
-    site.replace(TokenDropout(site.module.p, site.group), {})
+    site.replace(TokenDropout(site.module.p, site.group), {}, Ends(BY_TOKENS, BY_TOKENS))
+
+
+def from_here_by_tokens(site: Site) -> None:
+    """sequence_split."""
+    split_tokens_before(site.module, site.group, f"tokens before {site.name}")
+    declare(site.module, Ends(WHOLE, inside=BY_TOKENS))
 
 
 STYLES: dict[str, Callable[[Site], None]] = {
@@ -279,7 +298,7 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "sequence_parallel": between_tokens,
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
     "sequence_dropout": dropout,
-    "sequence_split": lambda site: split_tokens_before(site.module, site.group, f"tokens before {site.name}"),
+    "sequence_split": from_here_by_tokens,
     "replicated_with_grad_allreduce": owed,
     "replicate": lambda site: None,
 }

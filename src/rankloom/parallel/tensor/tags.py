@@ -1,0 +1,270 @@
+"""Debug mode: every activation of a split model carries its layout, and whoever reads it compares. Without debug mode: not one hook.
+
+A tag (moves.py) is a layout over the tensor axis and the name of what made the tensor, whose attribute it is.
+
+    ends        a layer that the plan names says what it reads and what it gives (styles.py)
+    between     the result of any other function lies as its operands do together (`joined` in base/layout.py)
+    compared    at both ends of every module: what is whole has the same bits on all ranks, what is cut the same shape.
+                Backward: so has the gradient of what is whole, and of a parameter that is whole and whose gradient nobody sums
+
+Tags follow from the program, so ranks that run one program raise the same; bits are compared by all ranks, so all raise.
+
+What it cannot see: elements that change places under one name (a mean over split features still is "split by features", which is
+an error where a whole is read, and none before that). What leaves torch (numpy, compiled graphs) and x[...] = y: such results have no
+tag, and are taken for what their reader expects, but for bits and widths. What happens between modules of which none is inside a
+call of the model. Modules put in after the cut, but for what they give to others. What is wrong on all ranks alike. Other axes: ranks
+of context and data hold other tokens by design. It takes rounding for an error: kernels that add in no fixed order, as some do
+on a GPU, need torch.use_deterministic_algorithms. Whoever moves an activation by hand, and not by `redistribute`, says so by `tag`.
+
+Price: a message of 8 bytes to each rank for every tensor at the end of a module, and a pass over its elements.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.layout import Layout, joined
+from rankloom.parallel.tensor.holding import Holding, holdings
+from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, OWED, WHOLE, Tag, expect_alike, tag, tag_of, version_of
+from rankloom.world.group import Group
+
+ALIKE = Layout.parse("[...]")               # a parameter that every rank holds whole
+USED_APART = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
+_ENDS = "rankloom_ends"   # where a module keeps what it reads and gives
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+# What it is, and what it should be (states of base/layout.py) -> what to do.
+_GATHER = "end the split features with a rowwise layer, or gather them with colwise_rep"
+_ADVICE = {
+    ("width", ""): _GATHER,
+    ("width", "-"): _GATHER,
+    ("tokens", ""): "gather the tokens by a sequence_parallel norm, or by sequence_parallel_rep before layers that are not split",
+    ("tokens", "-"): "name the norm before it sequence_parallel, which gathers the tokens",
+    ("+", ""): "each rank has one term of a sum; call the rowwise layer itself, which adds them up",
+    ("-", ""): "split layers were to read it, whose gradients are added up; say sequence_parallel_rep for the norm before it",
+    ("", "-"): "nobody would add up its gradient; say sequence_parallel for the norm before it",
+    ("", "width"): "say rowwise_rep, which takes this rank's features of a whole input",
+    ("", "tokens"): "nothing has split the tokens before it; say sequence_split for the first module that is to have some of them",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a module of the plan reads and gives.
+
+    gives:  None: what follows from what happens in it
+    inside: what its forward sees of the input, where a hook cuts that first
+    width:  of the last dim of what it reads, on this rank
+    """
+
+    reads: Layout | None = None
+    gives: Layout | None = None
+    inside: Layout | None = None
+    width: int | None = None
+
+
+def declare(module: nn.Module, ends: Ends) -> None:
+    """Note what `module` reads and gives."""
+    module.__dict__[_ENDS] = ends
+
+
+def watch(model: nn.Module, group: Group) -> None:
+    """From now on every call of `model`, or of a module in it, is checked as the head of this file says."""
+    watcher = _Watch(model, group)
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(watcher.enter, name), with_kwargs=True, prepend=True)
+        if ends_of(module).inside:
+            module.register_forward_pre_hook(watcher.cut, with_kwargs=True)
+        module.register_forward_hook(partial(watcher.leave, name), always_call=True)
+
+
+def ends_of(module: nn.Module) -> Ends:
+    """What `module` reads and gives, as far as it is known."""
+    return module.__dict__.get(_ENDS, Ends())   # type: ignore[no-any-return]
+
+
+class _Watch(TorchFunctionMode):
+    """Hooks at both ends of every module, and between them, while a call lasts, a look at every function."""
+
+    def __init__(self, model: nn.Module, group: Group):
+        super().__init__()
+        self.model, self.group = model, group
+        self.running: list[tuple[str, bool]] = []   # modules, outermost first; whether what happens inside is their own affair
+
+    # ------------------------------------------------------------------ the ends of modules
+
+    @torch.compiler.disable
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a module: what it reads is what it should be."""
+        ends, given, what = ends_of(module), list(_floats((args, kwargs))), f"input of {name or 'the model'}"
+        if not self.running:
+            self._learn_parameters(module, name)
+            self.__enter__()
+        self.running.append((name, ends.gives is not None))
+        if module is self.model:
+            self._take_as(given, WHOLE, "the caller")
+        if ends.reads and given:
+            self._expect(given[0], ends.reads, what)
+            self._expect_width(given[0], ends, what)
+        for x in given:
+            self._compare(x, what)
+
+    @torch.compiler.disable
+    def cut(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """After another hook has cut the input of a module."""
+        inside = ends_of(module).inside
+        assert inside, "only such modules are hooked"
+        tag(next(_floats((args, kwargs))), inside, f"input of {self.running[-1][0]}")
+
+    @torch.compiler.disable
+    def leave(self, name: str, module: nn.Module, _args: Any, output: Any = None) -> None:
+        """After a module, also one that raised (no output): what it gives is what it should be."""
+        if name not in (running for running, _ in self.running):
+            return
+        while self.running.pop()[0] != name:
+            pass
+        if not self.running:
+            self.__exit__(None, None, None)
+        given, what = list(_floats(output)), f"output of {name or 'the model'}"
+        if gives := ends_of(module).gives:
+            for x in given:
+                tag(x, gives, what)
+        for x in given:
+            if module is self.model:
+                self._expect(x, WHOLE, what)
+            self._compare(x, what)
+
+    def _learn_parameters(self, module: nn.Module, prefix: str) -> None:
+        """Tag those that have none: all at first, those of a copy again."""
+        held = holdings(module)
+        for name, param in module.named_parameters():
+            if tag_of(param) is None:
+                full = f"{prefix}.{name}" if prefix else name
+                tag(param, _layout_of(held[name]), full)
+                self._compare_gradient(param, f"gradient of {full}")
+
+    # ------------------------------------------------------------------ between them
+
+    @torch.compiler.disable
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layout = None if self.running[-1][1] else self._follows(func, list(_floats((args, kwargs))))
+        result = func(*args, **kwargs)
+        if layout:
+            self._take_as(_floats(result), layout, f"{_name(func)} in {self.running[-1][0] or 'the model'}", anew=True)
+        return result
+
+    def _follows(self, func: Any, operands: list[Tensor]) -> Layout | None:
+        """How the result of `func` lies on the ranks, as far as can be said."""
+        if _name(func).endswith("_as"):
+            operands = operands[:1]
+        tags = [(x, known) for x in operands if (known := tag_of(x))]
+        if not tags or _name(func).startswith("new_") or _name(func).endswith("_like") or any(map(_is_strange, operands)):
+            return None
+        where = self.group.where(f"{_name(func)} in {self.running[-1][0] or 'the model'}")
+        if func in _ATTENTION and tags[0][1].layout.state(AXIS) == "tokens":
+            raise ConfigError(f"{where} attends to this rank's tokens only, for its input, {tags[0][1].name}, is {tags[0][1].layout}; "
+                              f"{_ADVICE['tokens', '']}")
+        layouts = [known.layout for x, known in tags]
+        if func is F.linear and _is_cut_parameter(operands[1]):
+            layout = BY_WIDTH if tag_of(operands[1]).layout.state(AXIS) == "out" else OWED   # type: ignore[union-attr]
+        elif any(_is_cut_parameter(x) for x, _ in tags):
+            return None
+        else:
+            layout = joined(layouts, AXIS, where)
+        if layout.state(AXIS) not in ("", "+"):
+            self._expect_no_terms(tags, layout, where)
+        return layout
+
+    def _expect_no_terms(self, tags: list[tuple[Tensor, Tag]], layout: Layout, where: str) -> None:
+        """What ranks use for parts of their own, each has a term of the gradient of. Of a whole nobody would add them up."""
+        for x, known in tags:
+            if torch.is_grad_enabled() and x.requires_grad and known.layout.state(AXIS) == "":
+                raise ConfigError(
+                    f"{where} reads {known.name}, which is {known.layout}, whole, for a result that is {layout}: each rank would have "
+                    "one term of its gradient, and nobody would add them up. In the plan say sequence_parallel for a norm between split "
+                    "tokens, sequence_parallel_rep for one before layers that are not split, replicated_with_grad_allreduce for another "
+                    "module that is whole")
+
+    # ------------------------------------------------------------------ checks
+
+    def _take_as(self, tensors: Any, layout: Layout, name: str, *, anew: bool = False) -> None:
+        """Tag those that have no tag yet; `anew`: or another one."""
+        for x in tensors:
+            known = tag_of(x)
+            if known is None or (anew and known.layout != layout):
+                tag(x, layout, name)
+
+    def _expect(self, x: Tensor, layout: Layout, what: str) -> None:
+        """Raise unless `x` lies as `layout` says; one of which nothing is known is taken for it."""
+        self._take_as([x], layout, what)
+        known = tag_of(x)
+        assert known, "it has a tag now"
+        is_so, should = known.layout.state(AXIS), layout.state(AXIS)
+        if is_so != should:
+            advice = _ADVICE.get((is_so, should), "docs/tensor.md says what the layers of a plan read and give")
+            raise ConfigError(f"{self.group.where(what)}: a tensor of shape {tuple(x.shape)}, from {known.name}, is {known.layout}; "
+                              f"expected {layout}: {advice}")
+
+    def _expect_width(self, x: Tensor, ends: Ends, what: str) -> None:
+        if ends.width is not None and x.shape[-1] != ends.width:
+            raise ShapeMismatch(f"{self.group.where(what)}: a tensor of shape {tuple(x.shape)}; expected {ends.reads}, with {ends.width} "
+                                f"features on each of {self.group.size} ranks. Is what comes before it split as the plan says?")
+
+    def _compare(self, x: Tensor, what: str) -> None:
+        known = tag_of(x)
+        if known is None or known.compared == version_of(x) or isinstance(x, nn.Parameter):
+            return
+        expect_alike(x, known.layout, self.group, what)
+        known.compared = version_of(x)
+        if torch.is_grad_enabled():
+            self._compare_gradient(x, f"gradient of the {what}")
+
+    def _compare_gradient(self, x: Tensor, what: str) -> None:
+        """From now on the gradient of a whole `x` is compared when it is there."""
+        known = tag_of(x)
+        if known and x.requires_grad and known.layout.state(AXIS) in ("", "+"):
+            layout = known.layout.gradient()
+            x.register_hook(lambda gradient: expect_alike(gradient, layout, self.group, what))
+
+
+def _layout_of(held: Holding) -> Layout:
+    """[out/tensor, in] and the like."""
+    if held.dim is None:
+        return USED_APART if held.owed else ALIKE
+    names = ("out", "in") if len(held.shape) == 2 else tuple(f"dim{at}" for at in range(len(held.shape)))
+    return Layout(names, tuple((AXIS,) if at == held.dim else () for at in range(len(names))))
+
+
+def _is_cut_parameter(x: Tensor) -> bool:
+    known = tag_of(x)
+    return isinstance(x, nn.Parameter) and known is not None and known.layout.state(AXIS) not in ("", "-")
+
+
+def _is_strange(x: Tensor) -> bool:
+    """Whether it was made by something that was not seen."""
+    return x.grad_fn is not None and tag_of(x) is None
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _floats(tree: Any) -> Iterator[Tensor]:
+    """All tensors with a gradient, or that could have one, of arguments or results."""
+    if isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _floats(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _floats(value)
