@@ -85,3 +85,36 @@ def test_paper_says_which_elements_every_real_rank_owns_and_how_many_bytes_it_ho
         padding = 64 * (len(owners) + 1) if stage == 0 else 0   # which buckets lie where is learned there, from a real backward
         for kind, nbytes in part.held.items():
             assert abs(nbytes - getattr(held, kind)) <= padding, f"rank {part.rank}: {kind}"
+
+
+@pytest.mark.parametrize("mesh", [{"context": 2}, {"context": 3, "replicate": 2}, {"context": 2, "pipe": 2}], ids=str)
+def test_paper_says_which_tokens_a_real_rank_computes(mesh):
+    config = config_of(mesh, 0, accumulate=2 if "pipe" in mesh else 1)
+    rows = torch.arange(TOKENS).expand(config.batch().global_, TOKENS).contiguous()   # each token is its own position
+
+    def body(world):
+        seen = []
+        engine = build_engine(config, config.gpt(VOCAB), world)
+        for name, module in engine.placement.model.named_modules():
+            if name == "embedding" and world.mesh.coords(world.rank)["pipe"] == 0:
+                module.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].tolist()))
+        engine.step((rows.tensor_split(engine.group.size)[0], rows.tensor_split(engine.group.size)[0]))
+        return seen
+
+    for part, seen in zip(on_paper(config), rl.simulate(config.mesh.as_mesh(), body), strict=True):
+        assert all(tokens == [at for span in part.tokens for at in span] for tokens in seen)
+        assert seen or part.coords["pipe"]
+
+
+def test_a_mesh_that_cannot_be_is_refused_as_in_a_run():
+    with pytest.raises(rl.ConfigError, match="4 query heads do not divide by 3 ranks"):
+        on_paper(config_of({"tensor": 3}, 0))
+    with pytest.raises(rl.ConfigError, match="5 stages for a model of 4 pieces"):
+        on_paper(config_of({"pipe": 5}, 0))
+
+
+def test_paper_takes_no_memory_for_a_model_that_no_machine_holds():
+    config = make_config({"mesh": {"tensor": 8, "replicate": 1}, "model": {"preset": "70B", "layers": 2, "vocab_size": 10**9},
+                          "train": {"local_batch_size": 1}}, "test")
+    parts = ranks_on_paper(config, config.gpt(VOCAB))
+    assert parts[0].total > 2**44 and len(parts) == 8   # 16 TiB
