@@ -82,7 +82,7 @@ def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None,
     yield drawn.title
     yield drawn.note
     yield table_of_ranks(drawn)
-    yield "bytes between two steps; activations, and what is gathered for a moment, come on top"
+    yield "bytes between two steps, of ranks with memory of their own; activations, and what is gathered for a moment, come on top"
     if config.train.offload:
         yield "offload: slices of parameters, gradients and optimizer state are in the host's memory"
     if drawn.axes:
