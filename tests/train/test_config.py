@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.data.tokenizer import ByteTokenizer
+from rankloom.models.config import MoEConfig
 from rankloom.train import prepare, sections
 from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
 from rankloom.train.sections import Config
@@ -60,6 +62,11 @@ def test_none_takes_a_key_back_to_being_left_out(file):
         ("[mesh]\ntenosr = 2\n", "train.toml [mesh]: unknown key 'tenosr'. Did you mean 'tensor'?"),
         ("[mehs]\nreplicate = 2\n", "train.toml: unknown section [mehs]. Did you mean 'mesh'?"),
         ("steps = 2\n", "train.toml: unknown section [steps]. It is a key of [train]."),
+        ("[model.moe]\nexpert = 4\n", "train.toml [model.moe]: unknown key 'expert'. Did you mean 'experts'?"),
+        ("[model.moe]\nexperts = 4.0\n", "train.toml [model.moe]: experts = 4.0: must be a valid integer"),
+        ("[model.mooe]\nexperts = 4\n", "train.toml [model]: unknown key 'mooe'. Did you mean 'moe'?"),
+        ("[model]\nmoe = 4\n", "train.toml [model.moe]: must be a section of `key = value` lines"),
+        ("[moe]\nexperts = 4\n", "train.toml: unknown section [moe]. It is a key of [model]."),
         ("[train]\nsteps = '2'\n", "train.toml [train]: steps = '2': must be a valid integer"),
         ("[train]\nsteps = 2.0\n", "train.toml [train]: steps = 2.0: must be a valid integer"),
         ("[train]\nsteps = true\n", "train.toml [train]: steps = True: must be a valid integer"),
@@ -90,6 +97,10 @@ def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, messa
         (["--train.steps"], "--train.steps: needs a value"),
         (["steps=3"], "steps=3: not an option"),
         (["--steps", "3"], "--steps: not an option"),
+        (["--model.moe.expert", "4"], "--model.moe.expert: unknown key 'expert'. Did you mean 'experts'?"),
+        (["--model.mooe.experts", "4"], "--model.mooe.experts: unknown key 'mooe'. Did you mean 'moe'?"),
+        (["--model.mooe.experts", "none"], "--model.mooe.experts: unknown section [model.mooe]. Did you mean 'model.moe'?"),
+        (["--model.moe", "4"], "--model.moe: must be a section"),
     ],
 )
 def test_a_mistake_in_an_override_names_the_flag(file, flags, message):
@@ -118,6 +129,12 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--train.stage", "3", "--mesh.shard", "2", "--comm.compress", "int8"],
         ["--train.stage", "1", "--mesh.shard", "2", "--comm.all_reduce", "ring"],
         ["--mesh.expert", "2"],
+        ["--model.moe.experts", "3", "--mesh.expert", "2"],
+        ["--model.moe.experts", "4", "--model.moe.top_k", "5"],
+        ["--model.moe.experts", "4", "--model.ffn", "64"],
+        ["--model.moe.capacity", "-1"],
+        ["--model.moe.experts", "4", "--mesh.expert", "2", "--train.deterministic", "true"],
+        ["--model.moe.experts", "4", "--mesh.expert", "2", "--comm.all_reduce", "ring"],
         ["--mesh.pipe", "2", "--train.precision", "fp16"],
         ["--train.pipe", "gpipe"],
         ["--mesh.tensor", "2", "--train.deterministic", "true"],
@@ -185,7 +202,8 @@ def test_a_file_that_is_not_utf_8_names_the_byte(tmp_path):
 
 
 def test_a_written_config_is_read_back_equal(file, tmp_path):
-    config = load_config(file(), ["--optimizer.betas", "[0.8, 0.9]", "--train.deterministic", "4", "--run.name", "a"])
+    flags = ["--optimizer.betas", "[0.8, 0.9]", "--train.deterministic", "4", "--run.name", "a", "--model.moe.top_k", "1"]
+    config = load_config(file(), flags)
     write_config(config, tmp_path / "out.toml")
     assert load_config(tmp_path / "out.toml") == config
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.toml", "train.toml"], "no temporary file is left"
@@ -217,6 +235,27 @@ def test_rows_are_dealt_over_the_data_axes_only(file):
     assert config.batch().local == 4
     with pytest.raises(MeshError, match="tensor 3 does not divide the 8 ranks"):
         with_ranks(load_config(file(), ["--mesh.tensor", "3"]), 8)
+
+
+def test_experts_that_do_not_divide_and_an_axis_without_experts_are_told_with_the_arithmetic(file):
+    with pytest.raises(ConfigError, match=r"experts = 3 cannot be shared evenly by .mesh. expert 2: 3 / 2 = 1.5 on each rank"):
+        load_config(file(), ["--model.moe.experts", "3", "--mesh.expert", "2"])
+    with pytest.raises(ConfigError, match=r".mesh. expert 2 spreads experts over ranks, and without .model.moe. there are none"):
+        load_config(file(), ["--mesh.expert", "2"])
+
+
+def test_rows_are_dealt_over_the_expert_axis_too(file):
+    config = with_ranks(load_config(file("[train]\nglobal_batch_size = 8\n[model.moe]\n"), ["--mesh.expert", "4"]), 8)
+    assert config.mesh.as_mesh() == Mesh(replicate=2, expert=4)
+    assert config.batch().local == 1
+
+
+def test_a_table_of_experts_has_the_keys_and_defaults_of_the_model_s_own_and_can_be_taken_away_again(file):
+    config = load_config(file("[train]\nglobal_batch_size = 8\n[model.moe]\nexperts = 4\n"), ["--model.moe.capacity", "1"])
+    assert config.gpt(257).moe == MoEConfig(experts=4, capacity=1.0)
+    assert load_config("train.toml", ["--model.moe", "none"]).gpt(257).moe is None
+    assert load_config(file(), ["--model.moe.experts", "none"]).model.moe is None, "nothing to take away"
+    assert [field.name for field in fields(MoEConfig)] == list(sections.Experts.model_fields)
 
 
 def test_given_replicate_must_be_the_ranks_there_are(file):

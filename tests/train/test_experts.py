@@ -10,6 +10,7 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT, Block
 from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import Experts, MoE
+from rankloom.parallel.expert import expert_layers, rebalance
 
 RTOL = 1e-12   # fp64: the same terms in another order
 MOE = MoEConfig(experts=4, top_k=2, ffn=12, shared=1, balance_loss=0.3, router_z_loss=0.2, bias_rate=0.05)
@@ -71,3 +72,121 @@ def test_an_evaluation_is_exact_however_few_batches_a_rank_has(mesh, stage, opti
     expected = rl.simulate(1, alone)[0]
     for found in rl.simulate(mesh, body, timeout=20):
         assert found == pytest.approx(expected, rel=RTOL)
+
+
+# ---------------------------------------------------------------------- what a step tells
+
+
+def trained(world, stage, steps=3, **options):
+    """The reports of some steps on the same global batches, and the whole model afterwards."""
+    engine = make_engine(world, stage, **options)
+    reports = [engine.step(share(rows(8, seed), engine.group)) for seed in range(steps)]
+    return reports, engine.full_state_dict()["model"]
+
+
+def truth(**options):
+    return rl.simulate(1, lambda world: trained(world, 0, **options))[0]
+
+
+def numbers(report):
+    return report.loss, report.auxiliary, report.count
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [
+    (rl.Mesh(replicate=3), 0), (rl.Mesh(shard=2), 3), (rl.Mesh(expert=2), 0), (rl.Mesh(shard=2, expert=2), 3),
+    (rl.Mesh(context=2, expert=2), 1), (rl.Mesh(tensor=2, expert=2), 0), (rl.Mesh(pipe=2, expert=2), 2), (rl.Mesh(pipe=4), 0)], ids=str)
+def test_losses_counts_and_biases_do_not_depend_on_the_layout(mesh, stage):
+    moe = dataclasses.replace(MOE, capacity=0.9)   # context ranks drop what one process drops: capacities look at whole rows
+    expected, model = truth(moe=moe)
+    assert all(load.dropped for load in expected[0].experts.values())
+    for reports, state in rl.simulate(mesh, lambda world: trained(world, stage, moe=moe)):
+        for report, one in zip(reports, expected, strict=True):
+            assert numbers(report) == pytest.approx(numbers(one), rel=RTOL)
+            assert report.experts == one.experts
+        for name, bias in model.items():
+            if name.endswith("router.bias"):
+                assert torch.equal(state[name], bias) and bias.abs().sum() > 0
+
+
+def test_the_loss_is_the_cross_entropy_and_auxiliary_losses_stand_beside_it():
+    with_losses, _ = truth()
+    without, _ = truth(moe=dataclasses.replace(MOE, balance_loss=0.0, router_z_loss=0.0))
+    first, plain = with_losses[0], without[0]
+    assert first.loss == pytest.approx(plain.loss, rel=RTOL)          # the same weights
+    assert with_losses[1].loss != pytest.approx(without[1].loss, rel=1e-6), "they are trained on all the same"
+    assert plain.auxiliary == 0.0
+    assert first.auxiliary > 2 * MOE.balance_loss, "two layers, each 1 or more for a token, and the routers' own"
+
+
+def test_a_loss_function_that_takes_no_auxiliary_losses_has_none_to_set_apart():
+    def logits_only(model, batch):
+        logits = model(batch[0])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+    def body(world):
+        engine = rl.prepare(GPT(SHAPE, dtype=torch.float64), loss=logits_only, optimizer=adamw, world=world)
+        return [engine.step(rows(8)) for _ in range(2)]
+
+    for report, one in zip(rl.simulate(1, body)[0], truth()[0], strict=False):
+        assert report.auxiliary == 0.0
+        assert report.step > 1 or report.loss == pytest.approx(one.loss, rel=RTOL)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_choice_of_a_step_is_counted_once(accumulate):
+    def body(world):
+        return make_engine(world, 0, accumulate=accumulate, recompute="full").step(share(rows(8), world)).experts
+
+    for experts in rl.simulate(rl.Mesh(replicate=2), body):
+        assert list(experts) == ["blocks.0.mlp", "blocks.1.mlp"]
+        assert {sum(load.routed) for load in experts.values()} == {8 * 12 * MOE.top_k}
+
+
+def test_only_rank_0_tells_the_sink_who_had_how_many():
+    def body(world):
+        told = []
+        make_engine(world, 0, sink=told.append).step(share(rows(8), world))
+        return told[0]
+
+    first, second = rl.simulate(rl.Mesh(expert=2), lambda world: body(world))
+    assert first.experts["blocks.0.mlp"] == truth()[0][0].experts["blocks.0.mlp"] and not second.experts
+    assert first.auxiliary == second.auxiliary > 0
+
+
+def test_a_step_that_died_leaves_no_counts_and_no_auxiliary_losses_behind():
+    def body(world):
+        calls = []
+
+        def loss(model, batch):
+            found = language_model_loss(model, batch)
+            if model.training and calls.append(1) is None and len(calls) == 3:
+                raise RuntimeError("half way")
+            return found
+
+        engine = rl.prepare(GPT(SHAPE, dtype=torch.float64), loss=loss, optimizer=adamw, world=world, accumulate=4, clip=0.5)
+        with pytest.raises(RuntimeError, match="half way"):
+            engine.step(rows(8))
+        return engine.step(rows(8))
+
+    (report,), ((one, *_), _) = rl.simulate(1, body), truth()
+    assert numbers(report) == pytest.approx(numbers(one), rel=RTOL)
+    assert report.experts == one.experts
+
+
+def test_a_step_that_changed_nothing_is_counted_and_moves_no_bias():
+    model = GPT(SHAPE)
+    world, layers = rl.simulate(1, lambda world: world)[0], expert_layers(model)
+    for moves in (False, True):
+        language_model_loss(model, rows(8))
+        assert {sum(load.routed) for load in rebalance(layers, world, move=moves).values()} == {8 * 12 * MOE.top_k}
+        assert all(bool(layer.router.bias.abs().sum()) == moves for layer in layers.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_deterministic_training_tells_the_same_bits_on_any_number_of_ranks(ranks):
+    def body(world):
+        engine = rl.prepare(GPT(SHAPE), loss=language_model_loss, optimizer=adamw, world=world, deterministic=6, clip=0.5)
+        return [(r.loss, r.auxiliary, r.experts) for r in (engine.step(share(rows(12, seed), world)) for seed in range(3))]
+
+    expected = rl.simulate(1, body)[0]
+    assert rl.simulate(ranks, body) == [expected] * ranks

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.mesh import Mesh
 from rankloom.train.config import load_config
 from rankloom.train.study import parse_ranks, plan_study
 
@@ -66,3 +67,12 @@ def test_a_number_of_ranks_that_cannot_be_is_named_before_anything_runs(file):
 def test_ranks_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="expected numbers of ranks"):
         parse_ranks(text)
+
+
+def test_the_axes_that_are_not_of_data_stay_and_must_divide_the_ranks(file):
+    words = ["--model.moe.experts", "4", "--mesh.expert", "2", "--mesh.replicate", "none", "--train.local_batch_size", "8"]
+    assert [config.mesh.as_mesh() for config in planned(file, [2, 4], overrides=words)] == [Mesh(expert=2), Mesh(replicate=2, expert=2)]
+    staged = planned(file, [4], overrides=[*words, "--train.stage", "2"])
+    assert [config.mesh.as_mesh() for config in staged] == [Mesh(shard=2, expert=2)]
+    with pytest.raises(ConfigError, match=r"on 1 ranks: .mesh. expert 2 does not divide the 1 ranks"):
+        planned(file, [1, 2], overrides=words)

@@ -1,11 +1,12 @@
 """The progress line: what it says, and when it is drawn."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from rankloom.base.events import Evaluated, Notice, Progressed, Saved, StepDone, Timed
+from rankloom.base.events import Evaluated, Load, Notice, Progressed, Saved, StepDone, Timed
 from rankloom.watch.progress import BenchProgress, Pace, Progress, clock, format_line, printable, si
 
 
@@ -31,6 +32,14 @@ def test_the_line_of_a_thousand_steps_fits_in_80_columns():
 
 def test_a_skipped_step_says_so():
     assert format_line(done(1, skipped=True), fold(done(1)), 2).endswith("SKIPPED: overflow")
+
+
+def test_a_mixture_of_experts_tells_its_busiest_expert_what_was_dropped_and_its_auxiliary_losses():
+    loads = {"blocks.0.mlp": Load((6, 2), 1), "blocks.1.mlp": Load((4, 4), 0)}
+    line = format_line(replace(done(1), experts=loads, auxiliary=0.02), fold(done(1)), 2)
+    assert line.endswith("300 MB  experts 1.5x  dropped 6.2%  aux 0.020")
+    even = replace(done(1), experts={"mlp": Load((4, 4), 0)})
+    assert format_line(even, fold(even), 2).endswith("300 MB  experts 1.0x")
 
 
 def test_a_step_of_no_time_divides_by_nothing():

@@ -154,7 +154,8 @@ class MoE(nn.Module):
         """After a step: move the router's bias towards experts that had fewer tokens than the mean. routed: [E], of all ranks."""
         if self.router.bias is not None:
             routed = routed.to(self.router.bias)
-            self.router.bias += self.config.bias_rate * torch.sign(routed.mean() - routed)
+            # Through `data`: every rank moves it alike, so it is none of the running statistics that ranks average after a step.
+            self.router.bias.data += self.config.bias_rate * torch.sign(routed.mean() - routed)
 
     def _through_experts(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
         expert, k, n = choice.experts.flatten(), self.config.top_k, self.config.experts

@@ -13,7 +13,7 @@ from rankloom.comm.choose import AUTO, describe_decisions
 from rankloom.data.arrays import Tokens
 from rankloom.data.corpus import Corpus, prepare_corpus
 from rankloom.data.loader import TokenSamples
-from rankloom.models.config import GPTConfig, parameter_count
+from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
 from rankloom.train.config import write_config
 from rankloom.train.run_folder import claim_run_folder, describe_environment, write_json
 from rankloom.train.sections import Config
@@ -99,6 +99,12 @@ def reporter(sink: Sink, rank: int) -> Callable[[str, float], None]:
     return report
 
 
+def _experts(moe: MoEConfig, layers: int, ranks: int) -> str:
+    more = f", and {moe.shared} for every token" if moe.shared else ""
+    room = f"; one takes at most {moe.capacity:g} times its even share of a row" if moe.capacity else ""
+    return f"experts: {moe.experts} in each of {layers} blocks, {moe.top_k} for each token{more}; {moe.experts // ranks} on each rank{room}"
+
+
 def introduce(job: Job) -> None:
     """Say what is about to be trained, on what, and in which batches."""
     batch, seq_len = job.config.batch(), job.config.train.seq_len
@@ -110,8 +116,10 @@ def introduce(job: Job) -> None:
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.config.mesh.row_ranks())} {rows}")
     mesh = job.config.mesh.as_mesh()
-    if mesh.pipe * mesh.context * mesh.tensor > 1:
+    if mesh.pipe * mesh.context * mesh.tensor * mesh.expert > 1:
         job.say(f"mesh: {mesh.product()}; ranks along pipe, context and tensor share their rows")
+    if job.shape.moe is not None:
+        job.say(_experts(job.shape.moe, job.shape.layers, mesh.expert))
     if stage := job.config.train.stage:
         job.say(f"stage {stage}: {CUT[stage]} cut over {mesh.shard} ranks, repeated {mesh.replicate} times")
     if job.config.comm.all_reduce == AUTO:

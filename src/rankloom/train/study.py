@@ -27,8 +27,8 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     """The overrides, after the user's own, that make `config` the run on `ranks` ranks.
 
     Strong scaling keeps the global batch, so that each rank has less to do with more ranks; weak scaling keeps the
-    rows of a rank, so that the batch grows. Every rank computes on the same number of threads in all runs: else one rank
-    that has the whole machine would be compared with two that share it.
+    rows of a rank, so that the batch grows. Axes other than replicate and shard stay as they are. Every rank computes on the
+    same number of threads in all runs: else one rank that has the whole machine would be compared with two that share it.
     """
     batch = config.batch()
     if weak:
@@ -40,7 +40,7 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
     train["threads"] = None if config.train.deterministic else config.train.threads or threads
     words = [f"--train.{key}={'none' if value is None else value}" for key, value in train.items()]
-    axes = {"replicate": 1, "shard": ranks} if config.train.stage else {"replicate": ranks, "shard": "none"}
+    axes = config.mesh.model_copy(update={"replicate": None, "shard": None}).filled(ranks, config.train.stage)   # the others stay
     warm_up = min(config.schedule.warmup_steps, steps)
     return [
         *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
@@ -53,13 +53,13 @@ def plan_study(
 ) -> dict[int, list[str]]:
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
-    raises: ConfigError that names the number of ranks that cannot be
+    raises: ConfigError that names the number of ranks that cannot be, such as one that the axes which stay do not divide
     """
     config = load_config(file, overrides)
     plans = {}
     for n in ranks:
-        plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder)]
         try:
+            plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder)]
             load_config(file, plans[n])
         except ConfigError as error:
             raise ConfigError(f"on {n} ranks: {error}") from None

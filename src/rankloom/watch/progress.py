@@ -43,7 +43,8 @@ def format_line(done: StepDone, pace: Pace, steps: int) -> str:
     """The line after a step of a run of `steps` steps, short enough for a terminal of 80 columns.
 
     grad is the global gradient norm before clipping; comm the share of a step that waited for communication; the memory
-    that of this rank at its peak.
+    that of this rank at its peak. Of a mixture of experts: how many times the mean the busiest expert had, the share of
+    choices that were dropped, and the auxiliary losses beside the loss; metrics.jsonl has every expert's tokens.
 
     >>> done = StepDone(0, 20, 3.25, 1024, 0.5, 1e-3, 0.5, 0.1, 2**28, False)
     >>> format_line(done, Pace().after(done), 100)
@@ -60,7 +61,17 @@ def format_line(done: StepDone, pace: Pace, steps: int) -> str:
         f"comm {share:.0%}",
         f"{si(done.memory, 0)}B",
     ]
-    return "  ".join(parts + ["SKIPPED: overflow"] * done.skipped)
+    return "  ".join(parts + _experts(done) + ["SKIPPED: overflow"] * done.skipped)
+
+
+def _experts(done: StepDone) -> list[str]:
+    loads = done.experts.values()
+    if not loads:
+        return []
+    dropped = sum(load.dropped for load in loads) / max(1, sum(sum(load.routed) for load in loads))
+    words = [f"experts {max(load.imbalance for load in loads):.1f}x"]
+    words += [f"dropped {dropped:.1%}"] if dropped else []
+    return words + ([f"aux {done.auxiliary:.3f}"] if done.auxiliary else [])
 
 
 def si(value: float, digits: int = 1) -> str:
