@@ -1,7 +1,8 @@
 """Recompute: the same bits with fewer bytes, whatever is drawn, averaged, shared or frozen inside a block."""
 
 import copy
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -235,6 +236,19 @@ def test_hooks_on_a_block_run_once_and_those_inside_it_again():
     model.blocks[1].attention.register_forward_pre_hook(lambda *_: seen.append("inside"))
     language_model_loss(model, tokens())[0].backward()
     assert seen == ["block", "inside", "inside"]
+
+
+@pytest.mark.parametrize("words", ["tp_plan", "tp_sequence_plan"])
+def test_a_product_whose_sum_over_ranks_is_made_in_its_place_is_handed_out_as_it_was(words):
+    def body(world, policy):
+        model = GPT(replace(CONFIG, dropout=0.0), dtype=torch.float64)
+        rl.tensor_parallel(model, getattr(model, words), world)
+        recompute(model, policy)
+        language_model_loss(model, tokens())[0].backward()
+        return gradients(model)
+
+    for got, wanted in zip(*(rl.simulate(2, partial(body, policy=policy)) for policy in ("selective", "none")), strict=True):
+        assert_same(got, wanted)
 
 
 def test_selective_computes_no_product_again():

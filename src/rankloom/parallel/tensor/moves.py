@@ -60,7 +60,8 @@ class _Redistribute(Function):
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
         ctx.way, ctx.claimed = way, False
         expect_alike(x, way.layout, way.group, f"{way.label}: forward")
-        if way.there.kind == "all_reduce" and overwrite and x.is_contiguous():
+        watched = torch._C._len_torch_dispatch_stack() > 0   # whoever notes products to reuse them does not see what a message changes
+        if way.there.kind == "all_reduce" and overwrite and not watched and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
         return _carry_out(way.there, x, way, "forward")
