@@ -17,6 +17,7 @@ BF16 = Formats(torch.bfloat16, torch.float32, torch.float32)
 
 class Reader:
     held = None
+    peers = None
 
 
 def weights() -> dict[str, nn.Parameter]:

@@ -24,13 +24,17 @@ class Reader(Protocol):
 
     held: tuple[Float8, Float8] | None
 
+    @property
+    def peers(self) -> Group | None:
+        """The ranks that hold the other parts of the weight."""
+
 
 Readers = Mapping[str, Sequence[Reader]]   # by the name of the weight
 NOBODY: Readers = {}
 
 
 class Float8Unit(Unit):
-    """Weights gathered in E4M3, each scaled by its largest magnitude over all ranks.
+    """Weights gathered in E4M3, each scaled by its largest magnitude over all ranks; over those too that hold other parts of it.
 
     formats: `compute` is what an unsharded model would hold its weights in: they are rounded to that before they are cast
     readers: name -> the layers that multiply by this weight
@@ -41,6 +45,7 @@ class Float8Unit(Unit):
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats,
                  readers: Readers, **more: Any):
         self.readers, self._rounded = {name: readers[name] for name in params}, formats.compute
+        self.peers = next((layer.peers for layers in self.readers.values() for layer in layers if layer.peers), None)
         self._amaxes = torch.zeros(len(params), device=group.device)
         super().__init__(name, params, group, Formats(torch.uint8, formats.master, formats.reduce), **more)
 
@@ -51,13 +56,16 @@ class Float8Unit(Unit):
             self.wait()
         amaxes = piece_amaxes(self._own_here().to(self._rounded), self.layout, self.group.rank)
         self._amaxes = self.group.all_reduce(amaxes, "max", label=f"scales of {self.name}")
+        if self.peers:   # weights that all of them hold whole have the same there
+            self._amaxes = self.peers.all_reduce(self._amaxes, "max", label=f"scales of {self.name}, of whole weights")
         super().publish()
         if self.stays:
             self._show()
 
     def publish_bill(self) -> Bill:
-        """The message about the scales."""
-        return all_reduce_bill(self._amaxes.nbytes, self.group.size)
+        """The messages about the scales."""
+        elsewhere = self.peers.size if self.peers else 1
+        return all_reduce_bill(self._amaxes.nbytes, self.group.size) + all_reduce_bill(self._amaxes.nbytes, elsewhere)
 
     def _write_slice(self, own: Tensor, out: Tensor) -> None:
         encode_slice(own.to(self._rounded), self.layout, self.group.rank, self._amaxes, out)

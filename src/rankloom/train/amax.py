@@ -40,19 +40,24 @@ class Meter:
 class AmaxHistory:
     """The largest magnitudes of `length` steps, for each name a meter.
 
-    rows: [length, n] fp32, newest first
+    rows:      [length, n] fp32, newest first
+    elsewhere: ranks that see other parts of the same tensors, or other layers
     """
 
-    def __init__(self, names: Sequence[str], length: int, device: torch.device):
+    def __init__(self, names: Sequence[str], length: int, device: torch.device, elsewhere: Group | None = None):
+        self.elsewhere = elsewhere
         self.meters = {name: Meter(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device)) for name in names}
         self.rows = torch.zeros(length, len(self.meters), device=device)
 
     def close_step(self, group: Group) -> None:
         """The step is done: agree with the other ranks on what was seen, and drop the oldest step.
 
-        sent: one all-reduce of n numbers   A tensor that was not seen, or was not finite, keeps the magnitude it had.
+        sent: one all-reduce of n numbers, and one over `elsewhere`
+        A tensor that was not seen, or was not finite, keeps the magnitude it had.
         """
         seen = group.all_reduce(_line_up([meter.seen for meter in self.meters.values()]), "max", label="amax of all layers")
+        if self.elsewhere:
+            seen = self.elsewhere.all_reduce(seen, "max", label="amax of all layers, elsewhere")
         known = _line_up([meter.known for meter in self.meters.values()])
         newest = torch.where(seen.isfinite() & (seen > 0), seen, known)
         self._go_on(torch.cat((newest[None], self.rows[:-1])))

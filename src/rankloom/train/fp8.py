@@ -8,13 +8,21 @@ A layer stays an `nn.Linear` with the same parameter under the same name; only i
 see nothing of it. Weights are always scaled by what they are now, the whole of them; they are cast once a step (`begin_step`), come in
 eight bits (shard/float8_unit.py), or are cast in each pass. `timing="delayed"` is for what flows: inputs and gradients (amax.py).
 
+Over tensor ranks a scale is that of the whole matrix, too: ranks that hold parts of one agree on its largest magnitude, and cast to the
+very bits that one process casts to.
+
+    column     x whole        w cut by rows      g cut by columns    y, dw: those of one process; dx: a sum that is owed
+    row        x cut by columns    w cut by columns    g whole       dx, dw: those of one process; y: a sum that is owed
+
+A sum that is owed is rounded on every rank, as in bf16: off by up to (p + 1) 2**-8 of the sum of its terms' magnitudes.
+
 Read base/float8.py first.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +30,8 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.float8 import E4M3, E5M2, STEP, Float8, cast, magnitude, scaled_product
+from rankloom.parallel.tensor.holding import holdings
+from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
 from rankloom.train.amax import AmaxHistory, Meter
 from rankloom.world.group import Group
 
@@ -60,42 +70,106 @@ class Recipe:
             raise ConfigError(f"fp8 formats {self.forward}, {self.backward}: expected E4M3 forward, and E5M2 or E4M3 for gradients")
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in eight bits. Never built: `to_float8` turns an `nn.Linear` into one, where it stands.
+class Among(NamedTuple):
+    """The ranks that hold the other parts of a matrix, and the dim that it is cut along."""
 
+    group: Group
+    dim: int
+
+
+class InFloat8(nn.Module):
+    """A linear layer that multiplies in eight bits. Never built: `to_float8` turns a plain one into one, where it stands.
+
+    cut:    the dim of its weight [out, in] that tensor ranks hold parts of
     held:   this step's weight in eight bits, for products that sum over its rows' elements and over its columns'; None: cast in each pass
     meters: of its input and of its gradient, for delayed scaling
     """
 
+    cut: int | None = None
+    weight: Any
     recipe: Recipe
     held: tuple[Float8, Float8] | None
     meters: tuple[Meter, Meter] | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [..., in] -> [..., out]"""
         if not x.numel():   # nothing to scale by
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, bias)
         product: Tensor = Float8Product.apply(x.flatten(0, -2), self.weight, self)   # type: ignore[no-untyped-call]
-        y = product.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        y = product.view(*x.shape[:-1], product.shape[-1])
+        return y if bias is None else y + bias
+
+    @property
+    def peers(self) -> Group | None:
+        """The ranks that hold the other parts of the weight."""
+        return None
+
+    def among(self, dim: int | None) -> Among | None:
+        """For a matrix that is cut along `dim`, if at all."""
+        return None if self.peers is None or dim is None else Among(self.peers, dim)
+
+    def cast_weight(self, weight: Tensor) -> tuple[Float8, Float8]:
+        """The weight [out, in], scaled for products over `in` and for products over `out`."""
+        return cast_both_ways(weight, self.recipe.forward, self.recipe, self.among(self.cut))
 
     def cast_flow(self, x: Tensor, dtype: torch.dtype, which: int) -> tuple[Float8, Float8]:
         """The input (0) or the gradient (1) [m, n], scaled for products over n and for products over m; its magnitude is noted."""
+        among = self.among(1 if self.cut == 1 - which else None)   # features that the layer sums over, or puts out, lie on all ranks
         if self.meters is None or not self.training:   # evaluation leaves no trace in the scales
-            return cast_both_ways(x, dtype, self.recipe)
+            return cast_both_ways(x, dtype, self.recipe, among)
         largest = magnitude(x)
-        both = cast(x, dtype, largest, reference=self.meters[which].read(largest), margin=self.recipe.margin)
+        reference = self.meters[which].read(largest)
+        if reference is None:
+            largest = _agreed(largest, among, 1)
+        both = cast(x, dtype, largest, reference=reference, margin=self.recipe.margin)
         return both, both
+
+
+class Float8Linear(InFloat8, nn.Linear):
+    """A whole one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., out]"""
+        return self.product(x, self.bias)
+
+
+class _Split(InFloat8):
+    group: Group
+
+    @property
+    def peers(self) -> Group:
+        """The tensor ranks."""
+        return self.group
+
+    @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in], or this rank's features of it -> [..., out], or this rank's."""
+        return super().product(x, bias)
+
+
+class Float8Column(_Split, ColumnLinear):
+    """One that is cut by output features."""
+
+    cut = 0
+
+
+class Float8Row(_Split, RowLinear):
+    """One that is cut by input features."""
+
+    cut = 1
+
+
+KINDS: dict[type[nn.Module], type[InFloat8]] = {nn.Linear: Float8Linear, ColumnLinear: Float8Column, RowLinear: Float8Row}
 
 
 class Float8Product(torch.autograd.Function):
     """x [m, in] and a layer's weight [out, in] -> x @ weight.T [m, out], and its two products backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Float8Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFloat8) -> Tensor:
         """Kept for backward: the input in eight bits; the weight so, where the layer holds it, else itself: it may be gathered again."""
         x_rows, x_columns = layer.cast_flow(x, layer.recipe.forward, 0)
-        w_rows, w_columns = layer.held or cast_both_ways(weight, layer.recipe.forward, layer.recipe)
+        w_rows, w_columns = layer.held or layer.cast_weight(weight)
         ctx.layer, ctx.held, ctx.dtypes = layer, layer.held is not None, (x.dtype, weight.dtype)
         ctx.save_for_backward(*x_columns, *(w_columns if ctx.held else (weight,)))
         return scaled_product(x_rows, w_rows.transposed(), x.dtype, fast_accum=True)
@@ -105,39 +179,50 @@ class Float8Product(torch.autograd.Function):
         """The gradient is cast once, for both products. They add up in fp32 on every device: they are sums of many small parts."""
         layer = ctx.layer
         data, scale, *weight = ctx.saved_tensors
-        w_columns = Float8(*weight) if ctx.held else cast_both_ways(weight[0], layer.recipe.forward, layer.recipe)[1]
+        w_columns = Float8(*weight) if ctx.held else layer.cast_weight(weight[0])[1]
         g_rows, g_columns = layer.cast_flow(grad, layer.recipe.backward, 1)
         dx = scaled_product(g_rows, w_columns, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = scaled_product(g_columns.transposed(), Float8(data, scale), ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
 
-def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Float8, Float8]:
-    """x [m, n] for products that sum over n and for those that sum over m: one and the same, unless scaled by rows."""
+def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, among: Among | None = None) -> tuple[Float8, Float8]:
+    """x [m, n] for products that sum over n and for those that sum over m: one and the same, unless scaled by rows.
+
+    among: who holds the other parts of x   sent: then an all-reduce of one number; by rows, of one for each row or column that is cut
+    """
     if recipe.scaling == "tensor":
-        both = cast(x, dtype, magnitude(x))
+        both = cast(x, dtype, _agreed(magnitude(x), among, 0, 1))
         return both, both
-    return cast(x, dtype, magnitude(x, 1)), cast(x, dtype, magnitude(x, 0))
+    return cast(x, dtype, _agreed(magnitude(x, 1), among, 1)), cast(x, dtype, _agreed(magnitude(x, 0), among, 0))
+
+
+def _agreed(largest: Tensor, among: Among | None, *over: int) -> Tensor:
+    """The largest of all ranks, where these magnitudes were taken over the dim that is cut. A NaN counts as infinity: none misses that."""
+    if among is None or among.dim not in over:
+        return largest
+    found: Tensor = among.group.all_reduce(largest.nan_to_num(nan=torch.inf, posinf=torch.inf), "max", label="amax of a whole matrix")
+    return found
 
 
 class Float8Layers:
     """The layers of a model that `to_float8` has converted, and what they need from a training step. There may be none."""
 
-    def __init__(self, layers: dict[str, Float8Linear], history: AmaxHistory | None):
+    def __init__(self, layers: dict[str, InFloat8], history: AmaxHistory | None):
         self.layers, self.history = layers, history
-        self._cast: list[Float8Linear] = []   # in this step
+        self._cast: list[InFloat8] = []   # in this step
 
     @property
     def names(self) -> list[str]:
         """Of the layers, in the order of the model."""
         return list(self.layers)
 
-    def readers(self, model: nn.Module) -> dict[str, list[Float8Linear]]:
+    def readers(self, model: nn.Module) -> dict[str, list[InFloat8]]:
         """Weights of `model` that can travel in eight bits (shard/float8_unit.py): by name, the layers that multiply by each.
 
         None when scaled by rows: backward needs these scaled by columns too, and what travels has one scale.
         """
-        found: dict[str, list[Float8Linear]] = {}
+        found: dict[str, list[InFloat8]] = {}
         names = {id(param): name for name, param in model.named_parameters()}
         for layer in self.layers.values():
             if layer.recipe.scaling == "tensor":
@@ -155,7 +240,7 @@ class Float8Layers:
             self.history.abandon_step()   # whatever a failed step left behind
         self._cast = list(self.layers.values()) if whole else []
         for layer in self._cast:
-            layer.held = cast_both_ways(layer.weight, layer.recipe.forward, layer.recipe)
+            layer.held = layer.cast_weight(layer.weight)
 
     def end_step(self, group: Group, *, finite: bool = True) -> None:
         """Before the weights change: drop their casts; ranks agree on the magnitudes that the next step scales by.
@@ -170,10 +255,12 @@ class Float8Layers:
             self.history.close_step(group)
 
 
-def to_float8(model: nn.Module, recipe: Recipe | None = None) -> Float8Layers:
-    """Let the linear layers of `model` multiply in eight bits, where they stand. To be called once it is on its device.
+def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group | None = None) -> Float8Layers:
+    """Let the linear layers of `model` multiply in eight bits, where they stand. To be called once it is on its device, and split over
+    tensor ranks.
 
-    raises: ConfigError when no layer is left, or a pattern of `recipe.keep` fits none
+    elsewhere: ranks that hold other parts of these layers, or other stages
+    raises: ConfigError when no layer is left, a pattern of `recipe.keep` fits none, or a part of a layer does not divide by 16
     """
     recipe = recipe or Recipe()
     plan = plan_float8(model, recipe.keep)
@@ -181,14 +268,16 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None) -> Float8Layers:
     if not chosen:
         stays = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in plan.items()) or "there is no nn.Linear in it"
         raise ConfigError(f"no layer of this model can be in fp8: {stays}")
+    for name, layer in chosen.items():
+        _expect_even_part(name, layer.weight)   # type: ignore[arg-type]
     history = None
     if recipe.timing == "delayed":
         flows = [f"{name}.{flow}" for name in chosen for flow in ("input", "gradient")]
-        history = AmaxHistory(flows, recipe.history, next(iter(chosen.values())).weight.device)   # type: ignore[arg-type]
+        history = AmaxHistory(flows, recipe.history, next(iter(chosen.values())).weight.device, elsewhere)   # type: ignore[arg-type]
     layers = {}
     for name, layer in chosen.items():
-        layer.__class__ = Float8Linear
-        assert isinstance(layer, Float8Linear), "a layer was not converted"
+        layer.__class__ = KINDS[type(layer)]
+        assert isinstance(layer, InFloat8), "a layer was not converted"
         layer.recipe, layer.held = recipe, None
         layer.meters = (history.meters[f"{name}.input"], history.meters[f"{name}.gradient"]) if history else None
         layers[name] = layer
@@ -196,21 +285,23 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None) -> Float8Layers:
 
 
 def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
-    """For each `nn.Linear`: why it stays as it is; "" when it goes to eight bits.
+    """For each linear layer: why it stays as it is; "" when it goes to eight bits.
 
     Those stay whose dims do not divide by 16; whose weight another kind of module uses as well; the one that makes the model's output (the
     last that hangs on the model itself), where an error goes straight into the loss; and what `keep` names.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears, held = linear_layers(model), holdings(model)
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in linears):
             raise ConfigError(f"fp8 keep: {pattern!r} fits no linear layer. {did_you_mean(pattern, linears)}")
-    shared = {id(p) for module in model.modules() if not isinstance(module, nn.Linear) for p in module.parameters(recurse=False)}
+    others = (module for module in model.modules() if not isinstance(module, tuple(KINDS)))
+    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
     last = next((name for name in reversed(linears) if "." not in name), None)
 
-    def reason(name: str, layer: nn.Linear) -> str:
-        if layer.in_features % STEP or layer.out_features % STEP:
-            return f"{layer.in_features} x {layer.out_features} does not divide by {STEP}"
+    def reason(name: str, layer: nn.Module) -> str:
+        shape = held[f"{name}.weight"].shape   # of the whole: layers are chosen as in one process
+        if any(n % STEP for n in shape):
+            return f"{_sizes(shape)} does not divide by {STEP}"
         if id(layer.weight) in shared:
             return "its weight is another module's too"
         if name == last:
@@ -218,3 +309,18 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
         return "keep names it" if any(fnmatchcase(name, pattern) for pattern in keep) else ""
 
     return {name: reason(name, layer) for name, layer in linears.items()}
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that could multiply in eight bits, whole or split, in the order of the model."""
+    return {name: module for name, module in model.named_modules() if type(module) in KINDS and not getattr(module, "transposed", False)}
+
+
+def _expect_even_part(name: str, weight: Tensor) -> None:
+    if any(n % STEP for n in weight.shape):
+        raise ConfigError(f"{name}: this rank's part of the weight is {_sizes(weight.shape)}, which does not divide by {STEP}; "
+                          "use fewer tensor ranks, or let it stay as it is: `keep` in the fp8 recipe")
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, reversed(shape)))   # in x out, as nn.Linear is called

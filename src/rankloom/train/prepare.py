@@ -38,7 +38,7 @@ from rankloom.train.compiled import compile_blocks
 from rankloom.train.cut import Cut, CutCanonical, CutParts
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
-from rankloom.train.fp8 import Float8Layers, to_float8
+from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
 from rankloom.train.placement import Optimizer, Placement, Whole
@@ -185,12 +185,9 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
     """Convert the layers that multiply in eight bits; those that compute in the master format do not."""
     if precision.float8 is None:
         return Float8Layers({}, None)
-    if world.mesh.tensor > 1 or world.mesh.pipe > 1:
-        raise ConfigError(f"precision={precision.name!r} is not available with the mesh axes tensor and pipe yet: a weight is scaled as a "
-                          "whole, once a step")
     full = full_parameters(model, precision)
-    kept = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear and id(module.weight) in full)
-    return to_float8(model, replace(precision.float8, keep=precision.float8.keep + kept))
+    kept = tuple(name for name, module in linear_layers(model).items() if id(module.weight) in full)
+    return to_float8(model, replace(precision.float8, keep=precision.float8.keep + kept), world.group("pipe", "tensor"))
 
 
 def _compute_alike(world: World) -> None:

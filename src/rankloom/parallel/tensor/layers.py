@@ -62,7 +62,11 @@ class ColumnLinear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., in], whole -> [..., out / p]."""
-        return product(entered(x, self.enter, self.group, self.label), self.weight, self.bias, self.transposed)
+        return self.product(entered(x, self.enter, self.group, self.label), self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in] -> [..., out / p], nothing sent."""
+        return product(x, self.weight, bias, self.transposed)
 
 
 class RowLinear(nn.Module):
@@ -92,8 +96,12 @@ class RowLinear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., in / p] -> [..., out], summed; or this rank's tokens of it."""
-        y = product(x, self.weight, None, self.transposed)
+        y = self.product(x, None)
         return redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in / p] -> this rank's term of [..., out], nothing sent."""
+        return product(x, self.weight, bias, self.transposed)
 
 
 def gather_features_after(module: nn.Module, group: Group, label: str) -> None:
