@@ -39,16 +39,15 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
     mesh = config.mesh.as_mesh()
     if config.train.offload:   # as many bytes, elsewhere; here they must take none
         config = config.model_copy(update={"train": config.train.model_copy(update={"offload": False})})
-    engines: dict[tuple[int, ...], Engine] = {}
-    found = []
+    alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
-        world, place = PaperWorld(rank, mesh), mesh.coords(rank)
-        alike = tuple(at for axis, at in place.items() if axis not in ALIKE)
-        if alike not in engines:
-            engines[alike] = build_engine(config, shape, world)
-            step_on_paper(engines[alike])
-        found.append(_part_of(engines[alike], world, config, shape))
-    return found
+        alike.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in ALIKE), []).append(rank)
+    found: dict[int, RankPart] = {}
+    for ranks in alike.values():   # one engine at a time: even without values a large model is many objects
+        engine = build_engine(config, shape, PaperWorld(ranks[0], mesh))
+        step_on_paper(engine)
+        found |= {rank: _part_of(engine, PaperWorld(rank, mesh), config) for rank in ranks}
+    return [found[rank] for rank in range(mesh.size)]
 
 
 def step_on_paper(engine: Engine) -> None:
@@ -77,7 +76,7 @@ def _backward(engine: Engine, *, last: bool) -> None:
             engine.placement.sharding.collect()
 
 
-def _part_of(engine: Engine, world: PaperWorld, config: Config, shape: GPTConfig) -> RankPart:
+def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
     """engine: of this rank, or of one that holds equally much."""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
     parts = None
