@@ -255,7 +255,7 @@ def test_a_table_of_experts_has_the_keys_and_defaults_of_the_model_s_own_and_can
     assert config.gpt(257).moe == MoEConfig(experts=4, capacity=1.0)
     assert load_config("train.toml", ["--model.moe", "none"]).gpt(257).moe is None
     assert load_config(file(), ["--model.moe.experts", "none"]).model.moe is None, "nothing to take away"
-    assert [field.name for field in fields(MoEConfig)] == list(sections.Experts.model_fields)
+    assert [field.name for field in fields(MoEConfig)] == list(sections.MoESection.model_fields)
 
 
 def test_given_replicate_must_be_the_ranks_there_are(file):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import rankloom as rl
 from rankloom.base.events import Evaluated, Notice, StepDone
 from rankloom.train import loop
 from rankloom.train.config import make_config, write_config
+from rankloom.train.sections import MoESection
 from rankloom.train.weights import load_model
 
 RTOL = 1e-12   # fp64: the same terms in another order
@@ -106,6 +108,13 @@ def test_extreme_mixtures_train_and_evaluate_alike_on_one_rank_and_on_several(ta
         assert {load.dropped for step in found[1] for load in step.values()} <= set(range(8 * 16 * 2 - 8 * 4, 8 * 16 * 2))
     if moe["experts"] == 64:
         assert any(0 in load.routed for step in found[1] for load in step.values()), "experts without a token"
+
+
+def test_the_table_of_the_page_on_experts_is_a_config():
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    table = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
+    config = make_config(table | {"train": {"global_batch_size": 8}}, "docs/experts.md")
+    assert config.mesh.as_mesh() == rl.Mesh(expert=2) and set(table["model"]["moe"]) == set(MoESection.model_fields)
 
 
 def test_the_command_trains_on_an_expert_axis_and_generate_reads_its_run(table, tmp_path, monkeypatch):

@@ -116,8 +116,9 @@ def introduce(job: Job) -> None:
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.config.mesh.row_ranks())} {rows}")
     mesh = job.config.mesh.as_mesh()
-    if mesh.pipe * mesh.context * mesh.tensor * mesh.expert > 1:
-        job.say(f"mesh: {mesh.product()}; ranks along pipe, context and tensor share their rows")
+    shared = mesh.pipe * mesh.context * mesh.tensor > 1
+    if shared or mesh.expert > 1:
+        job.say(f"mesh: {mesh.product()}" + ("; ranks along pipe, context and tensor share their rows" if shared else ""))
     if job.shape.moe is not None:
         job.say(_experts(job.shape.moe, job.shape.layers, mesh.expert))
     if stage := job.config.train.stage:

@@ -78,7 +78,7 @@ class MeshSection(Section):
         return {"replicate": ranks // (shard * others), "shard": shard}
 
 
-class Experts(Section):
+class MoESection(Section):
     """A mixture of experts in place of each block's MLP; MoEConfig of models/config.py says what each number is."""
 
     experts: Count = MOE.experts
@@ -105,7 +105,7 @@ class Model(Section):
     dropout: Fraction | None = None
     rope_base: Positive | None = None
     norm_eps: Positive | None = None
-    moe: Experts | None = None        # None: dense
+    moe: MoESection | None = None        # None: dense
 
     def overrides(self) -> dict[str, Any]:
         """What the file changes in the preset, `vocab_size` aside."""
