@@ -1,13 +1,16 @@
 """A GPT on real text, trained with compressed gradients: how far from the exact run does it end?
 
-    python benchmarks/compressed_training.py
+    python benchmarks/compressed_training.py [--compress none,int8,powersgd:16/150] [--add]
 
-Runs `rankloom train` with the same seed, data and steps for each compression, and compares validation losses. "fewer bytes" is how
-much less a rank sends in a step than the exact run's, counted by the ledger: what is no matrix is exact, and included.
+Runs `rankloom train` with the same seed, data and steps for each compression, and compares validation losses. `/150`: the first 150
+steps are exact ([comm] compress_after). "fewer bytes" is how much less a rank sends than in the exact run, over all steps, counted by
+the ledger: what is no matrix is exact, and included. --add puts rows to those of an earlier run, for each takes many minutes; losses
+do not depend on how busy the machine is.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,24 +18,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import keep, machine, show
+from common import RESULTS, keep, machine, show
 
 import rankloom as rl
 from rankloom.models.config import preset
 from rankloom.models.loss import language_model_loss
 from rankloom.train.sections import BYTES_VOCAB
 
-NAMES = ("none", "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:8", "powersgd:16")
-WITHIN = {"int8": "1 %", "powersgd:16": "1 %"}
+CASES = ("none", "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16", "powersgd:16/150")
+WITHIN = {"int8": "1 %", "powersgd:16/150": "1 %"}
 
 
-def train(compress: str, args: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
+def train(case: str, args: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
     """Validation loss at the end, training loss of the last step, seconds."""
+    compress, _, after = case.partition("/")
     settings = {
-        "mesh.replicate": args.ranks, "model.preset": args.model, "comm.compress": compress, "data.source": args.source,
-        "data.baseline": "false", "train.steps": args.steps, "train.seq_len": 128, "train.global_batch_size": args.rows,
-        "train.samples": 0, "train.threads": 1, "optimizer.lr": args.lr, "schedule.warmup_steps": args.steps // 20,
-        "run.folder": folder, "run.name": f"with-{compress.replace(':', '-')}"}
+        "mesh.replicate": args.ranks, "model.preset": args.model, "comm.compress": compress, "comm.compress_after": after or 0,
+        "data.source": args.source, "data.baseline": "false", "train.steps": args.steps, "train.seq_len": 128,
+        "train.global_batch_size": args.rows, "train.samples": 0, "train.threads": 1, "optimizer.lr": args.lr,
+        "schedule.warmup_steps": args.steps // 20, "run.folder": folder, "run.name": "with-" + re.sub("[:/]", "-", case)}
     config = folder / "train.toml"
     config.write_text("[train]\nglobal_batch_size = 2\n")
     command = [sys.executable, "-m", "rankloom", "train", str(config), *(f"--{key}={value}" for key, value in settings.items())]
@@ -41,6 +45,14 @@ def train(compress: str, args: argparse.Namespace, folder: Path) -> tuple[float,
     steps = [event for event in events if event["event"] == "StepDone"]
     (validation,) = [event["loss"] for event in events if event["event"] == "Evaluated"]
     return validation, steps[-1]["loss"], sum(event["seconds"] for event in steps)
+
+
+def fewer_bytes(case: str, args: argparse.Namespace) -> float:
+    """How much less than the exact run's a rank sends, over all steps."""
+    compress, _, after = case.partition("/")
+    exact, early = sent("none", args), int(after or 0) / args.steps
+    return exact / (early * exact + (1 - early) * sent(compress, args))
+
 
 
 def sent(compress: str, args: argparse.Namespace) -> int:
@@ -62,7 +74,8 @@ def sent(compress: str, args: argparse.Namespace) -> int:
 def main() -> None:
     """Train with each compression, print the table, keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compress", default=",".join(NAMES))
+    parser.add_argument("--compress", default=",".join(CASES))
+    parser.add_argument("--add", action="store_true", help="to the rows of results/compressed_training.json")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="1M")
     parser.add_argument("--source", default="stdlib")
@@ -70,13 +83,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="of 128 tokens, in the global batch")
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
-    where, rows, exact, whole = machine(), [], 0.0, sent("none", args)
+    rows = json.loads((RESULTS / "compressed_training.json").read_text())["rows"] if args.add else []
+    where, exact = machine(), rows[0]["validation loss"] if rows else 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.compress.split(","):
-            validation, last, seconds = train(name, args, Path(folder))
+        for case in args.compress.split(","):
+            validation, last, seconds = train(case, args, Path(folder))
             exact = exact or validation
-            rows.append({"compress": name, "validation loss": round(validation, 4), "to the exact run": f"{validation / exact - 1:+.2%}",
-                         "within": WITHIN.get(name, ""), "fewer bytes": f"{whole / sent(name, args):.1f}x",
+            rows.append({"compress": case, "validation loss": round(validation, 4), "to the exact run": f"{validation / exact - 1:+.2%}",
+                         "within": WITHIN.get(case, ""), "fewer bytes": f"{fewer_bytes(case, args):.1f}x",
                          "last training loss": round(last, 4), "s": round(seconds)})
             print(show(rows[-1:]).splitlines()[-1], flush=True)
             keep("compressed_training", where, rows)   # each takes many minutes

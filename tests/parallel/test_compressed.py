@@ -31,11 +31,11 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def run(world: rl.World, compress: str, steps: int = 3, maybe=lambda step: False, **more) -> list[dict]:
+def run(world: rl.World, compress: str, steps: int = 3, first: int = 0, maybe=lambda step: False, **more) -> list[dict]:
     """The gradients of some steps, as clones."""
     model, seen = Odd(), []
     reducer = GradientReducer(named(model), world, compress=compress, **more)
-    for step in range(steps):
+    for step in range(first, steps):
         reducer.abandon()
         model(batch(world.rank, step), maybe=maybe(step)).backward()
         reducer.finish()
@@ -60,6 +60,47 @@ def test_gradients_are_near_the_exact_sums_and_equal_on_all_ranks(compress, p, b
     assert apart <= (0 if p == 1 else {"bf16": 2**-8, "fp16": 2**-11, "int8": 0.01, "int4": 0.1}.get(compress, 1.0))
     if p > 1 and compress not in ("bf16", "fp16"):
         assert not torch.equal(first[0]["wide"], exact[0]["wide"]), "nothing was compressed"
+
+
+@pytest.mark.parametrize("compress", NAMES)
+@pytest.mark.parametrize("p", [2, 3])
+def test_steps_before_compress_after_are_exact_to_the_bit_and_then_every_rank_begins_with_nothing_remembered(compress, p, bucket_bytes):
+    ways = {"exact": ("none", {}), "fresh": (compress, {"first": 2}), "later": (compress, {"compress_after": 2})}
+    exact, fresh, later = (rl.simulate(p, lambda w, c=c, m=m: run(w, c, 4, bucket_bytes=bucket_bytes, **m)) for c, m in ways.values())
+    for rank in range(p):
+        for name in ("wide", "small"):
+            assert all(torch.equal(later[rank][step][name], exact[rank][step][name]) for step in (0, 1))
+            assert all(torch.equal(later[rank][step][name], fresh[rank][step - 2][name]) for step in (2, 3))
+        assert not torch.equal(later[rank][2]["wide"], exact[rank][2]["wide"])
+
+
+def test_exact_steps_send_what_an_exact_run_sends_and_micro_batches_are_no_steps():
+    def body(world, compress, after):
+        model, sent = Odd(), []
+        reducer = GradientReducer(named(model), world, compress=compress, compress_after=after)
+        for step in range(5):
+            reducer.abandon()
+            before = world.ledger.bytes
+            for micro in range(2):
+                with reducer.sync(micro == 1):
+                    model(batch(world.rank, step, micro)).backward()
+            reducer.finish()
+            sent.append(world.ledger.bytes - before)
+        return sent
+
+    exact, always, later = (rl.simulate(2, lambda w, c=c: body(w, *c))[0] for c in (("none", 0), ("int8", 0), ("int8", 3)))
+    assert later == exact[:3] + always[3:] and always[3] < exact[3] / 2
+
+
+def test_a_sum_in_two_levels_is_one_in_exact_steps_too():
+    def body(world, compress, after):
+        world.topology = rl.Topology(((0, 1), (2, 3)))
+        seen = [step["wide"] for step in run(world, compress, all_reduce="hierarchical", compress_after=after)]
+        return seen, world.ledger.bytes
+
+    exact, later, all_exact = (rl.simulate(4, lambda w, c=c: body(w, *c))[0] for c in (("none", 0), ("int8", 2), ("int8", 3)))
+    assert [torch.equal(a, b) for a, b in zip(exact[0], later[0])] == [True, True, False]
+    assert all_exact[1] == exact[1]   # bytes of two levels, not of a flat sum
 
 
 @pytest.mark.parametrize("compress", NAMES)
@@ -141,6 +182,22 @@ class Table(nn.Module):
         return (out @ self.table.weight.t()).square().mean() if self.tied else out.square().sum()
 
 
+@pytest.mark.parametrize("compress", ["int8", "powersgd"])
+def test_an_embedding_that_does_not_go_by_rows_is_exact_in_exact_steps(compress):
+    def body(world, compress, after):
+        model, seen = Table(tied=True), []
+        reducer = GradientReducer(named(model), world, compress=compress, compress_after=after, by_rows=frozenset(["table.weight"]))
+        for step in range(3):
+            reducer.abandon()
+            model(torch.tensor([3, 5 + world.rank, 9 * step])).backward()
+            reducer.finish()
+            seen.append(model.table.weight.grad.clone())
+        return seen
+
+    exact, later = (rl.simulate(2, lambda w, c=c: body(w, *c))[0] for c in (("none", 0), (compress, 2)))
+    assert [torch.equal(a, b) for a, b in zip(exact, later)] == [True, True, False]
+
+
 @pytest.mark.parametrize("compress", ["int8", "1bit", "powersgd"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_embedding_goes_by_rows_exactly_where_that_is_cheaper_and_else_compressed(compress, tied):
@@ -207,3 +264,17 @@ def test_what_has_no_meaning_is_refused_before_anything_is_sent(compress, all_re
         return world.ledger.calls
 
     assert rl.simulate(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize(("compress", "after", "said"), [
+    ("int8", -1, "compress_after=-1, expected a whole number of steps"),
+    ("int8", True, "compress_after=True, expected"),
+    ("int8", 1.5, "compress_after=1.5, expected"),
+    ("none", 3, "compress_after=3 has no meaning with compress='none'"),
+])
+def test_a_number_of_exact_steps_that_cannot_be_is_refused(compress, after, said):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=said):
+            rl.data_parallel(Odd(), world, compress=compress, compress_after=after)
+
+    rl.simulate(2, body)

@@ -111,6 +111,17 @@ def test_after_a_step_that_raises_non_finite_training_goes_on(compress):
         assert losses[-1] < 0.5 * losses[0]
 
 
+def test_exact_steps_first_are_those_of_the_exact_run_to_the_bit():
+    """Losses of a step tell the parameters before it; the fourth is the first that a compressed update can have changed."""
+    def body(world, **more):
+        engine = prepare(world, **more)
+        return [engine.step(rows(4, 10 * step + world.rank)).loss for step in range(6)]
+
+    exact, later = (rl.simulate(2, lambda w, m=m: body(w, **m)) for m in ({}, {"compress": "1bit", "compress_after": 2}))
+    for mine, its in zip(later, exact):
+        assert mine[:3] == its[:3] and mine[3] != its[3]
+
+
 def test_one_rank_trains_exactly():
     def body(world, compress):
         engine = prepare(world, compress=compress)
@@ -127,6 +138,10 @@ def test_what_has_no_meaning_is_refused():
             prepare(world, compress="int7")
         with pytest.raises(rl.ConfigError, match="no compression 'powersgd:none': the rank must be"):
             prepare(world, compress="powersgd:none")
+        with pytest.raises(rl.ConfigError, match="compress_after=3 has no meaning with compress='none'"):
+            prepare(world, compress_after=3, deterministic=True)
+        with pytest.raises(rl.ConfigError, match="compress.* has no meaning at stage 1"):
+            prepare(world, compress="int8", compress_after=3, stage=1)
 
     rl.simulate(2, body)
 
@@ -139,6 +154,9 @@ def test_what_has_no_meaning_is_refused():
     (["--comm.compress=int8", "--comm.all_reduce=ring"], "sums in its own way"),
     (["--comm.compress=powersgd", "--comm.all_reduce=hierarchical"], "whole matrices"),
     (["--comm.compress=int8", "--train.deterministic=true"], "no meaning with"),
+    (["--comm.compress_after=5"], "compress_after = 5 has no meaning with compress = 'none'"),
+    (["--comm.compress_after=-1", "--comm.compress=int8"], "compress_after"),
+    (["--comm.compress_after=100", "--comm.compress=int8", "--train.steps=100"], "100 leaves no step to compress of .* 100"),
 ])
 def test_a_config_that_has_no_meaning_is_refused_before_any_rank_starts(tmp_path, settings, said):
     file = tmp_path / "train.toml"
@@ -146,7 +164,8 @@ def test_a_config_that_has_no_meaning_is_refused_before_any_rank_starts(tmp_path
     with pytest.raises(rl.ConfigError, match=said):
         load_config(file, settings)
     assert load_config(file, ["--comm.compress=int8", "--comm.all_reduce=hierarchical"]).comm.compress == "int8"
-    assert load_config(file, ["--comm.compress=powersgd:16"]).comm.compress == "powersgd:16"
+    comm = load_config(file, ["--comm.compress=powersgd:16", "--comm.compress_after=99", "--train.steps=100"]).comm
+    assert (comm.compress, comm.compress_after) == ("powersgd:16", 99)
 
 
 def test_the_config_knows_exactly_the_compressions_there_are():

@@ -65,15 +65,28 @@ def expect_compression(name: str, all_reduce: str) -> None:
                           "leave all_reduce out, or choose another compression")
 
 
+def expect_exact_steps(after: int, compress: str) -> None:
+    """Whether so many exact steps can come first.
+
+    raises: ConfigError where they cannot, or have no meaning
+    """
+    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+        raise ConfigError(f"compress_after={after!r}, expected a whole number of steps, 0 or more")
+    if after and compress == EXACT:
+        raise ConfigError(f"compress_after={after} has no meaning with compress={compress!r}: every step is exact")
+
+
 class Summing:
     """How the gradients of one run are summed: all by one all-reduce; or compressed, each buffer by one of its own.
 
+    after:  steps in which sums are exact before they are compressed: those in which a young model's gradients have no few directions
     raises: ConfigError when there is no such all-reduce or compression, or they do not go together
     """
 
-    def __init__(self, all_reduce: str, compress: str):
+    def __init__(self, all_reduce: str, compress: str, after: int = 0):
         expect_compression(compress, all_reduce)
-        self.compress, self._in_two_levels = compress, all_reduce == HIERARCHICAL
+        expect_exact_steps(after, compress)
+        self.compress, self._in_two_levels, self._exact_steps = compress, all_reduce == HIERARCHICAL, after
         self._exact = all_reduce_named(all_reduce)
         self._lossy: list[Compressed] = []
 
@@ -86,6 +99,19 @@ class Summing:
     def in_python(self) -> bool:
         """Whether it is more than one call of the backend, which runs by itself."""
         return self.is_compressed or self._exact is not None
+
+    @property
+    def is_exact_now(self) -> bool:
+        """Whether the sums of this step are exact."""
+        return not self.is_compressed or self._exact_steps > 0
+
+    def end_step(self) -> None:
+        """All sums of a step are there. Every rank says so after every step, so all change over in the same one."""
+        self._exact_steps = max(0, self._exact_steps - 1)
+
+    def now(self, algorithm: AllReduce | None) -> AllReduce | None:
+        """What sums a buffer in this step: its own `algorithm`, or the exact one."""
+        return self._exact if self.is_exact_now else algorithm
 
     def lossy(self, parts: Parts) -> Compressed | None:
         """A new compressed all-reduce, for one buffer over the whole group; None where sums are exact."""

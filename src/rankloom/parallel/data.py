@@ -65,19 +65,20 @@ class DataParallel(nn.Module):
 
 
 def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, compress: str = EXACT,
-                  bucket_bytes: int | None = None) -> DataParallel:
+                  compress_after: int = 0, bucket_bytes: int | None = None) -> DataParallel:
     """Wrap `model` for a loop of your own: after `loss.backward()` every gradient is the mean over the group.
 
     A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
     Ranks must hold the same model; where values differ, rank 0's are taken, with a warning.
 
     compress: a name of comm/compress.py: sums that are a little off, and less to send
+    compress_after: steps that sum exactly first
     sent:     2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
     raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for names that mean nothing, or not together
     """
     make_replicas_equal(model, group)
-    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, bucket_bytes=bucket_bytes, average=True,
-                              by_rows=embeddings(model))
+    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
+                              bucket_bytes=bucket_bytes, average=True, by_rows=embeddings(model))
     return DataParallel(model, reducer, BufferKeeper(model, group))
 
 

@@ -10,8 +10,8 @@ Communication plan, one step:
     embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
 
 Compressed (comm/compress.py), every bucket has an all-reduce of its own, which remembers what it lost: that is state of this rank
-and of this run, in no checkpoint, so after a resume the first step begins without it. An embedding goes by rows, exact, where that
-is cheaper still.
+and of this run, in no checkpoint, so after a resume the first step begins without it, and steps that are exact first are counted
+anew. An embedding goes by rows, exact, where that is cheaper still.
 
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
 used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
@@ -145,13 +145,14 @@ class GradientReducer:
     bucket_bytes: the most that a bucket of several gradients holds; left out, it is chosen by where the ranks are
     average: divide the sum by the ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
+    compress_after: how many calls of `finish` sum exactly before sums are compressed
     raises:  ConfigError when there is no such all-reduce or compression, or they do not go together
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
-                 all_reduce: str = BACKEND, compress: str = EXACT, bucket_bytes: int | None = None, average: bool = False,
-                 by_rows: frozenset[str] = frozenset()):
-        self.owners, self.group, self.summing = dict(owners or params), group, Summing(all_reduce, compress)
+                 all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0, bucket_bytes: int | None = None,
+                 average: bool = False, by_rows: frozenset[str] = frozenset()):
+        self.owners, self.group, self.summing = dict(owners or params), group, Summing(all_reduce, compress, compress_after)
         self.scale = 1.0 / group.size if average else 1.0
         self.syncing = True
         self.buckets: list[Bucket] = []
@@ -211,6 +212,7 @@ class GradientReducer:
         self._wait_for_buckets()
         if self.summing.is_compressed:
             self._clear_strays()
+        self.summing.end_step()
         self._reset()
         return summed
 
@@ -239,11 +241,12 @@ class GradientReducer:
             self._launched += 1
 
     def _start(self, bucket: Bucket, label: str) -> Pending:
-        if bucket.algorithm is None:
+        algorithm = self.summing.now(bucket.algorithm)
+        if algorithm is None:
             return self.group.all_reduce(bucket.flat, label=label, async_op=True)
         if self._worker is not None:
-            return _InThread(self._worker.submit(bucket.algorithm, bucket.flat, self.group))
-        bucket.algorithm(bucket.flat, self.group)
+            return _InThread(self._worker.submit(algorithm, bucket.flat, self.group))
+        algorithm(bucket.flat, self.group)
         return _Queued()
 
     # ------------------------------------------------------------------ at the end of backward
@@ -279,7 +282,7 @@ class GradientReducer:
         return torch.zeros_like(self.owners[name]) if gradient is None else gradient
 
     def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
-        gradient, lossy = self._own_gradient(name).contiguous(), self._by_rows[name]
+        gradient, lossy = self._own_gradient(name).contiguous(), None if self.summing.is_exact_now else self._by_rows[name]
         dense = lossy.bill(gradient.numel(), self.group) if lossy else None
         if rows_are_cheaper(rows, gradient, self.group.size, dense=dense):
             return sum_rows(gradient, touched, rows, self.group, scale=self.scale, label=f"rows of {name}")

@@ -145,6 +145,7 @@ def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | No
         schedule=schedule(config),
         all_reduce=config.comm.all_reduce,
         compress=config.comm.compress,
+        compress_after=config.comm.compress_after,
         initialize=initial_values(model, config.run.seed) if cut else None,
         recompute=config.train.recompute,
         offload=config.train.offload,

@@ -107,13 +107,15 @@ class Placement(Protocol):
 class Whole:
     """Stage 0: every rank holds everything."""
 
-    def __init__(self, model: nn.Module, group: Group, precision: Precision, *, leaves: int, all_reduce: str, compress: str):
+    def __init__(self, model: nn.Module, group: Group, precision: Precision, *, leaves: int, all_reduce: str, compress: str,
+                 compress_after: int):
         self.model, self._world, self._leaves, self.waited = model, group, leaves, 0.0
         self._masters = MasterWeights(model, precision)
         self.owners: Mapping[str, nn.Parameter] = self._masters.owners
         self.group = group.alone()
         self._reducer = CanonicalReducer(self._masters.params, group, leaves, owners=self.owners) if leaves else GradientReducer(
-            self._masters.params, group, owners=self.owners, all_reduce=all_reduce, compress=compress, by_rows=embeddings(model))
+            self._masters.params, group, owners=self.owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
+            by_rows=embeddings(model))
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A forward needs nobody else."""

@@ -21,7 +21,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT
+from rankloom.comm.compress import EXACT, expect_exact_steps
 from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
 from rankloom.parallel.context import RING
 from rankloom.parallel.parts import Parts
@@ -54,13 +54,15 @@ from rankloom.world.launch import fix_cublas_workspace
 Build = Callable[[list[nn.Parameter]], Any]
 
 MEANING: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which it changes anything
-    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
+    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
+    "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
     "gradient_memory": (0, (2, 3)), "keep_gathered": (False, (3,)), "ahead": (1, (3,))}
 
 
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
-            schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, units: Policy = AUTO,
+            schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0,
+            units: Policy = AUTO,
             keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
             initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
             pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
@@ -79,6 +81,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
     all_reduce:      "backend", "ring", or a registered name (stage 0)
     compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16" (stage 0)
+    compress_after:  steps that sum exactly first: young models lose most by compression. After a resume they are counted anew (stage 0)
     units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
                      parameters, or a function of (name, module)
     keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n neighbours
@@ -99,8 +102,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     """
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
     _check(model, world, settings, pipe)
-    _check_stage(stage, all_reduce=all_reduce, compress=compress, units=units, keep_gathered=keep_gathered, ahead=ahead, offload=offload,
-                 gradient_memory=gradient_memory)
+    expect_exact_steps(compress_after, compress)
+    _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=units,
+                 keep_gathered=keep_gathered, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
     if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
         raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
     if settings.leaves and compress != EXACT:
@@ -118,7 +122,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         if fill is not None:
             give_memory(model, fill, world.device, lambda param: True)
             world.agree(fill.make.problem, label="initial values")
-        placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress)
+        placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress,
+                                     compress_after=compress_after)
         made = make_optimizer(optimizer, placement.owners)
     else:
         axes = Axes.of(world, stage, parts)

@@ -234,6 +234,7 @@ class Comm(Section):
 
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
     compress: str = EXACT   # a name of base/compression.py; powersgd may have a rank: "powersgd:16"
+    compress_after: Whole = 0   # steps that sum exactly first
     topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
     backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
     timeout: Positive = 300.0
@@ -252,6 +253,8 @@ class Comm(Section):
         if split_compression(self.compress)[0] == POWERSGD and self.all_reduce == "hierarchical":
             raise ValueError(f"compress = {self.compress!r} needs whole matrices, "
                              "but all_reduce = 'hierarchical' sends slices between nodes")
+        if self.compress_after and self.compress == EXACT:
+            raise ValueError(f"compress_after = {self.compress_after} has no meaning with compress = {EXACT!r}: every step is exact")
         return self
 
 
@@ -277,6 +280,9 @@ class Config(Section):
             raise ValueError("[comm] all_reduce has no meaning with [train] deterministic, which adds in its own order")
         if self.train.deterministic and self.comm.compress != "none":
             raise ValueError("[comm] compress has no meaning with [train] deterministic: what is lost depends on the number of ranks")
+        if self.comm.compress_after >= self.train.steps and self.comm.compress != "none":
+            raise ValueError(f"[comm] compress_after {self.comm.compress_after} leaves no step to compress of [train] steps "
+                             f"{self.train.steps}")
         if self.data.baseline and not self.train.evaluate:
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self.gpt(self.data.vocab_size or BYTES_VOCAB)
