@@ -202,7 +202,8 @@ def test_an_axis_cuts_a_dim_only_where_ranks_differ_along_it_alone():
 
 def test_the_picture_of_the_docs_is_the_one_that_is_drawn(tmp_path):
     shown("--mesh.pipe", "2", "--mesh.tensor", "2", "--mesh.shard", "2", ranks_per_host=4, out=tmp_path / "now.svg")
-    assert (DOCS / "layout.svg").read_text() == (tmp_path / "now.svg").read_text()
+    docs, now = (re.sub(r">[\d.]+ GiB<", "> GiB<", path.read_text()) for path in (DOCS / "layout.svg", tmp_path / "now.svg"))
+    assert docs == now, "draw it anew with the command in docs/start.md"   # bytes aside: train/test_paper.py holds those to real ranks
 
 
 def test_tables_are_as_wide_as_the_terminal_lets_them():
