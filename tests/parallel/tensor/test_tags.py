@@ -139,6 +139,15 @@ def test_a_head_tied_by_hand_gives_a_part_of_the_logits():
     assert "output of the model" in caught(2, lambda rank: Tied(8).requires_grad_(False), BY_ROWS, run_tokens)
 
 
+def test_a_whole_that_is_added_to_in_place_is_no_whole_any_more():
+    class Adds(Pair):
+        def forward(self, x):
+            return (x.detach() * 1.0).add_(self.first(x).mean(-1, keepdim=True))
+
+    said = caught(2, lambda rank: Adds(nn.Linear(6, 12), nn.Identity()), {"first": "colwise"}, run)
+    assert "from add_ in the model, is [..., tokens, width/tensor]" in said
+
+
 def test_a_mean_over_split_features_is_no_whole():
     said = caught(2, lambda rank: Pair(nn.Linear(6, 12), Does(lambda m, x: x.mean(-1, keepdim=True))), {"first": "colwise"}, run)
     assert "a tensor of shape (3, 4, 1), from mean in second, is [..., tokens, width/tensor]" in said
@@ -359,3 +368,60 @@ def test_a_module_that_moves_its_activations_itself_says_how_they_lie():
 
     plan = {"first": "colwise", "second": "rowwise", "third": "colwise_rep"}
     assert all(rl.simulate(2, lambda world: tag_of(run(rl.tensor_parallel(build(), plan, world))[1]) is None))   # made outside of the model
+
+
+class Kernel(Function):
+    """Writes into memory of its own, so that nobody sees where the result comes from."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        out[...] = x
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+RIGHT = {   # what a model with split features may do between a column and a row; m.weight is whole, and learns
+    "the dtype of another": lambda m, x, y: y.type_as(m.weight),
+    "zeros beside a whole": lambda m, x, y: y + 0.0 * (torch.zeros_like(y[..., :6]) + y.new_zeros(6) + x).detach().sum(),
+    "part of a parameter": lambda m, x, y: y + m.first.bias.detach(),
+    "a kernel": lambda m, x, y: Kernel.apply(y) * m.weight.detach()[:1],
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_is_right_is_not_refused(what):
+    class Middle(Pair):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 12), nn.Linear(12, 5))
+            self.weight, self.middle = nn.Parameter(torch.ones(12)), nn.Identity()
+
+        def forward(self, x):
+            return self.second(self.middle(RIGHT[what](self, x, self.first(x))))
+
+    rl.simulate(2, lambda world: run(rl.tensor_parallel(shaken(Middle()), {"first": "colwise", "second": "rowwise"}, world)))
+
+
+def test_a_norm_of_heads_passes_where_its_gradient_is_summed_or_not_wanted():
+    def body(world):
+        plan = {"up": "colwise", "down": "rowwise"}
+        run(rl.tensor_parallel(shaken(NormedHeads()), plan | {"norm": "replicated_with_grad_allreduce"}, world))[1].backward()
+        with torch.no_grad():
+            rl.tensor_parallel(shaken(NormedHeads()), plan, world)(torch.ones(1, 2, 6).double())
+
+    rl.simulate(2, body)
+
+
+def test_every_step_is_checked_once():
+    def body(world):
+        model, sent = rl.tensor_parallel(make(layers=1), None, world), []
+        for _ in range(3):
+            before = world.ledger.messages
+            run_gpt(model)[1].backward()
+            sent.append(world.ledger.messages - before)
+        assert sent[0] == sent[1] == sent[2]
+
+    rl.simulate(2, body)

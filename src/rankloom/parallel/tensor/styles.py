@@ -279,7 +279,7 @@ def dropout(site: Site) -> None:
 def from_here_by_tokens(site: Site) -> None:
     """sequence_split."""
     split_tokens_before(site.module, site.group, f"tokens before {site.name}")
-    declare(site.module, Ends(WHOLE, inside=BY_TOKENS))
+    declare(site.module, Ends(WHOLE))
 
 
 STYLES: dict[str, Callable[[Site], None]] = {

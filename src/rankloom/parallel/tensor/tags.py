@@ -59,14 +59,12 @@ _ADVICE = {
 class Ends:
     """What a module of the plan reads and gives.
 
-    gives:  None: what follows from what happens in it
-    inside: what its forward sees of the input, where a hook cuts that first
-    width:  of the last dim of what it reads, on this rank
+    gives: None: what follows from what happens in it
+    width: of the last dim of what it reads, on this rank
     """
 
     reads: Layout | None = None
     gives: Layout | None = None
-    inside: Layout | None = None
     width: int | None = None
 
 
@@ -80,8 +78,6 @@ def watch(model: nn.Module, group: Group) -> None:
     watcher = _Watch(model, group)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(watcher.enter, name), with_kwargs=True, prepend=True)
-        if ends_of(module).inside:
-            module.register_forward_pre_hook(watcher.cut, with_kwargs=True)
         module.register_forward_hook(partial(watcher.leave, name), always_call=True)
 
 
@@ -115,13 +111,6 @@ class _Watch(TorchFunctionMode):
             self._expect_width(given[0], ends, what)
         for x in given:
             self._compare(x, what)
-
-    @torch.compiler.disable
-    def cut(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """After another hook has cut the input of a module."""
-        inside = ends_of(module).inside
-        assert inside, "only such modules are hooked"
-        tag(next(_floats((args, kwargs))), inside, f"input of {self.running[-1][0]}")
 
     @torch.compiler.disable
     def leave(self, name: str, module: nn.Module, _args: Any, output: Any = None) -> None:
