@@ -18,6 +18,16 @@ from rankloom.parallel.tensor.holding import Holding, holdings
 from rankloom.world.group import Group
 
 
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The one rank that gets a whole: its places among the ranks of the axes that cut tensors."""
+
+    shard: int
+    tensor: int
+    expert: int
+    pipe: int = 0
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts that this rank holds.
@@ -45,18 +55,29 @@ class Parts:
         return alike * (1 if name in self.experts else self.expert.size)
 
     @torch.no_grad()
-    def join(self, name: str, part: Tensor) -> Tensor:
-        """The whole of a tensor that lies like parameter `name`, on every rank. A collective.
+    def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:
+        """The whole of a tensor that lies like parameter `name`, on the rank of `goal`, or on every rank. A collective of all that have a
+        part of it; None on the others.
 
-        raises: ShapeMismatch when it does not
+        sent: each part once to that rank, by way of the one that has the same experts; or n(p-1) to all
         """
-        holding = self.held.get(name)
-        if holding is not None and holding.dim is not None and self.tensor.size > 1:
-            rows = self.tensor.all_gather(part.contiguous().unsqueeze(0), label=f"whole {name}")
-            part = holding.join(rows.unbind(0))
+        if self._is_cut(name):
+            rows = _gather(part, self.tensor, None if goal is None else goal.tensor, f"whole {name}")
+            part = self.held[name].join(rows) if rows else part
+        if goal is not None and self.tensor.rank != goal.tensor:
+            return None
         if name in self.experts:
-            part = self.expert.all_gather(part.contiguous(), label=f"whole {name}")
-        return part
+            rows = _gather(part, self.expert, None if goal is None else goal.expert, f"whole {name}")
+            part = torch.cat(rows) if rows else part
+        return part if goal is None or self.expert.rank == goal.expert else None
+
+    def is_asked(self, name: str, goal: Goal | None) -> bool:
+        """Whether what lies here of `name` is needed for the whole on the rank of `goal`, which may have the same itself."""
+        return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
+                                and (self._is_cut(name) or self.tensor.rank == goal.tensor))
+
+    def _is_cut(self, name: str) -> bool:
+        return self.tensor.size > 1 and name in self.held and self.held[name].dim is not None
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor that lies like parameter `name`."""
@@ -80,3 +101,14 @@ class Parts:
         holding = self.held.get(name)
         shape = torch.Size(holding.shape) if holding is not None else part
         return torch.Size((part[0] * self.expert.size, *part[1:])) if name in self.experts else shape
+
+
+def _gather(part: Tensor, group: Group, root: int | None, label: str) -> list[Tensor]:
+    """The parts of all ranks, in their order, on one rank or, without a root, on all; elsewhere none."""
+    part = part.contiguous()
+    if root is None:
+        return list(group.all_gather(part.unsqueeze(0), label=label).unbind(0))
+    if group.rank != root:
+        group.send(part, root, label=label)
+        return []
+    return [part if at == root else group.recv(torch.empty_like(part), at, label=label) for at in range(group.size)]

@@ -1,6 +1,7 @@
 """The values of a sharded model, whole, under the names of the plain one: out of the slices, and into them again."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import Piece
-from rankloom.shard.optimizer_state import join
+from rankloom.shard.optimizer_state import Entry, join
 from rankloom.shard.unit import Unit
 
 DIFFERENCES_SHOWN = 3
@@ -22,19 +23,32 @@ def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None
     rank: the rank of the shard group that gets it, the others get an empty one; left out, all get it
     sent: each piece once to that rank, or by broadcast to all; no more than one tensor at a time is whole on a device
     """
+    return {entry.name: value for entry in value_entries(model, sharding, rank=rank) for value in [entry.get()] if value is not None}
+
+
+def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
+    """What `full_values` gathers, to be gathered one by one, by all ranks in this order."""
     units = {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
-    takes = rank in (None, sharding.group.rank)
-    whole: dict[int, Tensor] = {}
-    state: dict[str, Tensor] = {}
+    entries = []
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in units and id(value) not in whole:
-            joined = _join_parameter(*units[id(value)], rank)
-            whole[id(value)] = torch.empty(0) if joined is None else joined
-        if takes:
-            state[name] = whole[id(value)].clone() if id(value) in units else value.detach().cpu().clone()
-    return state
+        if id(value) in units:
+            unit, own_name = units[id(value)]
+            entries.append(Entry(name, unit.own.dtype, unit.layout.slot(own_name).shape, partial(_join_parameter, unit, own_name, rank)))
+        else:
+            here = partial(_copy_of, value) if rank in (None, sharding.group.rank) else _nothing
+            entries.append(Entry(name, value.dtype, value.shape, here))
+    return entries
 
 
+def _copy_of(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone()
+
+
+def _nothing() -> None:
+    return None
+
+
+@torch.no_grad()
 def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
     group, itemsize = unit.group, unit.own.itemsize
     pieces = {at: unit.layout.piece(name, at) for at in range(group.size)}

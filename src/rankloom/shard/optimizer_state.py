@@ -11,7 +11,9 @@ Whole it is {"state": {name: {key: value}}, "param_groups": [{"params": [names],
 Where a rank has nothing of a parameter, it has no state of it. Read `shard/optimizer.py` before.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,21 +37,56 @@ def gather_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners
     sent:    each piece once to that rank, or by broadcast to all; a device holds one whole tensor at a time
     raises:  ConfigError, ModelMismatch, on all ranks
     """
-    names = {id(owner): name for name, owner in owners.items()}
+    entries = state_entries(optimizer, owners, pieces, group, rank=rank)
+    values = {entry.name: entry.get() for entry in entries}
+    return whole_state(optimizer, owners, values) if rank in (None, group.rank) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something whole, of which ranks have pieces.
+
+    get: a collective of these ranks: the whole in CPU memory where it was asked for, else None; what is no tensor, everywhere
+    """
+
+    name: str
+    dtype: torch.dtype | None    # None: no tensor
+    shape: torch.Size
+    get: Callable[[], Any]
+
+
+def state_entries(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
+                  group: Group, *, rank: int | None) -> list[Entry]:
+    """What `gather_optimizer_state` gathers, to be gathered one by one; named "parameter\\nkey". A collective.
+
+    raises:  ConfigError, ModelMismatch, on all ranks
+    """
+    names, held = {id(owner): name for name, owner in owners.items()}, optimizer.state
     told: list[Told] = group.all_gather_object(_tell(optimizer, owners, pieces), label="optimizer state")
     _expect_one_whole(told, pieces, group)
-    held, takes, whole = optimizer.state, rank in (None, group.rank), dict[str, dict[str, Any]]()
+    entries = []
     for name in (names[id(owner)] for part in optimizer.param_groups for owner in part["params"]):
         there = {at: of[name] for at, of in enumerate(told) if name in of}
         mine = held[owners[name]] if group.rank in there else {}
         for key in there[min(there)][2] if there else ():
-            value = _gather_value(mine.get(key), {at: (start, stop, keys[key]) for at, (start, stop, keys) in there.items()},
-                                  pieces[name].shape, group, rank=rank, label=f"optimizer state {key} of {name}")
-            if takes:
-                whole.setdefault(name, {})[key] = value
+            about = {at: (start, stop, keys[key]) for at, (start, stop, keys) in there.items()}
+            kind, own_shape, _, _ = about[min(about)][2]
+            shape = pieces[name].shape if all(fits for _, _, (_, _, fits, _) in about.values()) else torch.Size(own_shape or ())
+            get = partial(_gather_value, mine.get(key), about, shape, group, rank=rank, label=f"optimizer state {key} of {name}")
+            entries.append(Entry(f"{name}\n{key}", None if kind is None else getattr(torch, kind), shape, get))
+    return entries
+
+
+def whole_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+                values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer in the plain names, of the values of its entries by name."""
+    names, state = {id(owner): name for name, owner in owners.items()}, dict[str, dict[str, Any]]()
+    for joint, value in values.items():
+        name, key = joint.split("\n")
+        state.setdefault(name, {})[key] = value
     groups = [{key: [names[id(owner)] for owner in value] if key == "params" else _copied(value) for key, value in part.items()}
               for part in optimizer.param_groups]
-    return {"state": whole, "param_groups": groups} if takes else None
+    return {"state": state, "param_groups": groups}
 
 
 def _tell(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Told:
@@ -93,16 +130,15 @@ def _gather_value(mine: Any, there: dict[int, tuple[int, int, list[Any]]], shape
     """One value of one parameter's state, whole, where it is wanted.
 
     there: what each rank that has a piece told of it: start, stop, [dtype, shape, fits the piece, value]
-    shape: of the whole parameter
+    shape: of the whole value
     """
     first = min(there)
-    kind, own_shape, _, value = there[first][2]
+    kind, _, _, value = there[first][2]
     if kind is None:
         return value
     dtype = getattr(torch, kind)
     spans = {at: (start * dtype.itemsize, stop * dtype.itemsize) for at, (start, stop, _) in there.items()}
     if not all(fits for _, _, (_, _, fits, _) in there.values()):
-        shape = torch.Size(own_shape)
         spans = {first: (0, shape.numel() * dtype.itemsize)}
     data = mine.detach().to(group.device).contiguous().view(-1).view(torch.uint8) if group.rank in spans else None
     whole = join(data, spans, group, rank, label)

@@ -5,6 +5,7 @@ Read train/placement.py before this file; parallel/zero.py has the table of stag
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.values import full_values, load_values, pieces_of
-from rankloom.shard.optimizer import Piece
+from rankloom.parallel.values import full_values, load_values, pieces_of, value_entries
+from rankloom.shard.optimizer import Optimizers, Piece
+from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.apply import global_norm
 from rankloom.world.group import Group
+
+Optimizer = torch.optim.Optimizer | Optimizers
 
 
 class Cut:
@@ -102,8 +106,17 @@ class Cut:
         self.sharding.publish()
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Joined tensor by tensor."""
-        return full_values(self.model, self.sharding, rank=rank)
+        """Joined tensor by tensor; replicas of the rank that gets it have nothing to do."""
+        if rank is not None and rank not in self.group.ranks:
+            return {}
+        return full_values(self.model, self.sharding, rank=None if rank is None else self.group.ranks.index(rank))
+
+    def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
+        """The same way."""
+        if rank is not None and rank not in self.group.ranks:
+            return {}
+        among = None if rank is None else self.group.ranks.index(rank)
+        return gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group, rank=among) or {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces."""
@@ -113,17 +126,9 @@ class Cut:
         """One for each parameter, maybe empty."""
         return pieces_of(self.sharding)
 
-    def join(self, name: str, value: Any) -> Any:
-        """Only `CutParts` are split."""
-        return value
-
     def part(self, name: str, value: Any) -> Any:
         """Only `CutParts` are split."""
         return value
-
-    def merge(self, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """There is one stage."""
-        return state
 
     def held(self) -> tuple[int, int, int]:
         """Slices, the wholes beyond them, and gradients, whole or not."""
@@ -198,17 +203,57 @@ class CutParts(Cut):
         return self.parts.copies(name)
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Joined over the shard axis, then over the others; every rank gets it, whoever asked."""
-        return {name: self.parts.join(name, value.to(self.group.device)).cpu() for name, value in super().values(None).items()}
+        """Joined over the shard axis, then over the others, tensor by tensor."""
+        if rank is not None and rank not in self._everyone.ranks:
+            return {}
+        goal = self._goal(rank)
+        return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
+
+    def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
+        """The same way."""
+        if rank is not None and rank not in self._everyone.ranks:
+            return {}
+        goal = self._goal(rank)
+        entries = state_entries(optimizer, self.owners, self.pieces(), self.group, rank=None if goal is None else goal.shard)
+        values = self._collect(entries, goal)
+        return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
+
+    def _place(self) -> Goal:
+        return Goal(self.group.rank, self.parts.tensor.rank, self.parts.expert.rank)
+
+    def _goal(self, rank: int | None) -> Goal | None:
+        """Where that rank of the world stands. A collective."""
+        if rank is None:
+            return None
+        places = self._everyone.all_gather_object(list(astuple(self._place())), label="who gets the whole")
+        return Goal(*places[self._everyone.ranks.index(rank)])
+
+    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
+        """The wholes by name, on the rank of `goal` or on all."""
+        mine = goal in (None, self._place())
+        values = {entry.name: self._join(entry, goal) for entry in entries}
+        return values if mine else {}
+
+    def _join(self, entry: Entry, goal: Goal | None) -> Any:
+        """The whole before the model was split; where the value is no tensor that lies like the parameter, the part's."""
+        name = entry.name.partition("\n")[0]
+        name = name if self._lies_alike(name, entry.shape) else ""
+        if entry.dtype is None or not self.parts.is_asked(name, goal):
+            return entry.get() if entry.dtype is None else None
+        value = entry.get()
+        whole = None if value is None else self.parts.join(name, value.to(self.group.device), goal)
+        return None if whole is None else whole.cpu()
+
+    def _whole_shape(self, entry: Entry) -> torch.Size:
+        name = entry.name.partition("\n")[0]
+        return self.parts.whole_shape(name, entry.shape) if self._lies_alike(name, entry.shape) else entry.shape
+
+    def _lies_alike(self, name: str, shape: torch.Size) -> bool:
+        return len(shape) > 0 and name in self.parts.held and self.parts.held[name].local_shape == shape
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces of its parts."""
         super().load({name: self.parts.cut(name, value) for name, value in state.items()})
-
-    def join(self, name: str, value: Any) -> Any:
-        """Tensors that lie like the parameter."""
-        like = isinstance(value, Tensor) and value.shape == self._shapes[name] and value.dim() > 0
-        return self.parts.join(name, value.to(self.group.device)).cpu() if like else value
 
     def part(self, name: str, value: Any) -> Any:
         """Tensors that lie like the parameter."""

@@ -28,7 +28,7 @@ from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
-from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
+from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients, peak_memory
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import expect_sum, explain_non_finite
@@ -150,17 +150,10 @@ class Engine:
         """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"}}.
 
         A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
-        rank: the one rank of the world that gets it, the others get empty dicts; left out, all get it
+        rank: the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
+              all get it
         """
-        takes = rank in (None, self.world_rank)
-        among = None if rank is None else self._place_in_group(rank)
-        model = self.placement.values(among)
-        optimizer = gather_optimizer_state(self.optimizer, self.placement.owners, self.placement.pieces(), self.placement.group, rank=among)
-        if optimizer:
-            joined = {name: {key: self.placement.join(name, value) for key, value in held.items()}
-                      for name, held in optimizer["state"].items()}
-            optimizer["state"] = self.placement.merge(joined)
-        return {"model": model, "optimizer": optimizer or {}} if takes else {"model": {}, "optimizer": {}}
+        return {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank)}
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Take over what `full_state_dict` gave, on any number of ranks and at any stage. A collective: every rank gives the whole.
@@ -183,14 +176,6 @@ class Engine:
     def held(self) -> Held:
         """The bytes that this rank holds now, by kind."""
         return held_by(self.placement, self.optimizer)
-
-    def _place_in_group(self, rank: int) -> int:
-        """Which rank of the group that pieces are cut over gets a whole that the world's `rank` asked for.
-
-        Other replicas join theirs too, and drop it: so every group makes the same calls.
-        """
-        ranks = self.placement.group.ranks
-        return ranks.index(rank) if rank in ranks else 0
 
     # ------------------------------------------------------------------ forward and backward
 

@@ -129,7 +129,7 @@ def evaluation_rows(job: Job) -> int:
 def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | None = None) -> Engine:
     """The model and its engine, as the config asks for."""
     batch = config.batch()
-    cut = config.train.stage == 3 and not is_split(world)   # then no rank ever holds the whole model
+    cut = config.train.stage == 3 or is_split(world)   # then no rank ever holds the whole model
     model = GPT(shape, seed=config.run.seed, device="meta" if cut else world.device)
     return prepare(
         model,

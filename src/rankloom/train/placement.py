@@ -20,6 +20,7 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.shard.optimizer import Optimizers, Piece
+from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.apply import global_norm
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
@@ -83,7 +84,10 @@ class Placement(Protocol):
         """The optimizer has stepped: the model's parameters follow."""
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """The whole model, as `Engine.full_state_dict` gives it. A collective."""
+        """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
+
+    def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
+        """The optimizer's whole state, the same way."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `values`; raises ModelMismatch."""
@@ -91,14 +95,8 @@ class Placement(Protocol):
     def pieces(self) -> Mapping[str, Piece]:
         """What this rank's owners are of its part of the model."""
 
-    def join(self, name: str, value: Any) -> Any:
-        """A value of the optimizer's state of a parameter, for the parameter before the model was split. A collective."""
-
     def part(self, name: str, value: Any) -> Any:
-        """The inverse of `join`."""
-
-    def merge(self, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter, of all stages of a pipeline. A collective."""
+        """What this rank takes of a value of the whole state of a parameter's optimizer."""
 
     def held(self) -> tuple[int, int, int]:
         """Bytes in memory on this rank now: parameters and masters, gathered parameters beyond these, gradients."""
@@ -175,8 +173,12 @@ class Whole:
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """Nothing to gather."""
-        state = self._masters.full_values(self.model.state_dict(keep_vars=True))
-        return state if rank in (None, self._world.rank) else {}
+        return self._masters.full_values(self.model.state_dict(keep_vars=True)) if rank in (None, self._world.rank) else {}
+
+    def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
+        """Nothing to gather."""
+        mine = rank in (None, self._world.rank)
+        return (gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group) or {}) if mine else {}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -190,17 +192,9 @@ class Whole:
         """Everything, in its own shape."""
         return {name: Piece(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
-    def join(self, name: str, value: Any) -> Any:
-        """Nothing is split."""
-        return value
-
     def part(self, name: str, value: Any) -> Any:
         """Nothing is split."""
         return value
-
-    def merge(self, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """There is one stage."""
-        return state
 
     def held(self) -> tuple[int, int, int]:
         """All parameters, all gradients."""

@@ -9,7 +9,7 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,7 @@ from rankloom.models.moe import take_extra_loss
 from rankloom.models.part import WHOLE, Part
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
@@ -33,6 +33,7 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import Piece as Owned
+from rankloom.shard.optimizer_state import Entry
 from rankloom.train.batches import cut
 from rankloom.train.cut import CutParts
 from rankloom.train.dropout import DropoutKey
@@ -216,42 +217,46 @@ class CutStages(CutParts):
         """A tied parameter stands in two stages."""
         return super().copies(name) * len(self.local.where[name])
 
-    def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Joined here, then told to the other stages."""
-        return self._told(super().values(None))
-
-    def merge(self, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of all stages."""
-        flat = {f"{name}\n{key}": value for name, held in state.items() for key, value in held.items()}
-        merged: dict[str, dict[str, Any]] = {}
-        for joint, value in self._told(flat).items():
-            name, key = joint.split("\n")
-            merged.setdefault(name, {})[key] = value
-        return merged
-
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each stage takes what it has."""
         here = self.model.state_dict(keep_vars=True)
         super().load({name: value for name, value in state.items() if name in here})
 
-    def _told(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """All ranks' values by name, each from the first rank that has it. A collective over the stages."""
-        described = {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] if isinstance(value, Tensor) else [None, value]
-                     for name, value in mine.items()}
-        everyone = self.pipe.all_gather_object(described, label="what stages hold")
-        whole: dict[str, Any] = {}
-        for root, held in enumerate(everyone):
-            for name, (kind, shape) in held.items():
-                if name not in whole:
-                    whole[name] = shape if kind is None else self._from(root, mine.get(name), getattr(torch, kind), shape)
-        return whole
+    def _place(self) -> Goal:
+        return replace(super()._place(), pipe=self.pipe.rank)
 
-    def _from(self, root: int, value: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        sent = torch.empty(shape, dtype=dtype, device=self.group.device)
-        if value is not None and self.pipe.rank == root:
-            sent.copy_(value)
-        self.pipe.broadcast(sent.view(-1).view(torch.uint8) if sent.numel() else sent, root, label="values of a stage")
-        return sent.cpu()
+    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
+        """Stage by stage: each joins what it has, and hands it to the rank that gets it, or tells the other stages."""
+        mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
+        plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
+        here = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))] for entry in entries if entry.dtype]
+        for root, (held, values) in enumerate(self.pipe.all_gather_object([here, plain], label="what stages hold")):
+            whole = values | whole
+            for name, kind, shape in (about for about in held if about[0] not in whole):
+                value = self._join(mine[name], goal) if root == self.pipe.rank else None
+                whole[name] = self._pass_on(value, root, torch.empty(shape, dtype=getattr(torch, kind), device="meta"), goal)
+        return whole if goal in (None, self._place()) else {}
+
+    def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: Goal | None) -> Tensor | None:
+        """What stage `root` has joined, where it is wanted."""
+        here = None if value is None else value.to(self.group.device)
+        if goal is None:
+            sent = torch.empty_like(like, device=self.group.device) if here is None else here
+            self.pipe.broadcast(_bytes(sent), root, label="values of a stage")
+            return sent.cpu()
+        if self.pipe.rank == root != goal.pipe and here is not None:
+            self.pipe.send(_bytes(here), goal.pipe, label="values of a stage")
+        if root != goal.pipe and self._place() == goal:
+            got = torch.empty_like(like, device=self.group.device)
+            self.pipe.recv(_bytes(got), root, label="values of a stage")
+            return got.cpu()
+        return value if root == goal.pipe else None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Backends refuse some dtypes."""
+    return x.view(-1).view(torch.uint8) if x.numel() else x.view(-1)
+
 
 
 class PipelineEngine(Engine):
