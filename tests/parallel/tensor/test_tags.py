@@ -277,6 +277,20 @@ def test_a_gradient_of_a_whole_parameter_that_nobody_sums_is_named():
     assert said.startswith("gradient of first.weight in group 'world': a tensor of shape (6,) is laid out as [...], alike on all ranks")
 
 
+def test_a_gradient_of_a_sum_that_is_owed_is_the_same_on_all_ranks_or_named():
+    class Own(Pair):
+        def forward(self, x):
+            return self.sums(F.linear(torch.tanh(self.first(x)), self.second.weight))
+
+    def build(rank):
+        model = Own(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))
+        model.sums = Does(lambda m, term: redistribute(By.apply(term, 1.0, 1.0 + rank), OWED, WHOLE, model.second.group, label="by hand"))
+        return model
+
+    said = caught(2, build, {"first": "colwise", "second": "rowwise"}, lambda m: run(m)[1].backward(), CollectiveMismatch)
+    assert said.startswith("gradient of the input of sums") and "is laid out as [..., tokens, width] -tensor, alike on all ranks" in said
+
+
 def test_a_norm_of_heads_whose_gradient_is_not_summed_is_named():
     plan = {"up": "colwise", "down": "rowwise"}
     said = caught(2, lambda rank: NormedHeads(), plan, run)
