@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
+from rankloom.parallel.pipeline.cut import Stage, make_stages
 from rankloom.train.layers import layer_pieces
 
 BOUND = 1e-12
@@ -154,11 +155,36 @@ def test_a_tied_llama_runs_on_any_schedule(schedule, chunks, pipe):
     expect_equal(rl.Mesh(pipe=pipe), llama(tie=True), stage=1, pipe=rl.Pipe(schedule=schedule, chunks=chunks))
 
 
-def test_blocks_that_compute_again_do_so_in_stages():
-    expect_equal(rl.Mesh(pipe=2), llama(), stage=0, recompute="full")
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("words", [{}, SEQUENCE], ids=["whole", "tokens"])
+def test_blocks_that_compute_again_do_so_in_stages_and_parts(policy, words):
+    expect_equal(rl.Mesh(pipe=2, tensor=2), llama(), stage=0, recompute=policy, tensor_plan=llama().tp_plan | words)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Mistral", "Phi3", "Olmo2", "GPTNeoX", "OPT", "Bloom", "Falcon"])
+def test_other_families_give_the_same_logits_in_pieces(family):
+    """Sliding windows, scaled embeddings, norms behind embeddings, layers that return tuples, lists two levels deep."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=2, sliding_window=4,
+        **({"head_dim": 8} if family in ("Qwen3", "Gemma2") else {}))
+    model, tokens = getattr(transformers, f"{family}ForCausalLM")(config).double().eval(), batches()[0][0]
+    value = tokens
+    for stage in make_stages(layer_pieces(model, lambda: tokens), [1, 2, 2]):
+        value = stage(value)
+    assert torch.equal(value.logits, model(tokens).logits)
 
 
 # ------------------------------------------------------------------ models of no library
+
+
+@torch.no_grad()
+def fill(name, tensor):
+    if name.endswith("gain"):
+        tensor.fill_(0.7)
+    elif not tensor.is_meta:
+        tensor.normal_(std=0.3, generator=torch.Generator().manual_seed(sum(name.encode())))
 
 
 class Layer(nn.Module):
@@ -167,10 +193,11 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(16), nn.Linear(32, 16)
+        self.register_buffer("gain", torch.full((), 0.7), persistent=False)
 
     def forward(self, x, scale):
         y = self.norm(x)
-        return x + scale * self.mix(torch.cat((y, y.roll(1, 1)), -1)).tanh()
+        return x + self.gain * scale * self.mix(torch.cat((y, y.roll(1, 1)), -1)).tanh()
 
 
 class Decoder(nn.Module):
@@ -181,9 +208,8 @@ class Decoder(nn.Module):
         self.out = nn.Linear(16, VOCAB)
         self.body = nn.ModuleDict({"steps": nn.ModuleList(Layer() for _ in range(3)), "table": nn.Embedding(VOCAB, 16)})
         self.widen = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))
-        draw = torch.Generator().manual_seed(3)
-        for param in self.double().parameters():
-            nn.init.normal_(param, std=0.3, generator=draw)
+        for name, tensor in (*self.double().named_parameters(), *self.named_buffers()):
+            fill(name, tensor)
 
     def layers(self, x):
         for number, step in enumerate(self.body.steps):
@@ -281,6 +307,19 @@ def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(schedule, pipe):
         assert all(error(state[name], value) < BOUND for name, value in expected.items())
 
 
+def test_a_model_from_the_meta_device_is_cut_before_it_has_values():
+    def body(world, device="meta"):
+        with torch.device(device):
+            model = Decoder()
+        engine = prepare(world, model, stage=3, initialize=fill if device == "meta" else None)
+        return [(r.loss, r.grad_norm) for r in map(engine.step, batches())]
+
+    (truth,) = rl.simulate(1, lambda world: body(world, "cpu"))
+    for found in rl.simulate(rl.Mesh(pipe=2), body):
+        for ours, theirs in zip(found, truth, strict=True):
+            assert ours == pytest.approx(theirs, rel=BOUND)
+
+
 def test_without_an_engine_the_pieces_tell_the_layers_only_how_many_tokens_there_are():
     tokens, targets = batches()[0]
     loss = lambda output, targets: loss_of_a_dict(lambda _: output, (None, targets))
@@ -310,6 +349,19 @@ def test_a_stage_is_let_go_of_the_rest_of_the_model():
     gc.collect()
     assert [ref() for ref in others] == [None] * len(others)
     assert list(piece[0]) == ["body.steps.1"]
+
+
+def test_a_stage_calls_the_model_once_and_stages_of_any_sizes_in_a_row_are_the_model():
+    model, tokens = Decoder().eval(), batches()[0][0]
+    pieces, truth = layer_pieces(model), model(tokens)["logits"]
+    for sizes in ([5], [1, 4], [2, 2, 1], [1, 1, 3], [4, 1], [1, 1, 1, 1, 1]):
+        value = tokens
+        for stage in make_stages(pieces, sizes):
+            assert len(stage._runs) == 1
+            value = stage(value)
+        assert torch.equal(value["logits"], truth)
+    apart = Stage([pieces[1], pieces[3]])
+    assert len(apart._runs) == 2
 
 
 def test_trying_a_model_leaves_it_as_it_was():

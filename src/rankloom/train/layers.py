@@ -2,15 +2,16 @@
 
 A piece is a call of the model itself in which only the piece's own modules compute: a layer takes what the piece before gave, the
 other layers hand on what they get, embeddings give zeros without memory. So positions, masks and all else that layers are told come
-from the model's own code, in each piece anew. What stands before the layers and what behind is seen in a call with a few tokens, not
-guessed from names. With the same tokens the pieces in a row must give what the model gives; a model of which they do not is refused.
+from the model's own code. The pieces of a stage are one call together. What stands before the layers and what behind is seen in a call
+with a few tokens, not guessed from names. With the same tokens the pieces in a row must give what the model gives, else it is refused.
 
 Read parallel/pipeline/cut.py before this file.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.cut import Piece, Stage
+from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.train.modes import evaluating
 
@@ -30,25 +31,42 @@ ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of
 def layer_pieces(model: nn.Module, inputs: Inputs | None = None) -> list[Piece]:
     """What stands before the layers, each layer, what stands behind: tokens [B, T] -> hidden [B, T, W] ... -> what the model returns.
 
-    inputs: asked before each layer: what the model is called with for the micro-batch that is running, a tensor or several (tokens, mask),
-            which every rank knows. Left out, layers are told zeros in the shape of `hidden` for tokens: right where it matters to them
-            only how many there are
+    inputs: asked at each call: what the model is called with for the micro-batch that is running, a tensor or several (tokens, mask),
+            which every rank knows. Left out, zeros in the shape of `hidden` stand for the tokens behind the front: right where layers
+            are told only how many there are
     raises: ConfigError for a model that cannot be cut so, with the reason
     """
     layer_list, tokens = _list_of_layers(model), _few_tokens(model)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), _some_buffers(model, tokens.device):
         sight, output = _look(model, layer_list, tokens)
-        runs = [_Run(model, sight, at, inputs and (lambda: tokens)) for at in range(len(sight.layers) + 2)]
+        runs = [_Run(model, sight, range(at, at + 1), inputs and (lambda: tokens)) for at in range(len(sight.layers) + 2)]
         _expect_all_in(runs, model)
-        _expect_same(_try(Stage([(run.modules, run) for run in runs]), tokens, model), output, model)
+        value = tokens
+        for run in runs:
+            value = _try(run, value, model)
+        _expect_same(value, output, model)
     for run in runs:
         run.inputs = inputs
     return [(run.modules, run) for run in runs]
 
 
-def _try(call: nn.Module, tokens: Tensor, model: nn.Module) -> Any:
+@contextmanager
+def _some_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Parameters of a model from the meta device stand on `device` by now, without values; its buffers get zeros inside."""
+    missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
+               if buffer is not None and buffer.is_meta]
+    for buffers, key, buffer in missing:
+        buffers[key] = torch.zeros_like(buffer, device=device)
     try:
-        return call(tokens, **_options(call))
+        yield
+    finally:
+        for buffers, key, buffer in missing:
+            buffers[key] = buffer
+
+
+def _try(call: Callable[..., Any], value: Tensor, model: nn.Module, **options: Any) -> Any:
+    try:
+        return call(value, **options)
     except Exception as error:
         error.add_note(f"while {type(model).__name__} was tried with a few tokens, to cut it into its layers; {ADVICE}")
         raise
@@ -101,7 +119,7 @@ def _look(model: nn.Module, layer_list: str, tokens: Tensor) -> tuple[_Sight, An
 
     hooks = [child.register_forward_hook(partial(note, name=name)) for name, child in watched.items()]
     try:
-        output = _try(model, tokens, model)
+        output = _try(model, tokens, model, **_options(model))
     finally:
         for hook in hooks:
             hook.remove()
@@ -171,13 +189,14 @@ def _expect_same(mine: Any, theirs: Any, model: nn.Module) -> None:
 
 
 def _close(mine: Tensor, truth: Tensor) -> bool:
-    if mine.shape != truth.shape or mine.is_meta:
+    """Also without values: NaN is like itself."""
+    if mine.shape != truth.shape or truth.is_meta:
         return mine.shape == truth.shape
-    bound = torch.finfo(truth.dtype).eps ** 0.5 * float(truth.abs().max()) if truth.is_floating_point() else 0.0
+    bound = torch.finfo(truth.dtype).eps ** 0.5 * float(truth.abs().max().nan_to_num()) if truth.is_floating_point() else 0.0
     return torch.allclose(mine, truth, rtol=0.0, atol=bound, equal_nan=True)
 
 
-# ------------------------------------------------------------------ a call of the model in which one piece computes
+# ------------------------------------------------------------------ a call of the model in which some pieces compute
 
 
 class _Instead(nn.Module):
@@ -192,35 +211,43 @@ class _Instead(nn.Module):
 
 
 class _Run:
-    """Piece number `at`: 0 is the front, then come the layers, then the back.
+    """Some pieces in a row, of which 0 is the front, then come the layers, then the back.
 
-    given, gave: what flows into the piece and out of it, while it runs
+    given, gave: what flows into them and out of them, while they run
     """
 
-    def __init__(self, model: nn.Module, sight: _Sight, at: int, inputs: Inputs | None):
-        self.inputs, self.beside, self.options = inputs, sight.beside, _options(model)
-        self.is_front, self.is_back = at == 0, at > len(sight.layers)
-        own = sight.front if self.is_front else sight.back if self.is_back else sight.layers[at - 1:at]
-        self.modules = {name: model.get_submodule(name) for name in (*own, *sight.kept)}
-        self.layer = None if self.is_front or self.is_back else self.modules[own[0]]
+    def __init__(self, model: nn.Module, sight: _Sight, pieces: range, inputs: Inputs | None,
+                 modules: Mapping[str, nn.Module] | None = None):
+        self.sight, self.pieces, self.inputs, self.options = sight, pieces, inputs, _options(model)
+        every = [sight.front, *((layer,) for layer in sight.layers), sight.back]
+        names = [*(name for piece in pieces for name in every[piece]), *sight.kept]
+        self.modules = {name: modules[name] if modules else model.get_submodule(name) for name in names}
         self.given: Tensor | None = None
         self.gave: Tensor | None = None
-        gate = sight.layers[min(max(at - 1, 0), len(sight.layers) - 1)]
+        self.enters, self.leaves = (sight.layers[min(max(piece - 1, 0), len(sight.layers) - 1)] for piece in (pieces[0], pieces[-1]))
         roles = dict.fromkeys(sight.front, self._zeros) | dict.fromkeys(sight.layers, self._hand_on) | dict.fromkeys(sight.back, _same)
-        roles = {name: run for name, run in roles.items() if name in sight.layers or name not in own} | {gate: self._gate}
+        roles = {name: run for name, run in roles.items() if name not in self.modules}
+        roles |= {name: partial(self._gate, name) for name in (self.enters, self.leaves)}
         self.shells: list[nn.Module] = []
-        self._shell(model, "", {name: _Instead(run) for name, run in roles.items()}, around=gate)
+        self._shell(model, "", {**self.modules, **{name: _Instead(run) for name, run in roles.items()}})
+
+    def then(self, other: Any) -> "_Run | None":
+        """These pieces and the next in one call of the model, where both are of one model."""
+        if not (isinstance(other, _Run) and other.sight is self.sight and other.pieces.start == self.pieces.stop):
+            return None
+        both = range(self.pieces.start, other.pieces.stop)
+        return _Run(self.shells[0], self.sight, both, self.inputs, {**self.modules, **other.modules})   # a shell has the model's places
 
     def __call__(self, *values: Any) -> Any:
         """The piece before's output, or what the model is called with -> the stream behind this piece, or what the model returns."""
-        if not self.is_front:
+        if self.pieces[0] > 0:
             (self.given,) = values
             values = self._called_with(values[0])
         for shell in self.shells:   # some models ask themselves, not their modules
             shell.training = any(module.training for module in self.modules.values())
         try:
             result = self.shells[0].forward(*values, **self.options)
-            return result if self.is_back else self.gave
+            return result if self.pieces[-1] > len(self.sight.layers) else self.gave
         finally:
             self.given = self.gave = None
 
@@ -228,25 +255,24 @@ class _Run:
         asked = self.inputs() if self.inputs else hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
         return asked if isinstance(asked, tuple) else (asked,)
 
-    def _shell(self, model: nn.Module, name: str, stand_ins: Mapping[str, nn.Module], *, around: str) -> nn.Module:
-        """A module's own code and settings, with others in place of what is not this piece's."""
+    def _shell(self, model: nn.Module, name: str, places: Mapping[str, nn.Module]) -> nn.Module:
+        """A module's own code and settings around what stands in its `places`; only where the list of layers lies, it is a shell again."""
         shell = copy.copy(model.get_submodule(name))
         self.shells.append(shell)
-        vars(shell)["_modules"] = {
-            child.rpartition(".")[2]: stand_ins[child] if child in stand_ins
-            else self._shell(model, child, stand_ins, around=around) if around.startswith(f"{child}.") else module
-            for child, module in _children(model, name).items()}
+        vars(shell)["_modules"] = {child.rpartition(".")[2]: places[child] if child in places else self._shell(model, child, places)
+                                   for child in _children(model, name)}
         return shell
 
-    def _gate(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Where the stream comes in and goes out."""
-        x = x if self.given is None else self.given
-        output = self._hand_on(x) if self.layer is None else self.layer(x, *args, **kwargs)
-        self.gave = output[0] if isinstance(output, tuple) else output
+    def _gate(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A layer where the stream comes in or goes out."""
+        x = self.given if name == self.enters and self.given is not None else x
+        output = self.modules[name](x, *args, **kwargs) if name in self.modules else self._hand_on(x)
+        if name == self.leaves:
+            self.gave = output[0] if isinstance(output, tuple) else output
         return output
 
     def _hand_on(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        return x if self.beside is None else (x, *[None] * self.beside)
+        return x if self.sight.beside is None else (x, *[None] * self.sight.beside)
 
     def _zeros(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         assert self.given is not None, "the front is computed, not stood in for"

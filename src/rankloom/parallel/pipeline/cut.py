@@ -1,7 +1,8 @@
 """Cut a model into stages: pieces that run one after the other, dealt out so that no stage is much slower than the others.
 
 A piece is some modules under their names in the model, and a function that runs them. A stage keeps these names, so that its
-parameters are called as in the whole model, and checkpoints do not depend on the cut.
+parameters are called as in the whole model, and checkpoints do not depend on the cut. A function may have a method `then`, which takes
+that of the next piece and returns one for both, or None; a stage asks for it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,11 @@ class Stage(nn.Module):
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__()
-        self._runs = [run for _, run in pieces]
+        self._runs: list[Callable[..., Any]] = []
+        for _, run in pieces:
+            then = getattr(self._runs[-1], "then", None) if self._runs else None
+            both = None if then is None else then(run)
+            self._runs[-1:] = [*self._runs[-1:], run] if both is None else [both]
         for parts, _ in pieces:
             for name, part in parts.items():
                 _place(self, name, part)
