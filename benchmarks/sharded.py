@@ -17,7 +17,8 @@ environment is made on first use in build/deepspeed, on the torch that is instal
 
 Memory is that of all ranks together, one variant in its processes: proportional set sizes, in which a page that several ranks map counts
 once, read many times a step, the largest sum. "Before" is what the processes held before there was a model, the libraries and their kernels
-loaded. Part of the rest is what glibc's heap hoards: MALLOC_MMAP_THRESHOLD_=1048576 before the command shows it without.
+loaded. Part of the rest is what glibc's heap hoards, most of all of the peers, whose wholes lie in it: MALLOC_MMAP_THRESHOLD_=1048576
+before the command shows it without.
 """
 
 import argparse

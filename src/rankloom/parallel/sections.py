@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
+from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient, Lenders
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
@@ -110,7 +111,7 @@ def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
                host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY,
-               apart: frozenset[str] = frozenset()) -> list[Unit]:
+               apart: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
     """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), summed
     over other replicas (names in `apart`), read in eight bits.
 
@@ -124,15 +125,16 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, f
             kinds.setdefault((kept, param.requires_grad, name in whole, name in apart, name in float8), {})[name] = param
     label = section or "root"
     return [(partial(Float8Unit, readers=float8) if eight else Unit)(
-                label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill,
+                label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill, frames=frames,
                 lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
             for at, ((form, _, cut_nowhere, _, eight), members) in enumerate(kinds.items())]
 
 
-def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, scale: float) -> Lenders:
+def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, frames: Frames,
+                   scale: float) -> Lenders:
     """Give every trainable unit its gradient; returns what lends them their buffers."""
     trainable = [unit for section in sections for unit in section.units if unit.trainable]
-    lenders = Lenders([] if keep else trainable)
+    lenders = Lenders([] if keep else trainable, frames)
     kept = _one_buffer_each(trainable) if keep else {}
     for section in sections:
         section.gradients = [Gradient(unit, replicas_of(unit), lenders, kept=kept.get(unit), scale=scale)

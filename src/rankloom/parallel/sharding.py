@@ -30,6 +30,7 @@ from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
 from rankloom.parallel.sections import Section, make_gradients
 from rankloom.parallel.wrapping import tensors_in
+from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
@@ -82,15 +83,16 @@ class Sharding:
     sections:       the root first
     group:          the shard axis             replicas: ranks with the same slice
     keep_gradients: they stay whole until a step's last backward (stage 1)
+    frames:         memory of what is whole for a while only
     scale:          what summed gradients are multiplied by
     apart:          parameters that are summed over other replicas (experts)
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
-                 gathering: Gathering, scale: float = 1.0, apart: Apart | None = None):
+                 gathering: Gathering, frames: Frames, scale: float = 1.0, apart: Apart | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.lenders = make_gradients(sections, apart.replicas_of(replicas) if apart else lambda unit: replicas, keep=keep_gradients,
-                                      scale=scale)
+                                      frames=frames, scale=scale)
         self.syncing = True
         self._order: list[Section] = []        # of the calls of this pass
         self._last_order: list[Section] = []   # of those of the pass before

@@ -25,6 +25,7 @@ from rankloom.parallel.sections import Section, make_units
 from rankloom.parallel.sharding import Apart, Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Readers
+from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut
@@ -77,19 +78,19 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
     if plan.stage not in (0, *STAGES):
         raise ConfigError(f"stage={plan.stage!r} is none of {(0, *STAGES)}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    host = Host(group.device) if plan.offload else None
+    host, frames = Host(group.device) if plan.offload else None, Frames(group.device)
     sections = []
     members_of = parameters_of_sections(model, section_names(model, plan.units))
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
         units = make_units(name, {member: params[member] for member in members}, group, plan.formats, keep=plan.stage < 3, whole=whole,
-                           lay_out_whole=lay_out_whole, host=host, fill=fill, float8=plan.float8,
+                           lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=plan.float8,
                            apart=plan.apart.names if plan.apart else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
     let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True and plan.hooked
     return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
-                    gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead, plan.hooked))
+                    frames=frames, gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead, plan.hooked))
 
 
 def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:

@@ -5,8 +5,8 @@
     advance    then the slices are summed over the replicas, where there are any
     finish     the sum is in the slice, added to what earlier backward passes have left there
 
-Flat buffers come from `group.buffer`, so that ranks of one host reduce them where they lie. At stage 1 every unit keeps its own; at
-stages 2 and 3 the units of one size take turns with two. Read shard/unit.py before this file.
+Flat buffers come from `group.buffer` where ranks of one host reduce them where they lie, else they are windows (shard/frames.py). At
+stage 1 every unit keeps its own; at stages 2 and 3 the units of one size take turns with two. Read shard/unit.py before this file.
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group, Handle
 
@@ -25,26 +26,29 @@ IN_TURN = 2   # one buffer is being filled while the other is being reduced
 class Lenders:
     """Flat buffers that the gradients of units of one size share.
 
-    All of them are made at the start, by every rank alike: to ask the group for memory is a collective.
+    Those that the group gives are all made at the start, by every rank alike: to ask it for memory is a collective.
     """
 
-    def __init__(self, units: Iterable[Unit]):
-        units = list(units)
+    def __init__(self, units: Iterable[Unit], frames: Frames):
+        units, self.frames = list(units), frames
         sizes = [size_of(unit) for unit in units]
-        self._free = {size_of(unit): [unit.group.buffer(*size_of(unit)) for _ in range(min(IN_TURN, sizes.count(size_of(unit))))]
+        self._free = {size_of(unit): [self._buffer_for(unit) for _ in range(min(IN_TURN, sizes.count(size_of(unit))))]
                       for unit in {size_of(unit): unit for unit in units}.values()}
         self._flying: deque[Gradient] = deque()
 
-    def lend(self, unit: Unit) -> Tensor:
+    def lend(self, unit: Unit) -> Window:
         """A buffer for the whole gradient of `unit`; waits for a reduction on its way when all are in use."""
-        numel, dtype = size_of(unit)
-        free = self._free.get((numel, dtype), [])
-        while not free and (flying := next((g for g in self._flying if size_of(g.unit) == (numel, dtype)), None)):
+        size = size_of(unit)
+        free = self._free.get(size, [])
+        while not free and (flying := next((g for g in self._flying if size_of(g.unit) == size), None)):
             flying.finish()
-        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=unit.group.device)
+        buffer = free.pop() if free else self.frames.window(*size)
+        buffer.open()
+        return buffer
 
-    def give_back(self, unit: Unit, buffer: Tensor) -> None:
+    def give_back(self, unit: Unit, buffer: Window) -> None:
         """The buffer may be lent again."""
+        buffer.close()
         self._free[size_of(unit)].append(buffer)
 
     def depart(self, gradient: "Gradient") -> None:
@@ -52,6 +56,8 @@ class Lenders:
         for other in self._flying:
             other.advance()
         self._flying.append(gradient)
+        while len(self._flying) > IN_TURN:   # each takes memory for what arrives
+            self._flying[0].finish()
 
     def arrive(self, gradient: "Gradient") -> None:
         """Its reduction has ended."""
@@ -64,7 +70,10 @@ class Lenders:
 
     def held(self) -> int:
         """Bytes of buffers that nobody has borrowed."""
-        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
+        return sum(buffer.held for free in self._free.values() for buffer in free)
+
+    def _buffer_for(self, unit: Unit) -> Window:
+        return Standing(unit.group.buffer(*size_of(unit))) if unit.group.lends_memory else self.frames.window(*size_of(unit))
 
 
 def size_of(unit: Unit) -> tuple[int, torch.dtype]:
@@ -79,17 +88,24 @@ class Gradient:
     lenders:  where the whole buffer comes from, unless it is
     kept:     its own (stage 1)
     scale:    what the sum is multiplied by (1 / ranks for a mean)
-    memory:   n elements from the first landing until the sum is there (always, if kept); n/p for the slice (if not kept)
+    memory:   n elements from the first landing until the sum is there (always, if kept), n(p-1)/p more while it is made, where other
+              ranks' memory cannot be read; n/p for the slice (if not kept)
     """
 
     def __init__(self, unit: Unit, replicas: Group, lenders: Lenders, *, kept: Tensor | None = None, scale: float = 1.0):
         self.unit, self.replicas, self.lenders, self.keep, self.scale = unit, replicas, lenders, kept is not None, scale
+        self._buffer: Window | None = None if kept is None else Standing(kept)
+        self._arriving: Window | None = None   # what other ranks send of this rank's slice
         self.landed: set[str] = set()     # since the last reduction
         self.used: set[str] = set()       # since the gradients were last forgotten
-        self.whole: Tensor | None = kept
         self.slice: Tensor | None = None
         self._received: Tensor | None = None   # where the reduced slice is being written
         self._pending: list[Handle] = []
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All elements, where there are any."""
+        return None if self._buffer is None else self._buffer.tensor
 
     @property
     def flying(self) -> bool:
@@ -125,7 +141,9 @@ class Gradient:
         self._stand_in()
         assert self.whole is not None, "a unit without parameters"
         self._received = self._place()
-        self._pending = [self.unit.group.reduce_scatter(self.whole, out=self._received, label=self._label, async_op=True)]
+        room = self._room_for_arrivals()
+        self._pending = [self.unit.group.reduce_scatter(self.whole, out=self._received, scratch=room.tensor if room else None,
+                                                        label=self._label, async_op=True)]
         self.lenders.depart(self)
 
     @torch.no_grad()
@@ -140,22 +158,20 @@ class Gradient:
         """The slice holds the sum, beside what it held from earlier backward passes."""
         self.advance()
         received = self._pending[1].wait()
+        if self._arriving is not None:
+            self._arriving.close()
         self.lenders.arrive(self)
         if self.scale != 1.0:
             received.mul_(self.scale)
         self._hand_over(received)
-        if not self.keep and self.whole is not None:
-            self.lenders.give_back(self.unit, self.whole)
-            self.whole = None
+        self._let_go()
         self._pending, self._received = [], None
 
     def abandon(self) -> None:
         """After a backward that died, or before a new step: forget everything."""
         if self.flying:
             self.finish()
-        if not self.keep and self.whole is not None:
-            self.lenders.give_back(self.unit, self.whole)
-            self.whole = None
+        self._let_go()
         for owner in self.unit.owners.values():
             owner.grad = None
         self.landed.clear()
@@ -192,19 +208,20 @@ class Gradient:
 
     def held(self) -> int:
         """Bytes in memory now."""
-        return sum(t.nbytes for t in (self.whole, None if self._is_inside() else self.slice) if t is not None)
+        arriving = self._arriving.held if self._arriving else 0
+        return arriving + sum(t.nbytes for t in (self.whole, None if self._is_inside() else self.slice) if t is not None)
 
     @property
     def _label(self) -> str:
         return f"gradients of {self.unit.name}"
 
     def _view(self, name: str) -> Tensor:
-        if self.whole is None:
-            self.whole = self.lenders.lend(self.unit)
+        if self._buffer is None:
+            self._buffer = self.lenders.lend(self.unit)
             for start, end in self.unit.layout.gaps():   # where another unit may have had a tensor; norms read the whole slice
-                self.whole[start:end].zero_()
+                self._buffer.tensor[start:end].zero_()
         slot = self.unit.layout.slot(name)
-        return self.whole[slot.start : slot.end].view(slot.shape)
+        return self._buffer.tensor[slot.start : slot.end].view(slot.shape)
 
     def _stand_in(self) -> None:
         """Zeros for what has not landed; from now on nothing has."""
@@ -212,6 +229,20 @@ class Gradient:
             self._view(name).zero_()
         self.used |= self.landed
         self.landed.clear()
+
+    def _room_for_arrivals(self) -> Window | None:
+        group = self.unit.group
+        if group.size == 1 or group.device.type != "cpu" or group.lends_memory:
+            return None
+        if self._arriving is None:
+            self._arriving = self.lenders.frames.window(self.unit.layout.total // group.size * (group.size - 1), self.unit.formats.reduce)
+        self._arriving.open()
+        return self._arriving
+
+    def _let_go(self) -> None:
+        if not self.keep and self._buffer is not None:
+            self.lenders.give_back(self.unit, self._buffer)
+            self._buffer = None
 
     def _is_inside(self) -> bool:
         return self.keep and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None

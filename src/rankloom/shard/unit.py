@@ -8,8 +8,8 @@
     GATHERED    every parameter may be used
 
 Three kinds of memory, told apart here and nowhere else:
-- let go (stage 3): the storage of `whole` is resized to nothing when it is released, and back when it is gathered. Views of it, those
-  that autograd keeps for backward included, mean the same elements again then.
+- let go (stage 3): `whole` is a window (shard/frames.py), open while it is gathered, so that units use the same memory in turn. Views
+  of it, those that autograd keeps for backward included, mean the same elements whenever it is open.
 - kept (stages 1, 2): `whole` stays, and is gathered once after each update.
 - common: ranks that share a host map one and the same `whole`. A rank writes its slice, and a gather is a barrier.
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
+from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import Layout, lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.world.group import Group, Handle
@@ -65,16 +66,23 @@ class Unit:
     keep:   the whole stays in memory (stages 1 and 2)
     host:   where the slice lies, if it is not on the group's device (shard/offload.py)
     fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; on all ranks the same
+    frames: the memory that it has in turn with other units, while gathered; left out, its own
     memory: n/p master elements, and n compute elements while gathered (always, if kept; once for all ranks, if common)
     """
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats, *, keep: bool = False,
-                 lay_out: LayOut = lay_out_evenly, host: Host | None = None, fill: Fill | None = None):
+                 lay_out: LayOut = lay_out_evenly, host: Host | None = None, fill: Fill | None = None,
+                 frames: Frames | None = None):
         self.name, self.params, self.group, self.formats, self.host = name, dict(params), group, formats, host
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
-        self.whole, common = group.common_buffer(self.layout.total, formats.compute)
+        whole, common = group.common_buffer(self.layout.total, formats.compute)
         self.memory = Memory.COMMON if common else Memory.KEPT if keep or (group.size == 1 and host is None) else Memory.LET_GO
+        frames = frames or Frames(group.device)
+        stays = Standing(whole) if self.stays else None
+        del whole   # before other memory comes in its place
+        self.window: Window = stays or frames.window(self.layout.total, formats.compute)
+        self.window.open()
         self.state = State.GATHERED
         self._pending: Handle | None = None
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
@@ -86,6 +94,11 @@ class Unit:
             size, dtype=formats.master, device=group.device)
         self._take_over(fill)
         self.publish()
+
+    @property
+    def whole(self) -> Tensor:
+        """All elements, while they are in memory."""
+        return self.window.tensor
 
     @property
     def stays(self) -> bool:
@@ -122,11 +135,11 @@ class Unit:
         label = f"parameters of {self.name}"
         if self.common:
             self.group.barrier(label=label)
-        elif self.stays:
-            self._pending = self.group.all_gather(self._span(), out=self.whole, label=label, async_op=True)
         else:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
-            group, mine = self._near or (self.group, self._slice_to_send())
+            self.window.open()
+            if not self.stays and self._near is None:
+                self._write_slice(self._own_here(), self._span())
+            group, mine = self._near or (self.group, self._span())
             self._pending = group.all_gather(mine, out=self.whole, label=label, async_op=True)
 
     def wait(self) -> None:
@@ -151,7 +164,7 @@ class Unit:
         if near is not None:
             self._near = near, self.whole.view(near.size, -1)[near.rank].clone()
         self._hide()
-        self.whole.untyped_storage().resize_(0)
+        self.window.close()
         self.state = State.SHARDED
 
     @torch.no_grad()
@@ -204,7 +217,7 @@ class Unit:
 
     def held(self) -> tuple[int, int]:
         """Bytes in memory now: of this rank's slice, and of the whole beyond it; of common pages, this rank's share."""
-        whole = self.whole.untyped_storage().nbytes() // (self.group.size if self.common else 1)
+        whole = self.window.held // (self.group.size if self.common else 1)
         apart = self.own.untyped_storage()._cdata != self.whole.untyped_storage()._cdata   # which tells them on the meta device too
         near = self._near[1].nbytes if self._near else 0
         return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
@@ -218,11 +231,6 @@ class Unit:
     def _own_here(self) -> Tensor:
         """The slice on the device of the group."""
         return self.own if self.host is None else self.host.fetch(self.own)
-
-    def _slice_to_send(self) -> Tensor:
-        out = torch.empty(self.own.shape, dtype=self.formats.compute, device=self.group.device)
-        self._write_slice(self._own_here(), out)
-        return out
 
     def _write_slice(self, own: Tensor, out: Tensor) -> None:
         """This rank's slice, as it travels."""
