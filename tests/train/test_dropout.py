@@ -218,7 +218,9 @@ CONFIG = GPTConfig(vocab_size=37, width=16, layers=2, heads=4, kv_heads=2, ffn=2
 MESHES = [({"context": 2}, {}), ({"context": 3}, {}), ({"context": 4}, {}), ({"context": 2}, {"context": "all_to_all"}),
           ({"context": 2, "shard": 2}, {"stage": 3}), ({"context": 2, "tensor": 2}, {}), ({"tensor": 2}, {"sequence": True}),
           ({"context": 2, "tensor": 2}, {"sequence": True}), ({"pipe": 2, "context": 2}, {"pipe": "1f1b", "accumulate": 2}),
-          ({"pipe": 2, "tensor": 2}, {"pipe": "zb-h1", "accumulate": 2})]
+          ({"pipe": 2, "tensor": 2}, {"pipe": "zb-h1", "accumulate": 2}),
+          ({"pipe": 2, "tensor": 2}, {"pipe": "1f1b", "accumulate": 2, "sequence": True}),
+          ({"pipe": 2, "context": 2, "tensor": 2}, {"pipe": "1f1b", "accumulate": 2, "sequence": True})]
 
 
 def train_gpt(world, *, sequence: bool = False, moe: MoEConfig | None = None, length: int = 24, **options):
@@ -251,7 +253,7 @@ def test_sequences_cut_over_ranks_drop_what_one_process_drops(mesh, options, mon
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize(("mesh", "options"), [MESHES[0], MESHES[7], MESHES[8]], ids=str)
+@pytest.mark.parametrize(("mesh", "options"), [MESHES[0], MESHES[7], MESHES[8], MESHES[-2]], ids=str)
 def test_what_is_computed_again_drops_the_same_tokens(recompute, mesh, options, monkeypatch):
     monkeypatch.setattr(dropout, "SLAB", 5)
     expect_one_process(mesh, {**options, "recompute": recompute})

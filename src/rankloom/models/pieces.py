@@ -13,22 +13,26 @@ from rankloom.models.gpt import GPT, Rotary
 from rankloom.models.part import WHOLE, Part
 
 
-def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
+def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE,
+               inputs: Callable[[], Tensor] | None = None) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
     """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> what `gpt_loss` takes.
 
-    part: asked before each block: of the sequences the tokens are, for whoever has cut them
+    part:   asked before each block: of the sequences the tokens are, for whoever has cut them
+    inputs: asked there too: the tokens of the micro-batch, where what goes from block to block is cut by tokens (sequence parallel)
     """
     # The functions hold their own modules only: a rank that keeps one stage must be able to let go of the rest.
     embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
     head = model.head or embedding
     return [({"embedding": embedding, "embedding_dropout": dropout}, lambda tokens: dropout(embedding(tokens))),
-            *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part)) for i, block in enumerate(model.blocks)),
+            *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part, inputs))
+              for i, block in enumerate(model.blocks)),
             ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: (norm(x), head.weight))]
 
 
-def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], x: Tensor) -> Tensor:
+def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], inputs: Callable[[], Tensor] | None, x: Tensor) -> Tensor:
     now = part()
-    cos, sin = rotary(0, x.shape[1]) if now.positions is None else rotary.at(now.positions)
+    tokens = x if inputs is None else inputs()
+    cos, sin = rotary(0, tokens.shape[1]) if now.positions is None else rotary.at(now.positions)
     return block(x, cos, sin, part=now)   # type: ignore[no-any-return]
 
 
