@@ -295,3 +295,34 @@ def test_a_model_that_differs_between_ranks_is_refused():
 
     with pytest.raises(ModelMismatch, match="another model than rank 0"):
         rl.simulate(rl.Mesh(tensor=2), body)
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(pipe=2, shard=2)], ids=str)
+def test_a_llama_of_transformers_is_filled_from_a_state_dict_and_its_buffers(mesh):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True)
+    plain = transformers.LlamaForCausalLM(config).double()
+    given = dict(plain.named_parameters()) | dict(plain.named_buffers())
+
+    def loss(model, batch):
+        logits = model(batch[0])
+        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+    def body(world, model, **options):
+        pipe = {"pipe": "gpipe", "accumulate": 2} if world.mesh.pipe > 1 else {}
+        engine = rl.prepare(model, loss=loss, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), world=world, stage=3, clip=0.5,
+                            **pipe, **options)
+        rows = engine.group
+        reports = [engine.step(tuple(t.tensor_split(rows.size)[rows.rank] for t in batch)) for batch in make_batches()]
+        return [(report.loss, report.grad_norm) for report in reports]
+
+    def on_ranks(world):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).double()
+        return body(world, model, initialize=lambda name, tensor: tensor.copy_(given[name].detach()))
+
+    found = rl.simulate(mesh, on_ranks)
+    for ours, expected in zip(found, rl.simulate(1, lambda world: body(world, plain)) * mesh.size, strict=True):
+        assert [number for pair in ours for number in pair] == pytest.approx([number for pair in expected for number in pair], rel=BOUND)
