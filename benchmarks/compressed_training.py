@@ -25,8 +25,8 @@ from rankloom.models.config import preset
 from rankloom.models.loss import language_model_loss
 from rankloom.train.sections import BYTES_VOCAB
 
-CASES = ("none", "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16", "powersgd:16/150")
-WITHIN = {"int8": "1 %", "powersgd:16/150": "1 %"}
+CASES = ("none", "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16", "powersgd:16/150", "powersgd:32")
+WITHIN = {"int8": "1 %", "powersgd:32": "1 %"}
 
 
 def train(case: str, args: argparse.Namespace, folder: Path) -> tuple[float, float, float]:

@@ -79,7 +79,7 @@ def expect_exact_steps(after: int, compress: str) -> None:
 class Summing:
     """How the gradients of one run are summed: all by one all-reduce; or compressed, each buffer by one of its own.
 
-    after:  steps in which sums are exact before they are compressed: those in which a young model's gradients have no few directions
+    after:  steps in which sums are exact before they are compressed
     raises: ConfigError when there is no such all-reduce or compression, or they do not go together
     """
 

@@ -93,6 +93,7 @@ class PowerSGD(Compressed):
     """The all-reduce of this file.
 
     parts:  the tensors in the buffer; those of two dims or more are matrices, first dim by all others
+    rank:   directions that pass in a step; docs/design.md says how many training needs
     sent:   an all-reduce of r(a+b) values for each matrix of a x b where that is at most half, and of all other values; 4(p-1) messages
     memory: n + 3r(a+b) fp32
     raises: ConfigError without parts, for then nothing would be compressed

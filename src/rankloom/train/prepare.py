@@ -81,7 +81,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
     all_reduce:      "backend", "ring", or a registered name (stage 0)
     compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16" (stage 0)
-    compress_after:  steps that sum exactly first: young models lose most by compression. After a resume they are counted anew (stage 0)
+    compress_after:  steps that sum exactly first; after a resume they are counted anew (stage 0)
     units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
                      parameters, or a function of (name, module)
     keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n neighbours
