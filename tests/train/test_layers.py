@@ -155,8 +155,7 @@ def test_a_tied_llama_runs_on_any_schedule(schedule, chunks, pipe):
     expect_equal(rl.Mesh(pipe=pipe), llama(tie=True), stage=1, pipe=rl.Pipe(schedule=schedule, chunks=chunks))
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("words", [{}, SEQUENCE], ids=["whole", "tokens"])
+@pytest.mark.parametrize(("policy", "words"), [("selective", {}), ("full", SEQUENCE)], ids=["selective", "full, by tokens"])
 def test_blocks_that_compute_again_do_so_in_stages_and_parts(policy, words):
     expect_equal(rl.Mesh(pipe=2, tensor=2), llama(), stage=0, recompute=policy, tensor_plan=llama().tp_plan | words)
 
