@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
 from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
+from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.world.group import Group
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
@@ -195,18 +195,7 @@ class Pipeline:
             stage, name = held[self.group.rank]
             param = self.stages[stage].get_parameter(name)
             if param.requires_grad:
-                self._sum_over(param, sorted(held))
-
-    def _sum_over(self, param: nn.Parameter, ranks: list[int]) -> None:
-        mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-        used = torch.tensor([param.grad is not None], device=param.device)
-        parts: dict[int, Sequence[Tensor]] = {self.group.rank: (mine, used)}
-        for low, high in combinations(ranks, 2):   # the same order everywhere, so that nobody waits in a circle
-            if self.group.rank in (low, high):
-                other = low + high - self.group.rank
-                parts[other] = [self.group.exchange(x, other, torch.empty_like(x), other, label="tied parameter") for x in (mine, used)]
-        if any(bool(flag) for _, flag in parts.values()):
-            param.grad = torch.stack([parts[rank][0] for rank in ranks]).sum(0)
+                param.grad = sum_tied(param.grad, param, self.group, sorted(held))
 
     # ------------------------------------------------------------------ before
 
