@@ -439,3 +439,13 @@ def test_every_step_is_checked_once():
         assert sent[0] == sent[1] == sent[2]
 
     rl.simulate(2, body)
+
+
+def test_a_stream_that_is_split_in_the_middle_with_dropout_between_passes():
+    def body(world):
+        layers = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12))
+        plan = {"embed": "embedding_colwise", "rest": "sequence_split", "rest.0": "sequence_dropout", "rest.1": "sequence_parallel",
+                "rest.2": "colwise", "rest.3": "rowwise", "rest.4": "sequence_parallel_rep"}
+        backward(rl.tensor_parallel(shaken(Tower(8, *layers)), plan, world))
+
+    rl.simulate(2, body)
