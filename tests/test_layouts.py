@@ -67,8 +67,9 @@ def test_help_imports_no_heavy_library():
 def test_the_table_of_ranks_says_place_stage_rows_and_bytes():
     ranks, groups, parameters = (cells(part) for part in shown(*EIGHT, ranks_per_host=4) if isinstance(part, Table))
     assert [row["rank"] for row in ranks] == [str(n) for n in range(8)]
-    assert [row["host"] for row in ranks] == list("00001111") == [row["pipe"] for row in ranks] == [row["stages"] for row in ranks]
-    assert [row["shard"] for row in ranks] == list("00110011") and [row["tensor"] for row in ranks] == list("01010101")
+    assert [row["host"] for row in ranks] == list("00001111")
+    assert [row["pipe, shard, tensor"] for row in ranks] == [f"{p}, {s}, {t}" for p in (0, 1) for s in (0, 1) for t in (0, 1)]
+    assert "stages" not in ranks[0], "a rank's place along pipe says it"
     assert ranks[0]["modules"] == "embedding, blocks 0-1" and ranks[7]["modules"] == "blocks 2-3, norm, embedding"
     assert [row["rows"] for row in ranks] == ["0-3", "0-3", "4-7", "4-7"] * 2, "micro-batches for the pipeline, one row each"
     assert [(row["axis"], row["groups of ranks"], row["between"]) for row in groups] == [
@@ -79,6 +80,11 @@ def test_the_table_of_ranks_says_place_stage_rows_and_bytes():
         "128 x 128", "[rows/tensor, cols]", "rows 0-63 (heads 0-1)  |  rows 64-127 (heads 2-3)")
     assert kinds["blocks.*.attention.output.weight"][1:] == ("[rows, cols/tensor]", "cols 0-63 (heads 0-1)  |  cols 64-127 (heads 2-3)")
     assert kinds["blocks.*.mlp_norm.weight"] == ("128", "[elements]", "whole")
+
+
+def test_stages_are_told_where_ranks_have_several():
+    ranks = cells(shown(*SMALL, "--mesh.pipe", "2", "--train.pipe", "interleaved", "--train.accumulate", "4")[2])
+    assert [row["stages"] for row in ranks] == ["0, 2", "1, 3"]
 
 
 def test_key_value_heads_that_ranks_share_are_told():
@@ -93,7 +99,7 @@ def test_tokens_experts_and_rows_are_told_where_ranks_have_different_ones():
     assert [row["experts"] for row in ranks] == ["0-1 of 4", "2-3 of 4"] * 2
     assert [row["tokens"] for row in ranks] == ["0-15, 48-63"] * 2 + ["16-47"] * 2
     assert [row["rows"] for row in ranks] == ["0-2", "3-5"] * 2
-    assert "pipe" not in ranks[0] and "host" not in ranks[0] and "shard" not in ranks[0]
+    assert "context, expert" in ranks[0] and "host" not in ranks[0]
 
 
 def test_one_rank_holds_everything_and_there_is_nothing_to_say_about_others():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -149,8 +150,9 @@ def table_of_ranks(drawn: Drawn) -> Table:
     columns = {"rank": [str(part.rank) for part in drawn.ranks]}
     if drawn.hosts:
         columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
-    columns |= {axis: [str(part.coords[axis]) for part in drawn.ranks] for axis in drawn.axes}
-    if drawn.mesh.pipe > 1:
+    if drawn.axes:   # one column, for terminals of 80
+        columns[", ".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
+    if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
         columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
     columns["modules"] = [say_pieces(pieces_of(part)) for part in drawn.ranks]
     if drawn.mesh.expert > 1:
@@ -246,9 +248,9 @@ def _host(hosts: Sequence[Sequence[int]], rank: int) -> int:
 
 def _table(columns: dict[str, list[str]]) -> Table:
     """Numbers to the right."""
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name, cells in columns.items():
-        table.add_column(name, justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
+        table.add_column(name, overflow="fold", justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
     for row in zip(*columns.values()):
         table.add_row(*map(Text, row))   # what stands in brackets is no markup
     return table

@@ -116,7 +116,8 @@ def test_an_error_inside_backward_is_the_last_thing_on_the_screen_with_rank_file
     assert "ZeroDivisionError: no more steps" in Path("logs/rank-1.stderr.log").read_text()
 
 
-def test_a_killed_rank_is_the_cause_and_memory_is_hinted_at():
+def test_a_killed_rank_is_the_cause_and_memory_is_hinted_at(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(rl.RankFailed, match="rank 1 of 2 failed first") as failed:
         launch(JOB, "SIGKILL", "60")
     assert failed.value.rank == 1
