@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 import rankloom as rl
-from rankloom.world.agent import _Meeting, conclude, launch_ranks
+from rankloom.world import agent
+from rankloom.world.agent import Watch, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
 from rankloom.world.verdict import Ending
 
@@ -308,6 +309,28 @@ def test_no_rank_outlives_a_launcher_that_was_interrupted_by_an_exception():
             launch("import os, time; os.environ['RANK'] == '0' and os.kill(os.getppid(), 10); time.sleep(60)")
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_nor_does_one_that_was_being_started_then(monkeypatch):
+    """The launcher is interrupted after the processes are there, and before anybody has looked at them."""
+    def interrupt(number, frame):
+        raise InterruptedError("enough")
+
+    class Late(Watch):
+        def __init__(self, processes, *args):
+            if processes:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.3)
+            super().__init__(processes, *args)
+
+    monkeypatch.setattr(agent, "Watch", Late)
+    before, begin = signal.signal(signal.SIGUSR1, interrupt), time.monotonic()
+    try:
+        with pytest.raises(InterruptedError, match="enough"):
+            launch("import time; time.sleep(60)")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - begin < 20
 
 
 DEAF = """

@@ -75,7 +75,7 @@ def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic
         try:
             running.result()
         finally:
-            agent.watch.kill()   # none is left, unless waiting for them was cut short
+            agent.give_up()   # nobody is left, unless waiting for them was cut short
     code = conclude(agent.watch.endings(logs), stop.number)
     logs.tidy()
     return code
@@ -224,6 +224,12 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")
         self.logs, self.stop, self.grace = logs, stop, grace
         self.watch = Watch({}, {}, stop, grace)
+        self.given_up = False
+
+    def give_up(self) -> None:
+        """SIGKILL to all ranks that run; those that are just being started are not forgotten."""
+        self.given_up = True
+        self.watch.kill()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -231,6 +237,8 @@ class _Agent(LocalElasticAgent):
         processes = {rank: handler.proc for rank, handler in handlers.items()}
         files = {rank: self.logs.failure(rank) for rank in processes}
         self.watch = Watch(processes, files, self.stop, self.grace)
+        if self.given_up:
+            self.watch.kill()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
