@@ -15,6 +15,7 @@ from rankloom.train import loop
 from rankloom.train.config import make_config, write_config
 from rankloom.train.sections import MoESection
 from rankloom.train.weights import load_model
+from tiny_runs import maker_of_configs
 
 RTOL = 1e-12   # fp64: the same terms in another order
 TABLE = {
@@ -27,18 +28,7 @@ TABLE = {
 
 @pytest.fixture
 def table(tmp_path):
-    """A function that gives the config of a tiny run in an empty folder, some keys replaced."""
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 103)
-    places = {"run": {"folder": str(tmp_path / "runs")}, "data": {"source": str(tmp_path / "text.txt"), "cache": str(tmp_path / "cache")}}
-
-    def make(**sections):
-        merged = {}
-        for part in (TABLE, places, sections):
-            for section, keys in part.items():
-                merged[section] = merged.get(section, {}) | keys
-        return make_config(merged, "test")
-
-    return make
+    return maker_of_configs(tmp_path, TABLE)
 
 
 def run(config):

@@ -1,38 +1,17 @@
 """`full_state_dict(rank)` on meshes that split the model: one rank gets the whole, the others hold no more than a tensor meanwhile."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import rankloom as rl
 from rankloom import GPT, GPTConfig
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
+from storages import Storages
 
 MESHES = [(rl.Mesh(replicate=3), 0), (rl.Mesh(replicate=2, shard=2), 3), (rl.Mesh(tensor=2), 0), (rl.Mesh(pipe=3), 1),
           (rl.Mesh(shard=2, expert=2), 3), (rl.Mesh(pipe=2, context=2), 2), (rl.Mesh(replicate=2, tensor=2), 2),
           (rl.Mesh(shard=2, tensor=2, expert=2), 1), (rl.Mesh(pipe=2, shard=2, tensor=2), 3)]
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors of one thread took at once, made since it was entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, weakref.ref] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)}
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (storage := tensor.untyped_storage())._cdata not in given:
-                self.storages[storage._cdata] = weakref.ref(storage)
-        self.bytes = max(self.bytes, sum(s.nbytes() for reference in self.storages.values() if (s := reference()) is not None))
-        return result
 
 
 def engine_of(world: rl.World, stage: int, layers: int = 2) -> rl.Engine:
@@ -86,9 +65,9 @@ def large_engine(world: rl.World, stage: int) -> rl.Engine:
 def test_the_others_hold_a_tensor_at_a_time(mesh, stage):
     def body(world):
         engine = large_engine(world, stage)
-        with Peak() as peak:
+        with Storages(fresh=True) as storages:
             state = engine.full_state_dict(rank=world.size - 1)
-        return peak.bytes, sum(value.nbytes for value in state["model"].values())
+        return storages.peak, sum(value.nbytes for value in state["model"].values())
 
     *others, (most, whole) = rl.simulate(mesh, body)
     assert most > 3 * whole > 50 * LARGEST

@@ -13,12 +13,13 @@ from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.data.loader import TokenSamples
 from rankloom.models.loss import language_model_loss
 from rankloom.train import loop
-from rankloom.train.config import load_config, make_config
+from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
 from rankloom.world.simulate import simulate
+from tiny_runs import maker_of_configs
 
 TABLE = {
     "model": {"preset": "1M", "width": 32, "layers": 1, "ffn": 32},
@@ -30,19 +31,7 @@ TABLE = {
 
 @pytest.fixture
 def table(tmp_path):
-    """A function that gives the config of a tiny run in an empty folder, some keys replaced."""
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 103)
-    places = {"run": {"folder": str(tmp_path / "runs")}, "data": {"source": str(text), "cache": str(tmp_path / "cache")}}
-
-    def make(**sections):
-        merged = {}
-        for part in (TABLE, places, sections):
-            for section, keys in part.items():
-                merged[section] = merged.get(section, {}) | keys
-        return make_config(merged, "test")
-
-    return make
+    return maker_of_configs(tmp_path, TABLE)
 
 
 def run(config, ranks=1):

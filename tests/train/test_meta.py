@@ -2,14 +2,11 @@
 
 import dataclasses
 import threading
-import weakref
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import rankloom as rl
 from rankloom import GPT, GPTConfig
@@ -18,6 +15,7 @@ from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel import sharding
+from storages import Storages
 
 BOUND = 1e-12   # that of test_equivalence.py
 ROWS, TOKENS, VOCAB = 12, 12, 37
@@ -100,28 +98,6 @@ def test_on_every_axis_it_begins_with_the_bits_of_one_process_and_trains_as_one_
         expect_equal(mine, truth(config))
 
 
-class Memory(TorchDispatchMode):
-    """Follows the storages that one thread makes: the bytes alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, weakref.ref] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now())
-        return result
-
-    def now(self) -> int:
-        """Bytes alive."""
-        return sum(storage.nbytes() for reference in self.storages.values() if (storage := reference()) is not None)
-
-
 LONG = GPTConfig(vocab_size=1024, width=32, layers=6, heads=4, kv_heads=4, ffn=64, seq_len=16, tie=True)
 
 
@@ -136,7 +112,7 @@ def test_while_a_model_is_built_a_rank_holds_no_more_than_its_part_and_one_whole
 
     def body(world):
         model = GPT(config, device="meta").double()
-        with Memory() as memory:
+        with Storages() as memory:
             before.peak = lambda: memory.peak
             engine = engine_of(world, model, stage, initialize=lambda name, tensor: tensor.fill_(1.0))
         return engine.held().parameters, before.found
