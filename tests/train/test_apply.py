@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.shard.optimizer import Optimizers
 from rankloom.train import apply
 from rankloom.train.apply import apply_gradients, global_norm, peak_memory
 
@@ -114,6 +115,24 @@ def test_nothing_is_updated_when_anything_is_not_finite(bad, name, fused):
     assert all(torch.equal(p, b) for p, b in zip(params, before))
     for param, held in zip(params, state):
         assert all(torch.equal(optimizer.state[param][key], value) for key, value in held.items())
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_first_step_that_is_skipped_leaves_nothing_to_remember(name, fused, together):
+    """torch's fused SGD takes momentum from memory as it comes, and calls it momentum although the kernel skipped."""
+    params, flats = make()
+    parts = [OPTIMIZERS[name]([param], **({"fused": True} if fused else {})) for param in params]
+    optimizer = Optimizers(parts) if together else OPTIMIZERS[name](params, **({"fused": True} if fused else {}))
+    fill(flats, 0)
+    flats[0][0] = math.inf
+    assert not apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)[3]
+    assert not optimizer.state
+    fill(flats, 0)
+    assert apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)[3]
+    for mine, never_skipped in zip(params, run(name, fused, clip=None, steps=1)[0], strict=True):
+        torch.testing.assert_close(mine, never_skipped, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankloom.parallel.fully_shard import CLIP_EPSILON
-from rankloom.shard.optimizer import Optimizers
+from rankloom.shard.optimizer import Optimizers, parts_of
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
@@ -50,6 +50,7 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
     if clip is not None:
         factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)
     bad = ~(torch.isfinite(norm) & torch.isfinite(total) & (count > 0))
+    known = [len(part.state) for part in parts_of(optimizer)]
     if getattr(optimizer, "_step_supports_amp_scaling", False) and all(flat.dtype == torch.float32 for flat in flats):
         # Setting these two is the interface that torch's own gradient scaler uses.
         optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[union-attr]
@@ -59,7 +60,19 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
             flat.mul_(factor.to(flat.dtype))
         optimizer.step()
     values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
+    if values[3]:
+        _forget_new_state(optimizer, known)
     return values[0], values[1], values[2], not values[3]
+
+
+def _forget_new_state(optimizer: torch.optim.Optimizer | Optimizers, known: list[int]) -> None:
+    """After a step that was skipped: torch's fused SGD makes its momentum in memory as it comes, and leaves it unwritten when it skips.
+
+    known: how many parameters each part had state of before the step; dicts keep their order
+    """
+    for part, number in zip(parts_of(optimizer), known, strict=True):
+        for param in list(part.state)[number:]:
+            del part.state[param]
 
 
 def peak_memory(device: torch.device) -> int:
