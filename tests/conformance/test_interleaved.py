@@ -146,6 +146,38 @@ def test_futures_call_back_with_the_result(ranks):
     assert world.run(body) == [30.0] * 3
 
 
+def test_what_a_future_calls_back_may_wait_for_other_futures(ranks):
+    """For a sum of its own, as in the PowerSGD of torch's DDP, and for one that was asked for later."""
+    world, asked = ranks(2, 5.0), threading.Event()
+
+    def body(rank):
+        group = world.groups[rank]
+
+        def add_up_again(future):
+            return add_up(group, future.value()[0]).get_future().wait()
+
+        def add_up_twice_again(future):
+            return add_up(group, future.value()[0]).get_future().then(add_up_again).wait()
+
+        if rank == 1:
+            asked.wait(5)
+        sums = [add_up(group, torch.ones(1)).get_future() for _ in range(2)]
+        waits = sums[0].then(lambda future: sums[1].wait())   # not there yet on rank 0
+        asked.set()
+        return waits.wait()[0].item(), sums[0].then(add_up_twice_again).wait()[0].item()
+
+    assert world.run(body) == [(2.0, 8.0)] * 2
+
+
+def test_futures_of_a_group_that_was_left_are_set_all_the_same(ranks):
+    world = ranks(2, 5.0)
+    works = world.run(lambda rank: add_up(world.groups[rank], torch.ones(1)))
+    world.run(lambda rank: works[rank].get_future().wait())
+    for group in world.groups:
+        group.shutdown()
+    assert [work.get_future().wait()[0].item() for work in works] == [2.0, 2.0]
+
+
 def test_a_future_does_not_wait_for_one_that_was_asked_for_before(ranks):
     """The message comes only after the sum was seen, though its future was made first."""
     world, seen = ranks(2, 5.0), threading.Event()

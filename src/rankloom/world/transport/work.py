@@ -6,7 +6,7 @@ torch's own classes (DDP, FSDP2) take either: `wait()` from Python, `get_future(
 import datetime
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -199,35 +199,65 @@ class PendingMessage(Pending):
 
 
 class Herald:
-    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without asking us."""
+    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without asking us.
+
+    What is called back may wait for other futures of this group (torch's PowerSGD does). So one thread is always free of that:
+    it waits for the next work, or for news.
+    """
 
     def __init__(self) -> None:
         self._news: queue.SimpleQueue[tuple[Pending, torch.futures.Future] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()   # guards the rest
+        self._threads: list[threading.Thread] = []
+        self._free = 0   # threads that are not in what a future calls back
+        self._closed = False
 
     def announce(self, work: Pending, future: torch.futures.Future) -> None:
         """Set `future` once `work` has ended."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="rankloom-herald", daemon=True)
-            self._thread.start()
-        self._news.put((work, future))
+        with self._lock:
+            if is_open := not self._closed:
+                self._news.put((work, future))
+                self._attend()
+        if not is_open:   # then nothing is on its way any more
+            tell(work, future)
 
     def close(self) -> None:
-        """End the thread, after the news that it has."""
+        """End the threads, after the news that they have."""
+        with self._lock:
+            self._closed, threads = True, [*self._threads]
         self._news.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _attend(self) -> None:
+        if not self._free:
+            self._free += 1
+            self._threads.append(threading.Thread(target=self._run, name="rankloom-herald", daemon=True))
+            self._threads[-1].start()
 
     def _run(self) -> None:
         while (news := self._news.get()) is not None:
-            tell(*news)
+            tell(*news, before=self._hand_over)
+            with self._lock:
+                self._free += 1
+        self._news.put(None)   # for the next thread
+
+    def _hand_over(self) -> None:
+        """Somebody else must be there for the news while this thread is in what a future calls back."""
+        with self._lock:
+            self._free -= 1
+            if not self._news.empty():
+                self._attend()
 
 
-def tell(work: Pending, future: torch.futures.Future) -> None:
-    """Set `future` once `work` has ended."""
+def tell(work: Pending, future: torch.futures.Future, before: Callable[[], object] = bool) -> None:
+    """Set `future` once `work` has ended; call `before` between the two."""
     try:
         work.wait()
     except Exception as error:   # not hidden: whoever waits for the future gets it
+        before()
         future.set_exception(error)
     else:
+        before()
         future.set_result(work.result())
