@@ -149,6 +149,13 @@ class MoE(nn.Module):
         mixed = self._through_experts(x, choice, kept)
         return mixed if self.shared is None else mixed + self.shared(x)
 
+    def take_extra(self) -> Tensor | None:
+        """The auxiliary losses of the last training forward, once. A pipeline asks every layer of a stage that has this method."""
+        extra, self.extra = self.extra, None
+        if extra is not None:
+            self.taken = extra.detach() if self.taken is None else self.taken + extra.detach()
+        return extra
+
     @torch.no_grad()
     def rebalance(self, routed: Tensor) -> None:
         """After a step: move the router's bias towards experts that had fewer tokens than the mean. routed: [E], of all ranks."""
@@ -225,12 +232,7 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 def take_extra_loss(model: nn.Module) -> Tensor | None:
     """The auxiliary losses of the last training forward, added up; afterwards there are none. None: there were none."""
-    extras = []
-    for layer in moe_layers(model).values():
-        if layer.extra is not None:
-            extras.append(layer.extra)
-            layer.taken = layer.extra.detach() if layer.taken is None else layer.taken + layer.extra.detach()
-        layer.extra = None
+    extras = [extra for layer in moe_layers(model).values() if (extra := layer.take_extra()) is not None]
     return torch.stack(extras).sum() if extras else None
 
 

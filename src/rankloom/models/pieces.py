@@ -39,7 +39,7 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], input
 def gpt_loss(model: GPT) -> Callable[[tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]:
     """loss(what the last piece gives: hidden [B, T, W] and the output matrix [V, W], targets [B, T]) -> (sum, count).
 
-    The auxiliary losses of routers are not in it: they stand in the stages (`take_extra_loss`).
+    The auxiliary losses of routers are not in it: they stand in the stages, whose layers are asked for them.
     """
     output, kernel = model.output, model.loss_kernel
 

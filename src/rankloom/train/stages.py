@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
 from rankloom.base.events import Load
-from rankloom.models.moe import take_extra_loss
 from rankloom.models.part import WHOLE, Part
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
@@ -141,7 +140,7 @@ def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: i
             where.setdefault(name, set()).add(plan.owner[number])
     mine = plan.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, cutting.loss(model),
-                        hooks=Hooks(before=turn.move_on_to, extra=take_extra_loss, scale=lambda: turn.scale))
+                        hooks=Hooks(before=turn.move_on_to, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 

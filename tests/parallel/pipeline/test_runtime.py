@@ -375,6 +375,18 @@ def test_gathers_and_reductions_are_called_where_the_plan_has_them():
     assert called == {rank: [str(a) for a in actions if a.microbatch is None] for rank, actions in enumerate(plan.ranks)}
 
 
+def test_gradients_of_several_steps_add_up_also_of_a_tied_parameter():
+    batches, pieces = token_batches(2), lambda: gpt_pieces(make_gpt())
+
+    def body(world):
+        stages = make_stages(pieces(), [3, 5])
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, make_plan("1f1b", 2, 1), gpt_loss, tied=find_tied(stages))
+        totals = sum(pipeline.step([batch]) for batch in batches)
+        return totals, {name: p.grad for name, p in stages[world.rank].named_parameters()}
+
+    expect_equal(rl.simulate(2, body), one_process(pieces(), gpt_loss, batches))
+
+
 def routed_pieces():
     """A GPT with experts, whose routers leave a loss of their own in their stage."""
     experts = MoEConfig(experts=3, top_k=2, ffn=6, balance_loss=0.1, router_z_loss=0.01)
@@ -397,7 +409,7 @@ def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
         total.backward()
         expected += torch.tensor([total.item(), float(count)], dtype=torch.float64)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    results = rl.simulate(3, lambda w: run(w, routed_pieces, gpt_loss, plan, batches, hooks=Hooks(extra=take_extra_loss)))
+    results = rl.simulate(3, lambda w: run(w, routed_pieces, gpt_loss, plan, batches))
     expect_equal(results, (expected, grads))
 
 

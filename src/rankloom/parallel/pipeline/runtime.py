@@ -42,7 +42,6 @@ class Hooks:
     """What else is to be done on the way: all may be left out."""
 
     before: Callable[[int], None] | None = None                  # with the micro-batch's number, before each forward and backward
-    extra: Callable[[nn.Module], Tensor | None] | None = None    # a loss *sum* of its own that the last forward has left in a stage
     scale: Callable[[], float] | None = None                     # what losses are multiplied by for their backward (fp16)
     gather: Callable[[int], None] | None = None                  # what GATHER does, with the stage's number
     reduce: Callable[[int], None] | None = None                  # what REDUCE does
@@ -87,8 +86,14 @@ class Pipeline:
         if len(microbatches) != self.plan.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of {self.plan.microbatches}; "
                              "make the plan for the number there is")
+        tied = self._tied_here()
+        before = [param.grad for param, _ in tied]   # summed already
+        for param, _ in tied:
+            param.grad = None
         totals = self._run(self.plan.ranks[self.group.rank], microbatches)
-        self._sum_tied()
+        for (param, ranks), grad in zip(tied, before):
+            now = sum_tied(param.grad, param, self.group, ranks)
+            param.grad = now if grad is None else grad if now is None else grad.add_(now)
         return totals
 
     @torch.no_grad()
@@ -130,7 +135,7 @@ class Pipeline:
         if self.hooks.before:
             self.hooks.before(m)
         output = self.stages[stage](*inputs)
-        extra = self.hooks.extra(self.stages[stage]) if self.hooks.extra else None
+        extra = take_left_losses(self.stages[stage])
         own = [] if extra is None else [extra]
         if stage == self.plan.stages - 1:
             own.append(self._loss(output, m))
@@ -186,16 +191,15 @@ class Pipeline:
         else:
             self._border[way, stage + (way == "B"), m] = self._messages.receive(action)
 
-    def _sum_tied(self) -> None:
-        """Every rank that holds a tied parameter sends its gradient to the others, two at a time; all add in the order of ranks."""
+    def _tied_here(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """This rank's trained parameters that stand on other ranks too, each with all of its ranks, in one order everywhere."""
+        found = []
         for places in self._tied:
             held = {self.plan.owner[stage]: (stage, name) for stage, name in reversed(places)}
-            if self.group.rank not in held:
-                continue
-            stage, name = held[self.group.rank]
-            param = self.stages[stage].get_parameter(name)
-            if param.requires_grad:
-                param.grad = sum_tied(param.grad, param, self.group, sorted(held))
+            if self.group.rank in held:
+                stage, name = held[self.group.rank]
+                found.append((self.stages[stage].get_parameter(name), sorted(held)))
+        return [(param, ranks) for param, ranks in found if param.requires_grad]
 
     # ------------------------------------------------------------------ before
 
@@ -215,6 +219,13 @@ class Pipeline:
         for kind in (kind for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)) if kind in used and not hook):
             raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
                               f"with Hooks({kind.lower()}=)")
+
+
+def take_left_losses(stage: nn.Module) -> Tensor | None:
+    """The loss sums that layers of a stage have left beside their outputs, such as routers (models/moe.py); None: there are none."""
+    layers: list[Any] = [module for module in stage.modules() if hasattr(type(module), "take_extra")]
+    left = [extra for layer in layers if (extra := layer.take_extra()) is not None]
+    return torch.stack(left).sum() if left else None
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
