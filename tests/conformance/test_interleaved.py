@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -114,6 +115,28 @@ def test_work_that_nobody_waits_for_is_done_all_the_same_and_keeps_its_tensor(ra
         return x
 
     assert [x.tolist() for x in world.run(body)] == [[2.0] * 4] * 2
+
+
+def test_a_tensor_that_was_waited_for_is_held_by_nobody_else(ranks):
+    world = ranks(2)
+
+    def body(rank):
+        group, held = world.groups[rank], []
+        for begin_with in (lambda x: add_up(group, x), lambda x: group.recv([x], 1, 0) if rank == 0 else group.send([x], 0, 0)):
+            work = begin_with(x := torch.ones(3))
+            held.append(weakref.ref(x))
+            work.wait()
+            del x, work
+        future = add_up(group, x := torch.ones(3)).get_future()
+        held.append(weakref.ref(x))
+        future.wait()
+        del x, future
+        late = time.monotonic() + 5
+        while held[-1]() is not None and time.monotonic() < late:   # the thread that sets futures lets go a moment later
+            time.sleep(1e-3)
+        return [x() for x in held]
+
+    assert world.run(body) == [[None] * 3] * 2
 
 
 def test_work_tells_when_it_has_ended_and_what_came_of_it(ranks):

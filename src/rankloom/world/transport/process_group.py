@@ -50,7 +50,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
         self._herald, self._buffers = Herald(), buffers
-        self._in_flight: list[Pending] = []   # works whose caller may have dropped them
+        self._in_flight: set[Pending] = set()   # works whose caller may have dropped them
         self._name = self._description = ""
 
     # ------------------------------------------------------------------ who and where
@@ -363,8 +363,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._remember(work)
 
     def _remember(self, work: Pending) -> Pending:
-        self._in_flight = [other for other in self._in_flight if not other.is_completed()]
-        self._in_flight.append(work)
+        for other in [*self._in_flight]:   # those that have ended go
+            other.is_completed()
+        work.stay_among(self._in_flight)
         return work
 
     def _where(self, kind: int | str) -> str:

@@ -87,6 +87,12 @@ class Pending(Work):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._ended = False
+        self._among: set[Pending] = set()
+
+    def stay_among(self, works: "set[Pending]") -> None:
+        """Be held in this set until it has ended: its caller may drop it."""
+        self._among = works
+        works.add(self)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Work.wait`. With a time-out of its own, it raises CollectiveTimeout then, and the work goes on."""
@@ -131,6 +137,7 @@ class Pending(Work):
                 for finish in self._finish:
                     finish()
             self._keep, self._finish = (), []
+            self._among.discard(self)
 
     def _await(self, seconds: float) -> int:
         """Block for at most so long; why it failed, or 0."""
@@ -239,6 +246,7 @@ class Herald:
     def _run(self) -> None:
         while (news := self._news.get()) is not None:
             tell(*news, before=self._hand_over)
+            del news   # it holds tensors, and the next may be long in coming
             with self._lock:
                 self._free += 1
         self._news.put(None)   # for the next thread
