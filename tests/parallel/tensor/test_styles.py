@@ -73,6 +73,22 @@ class Fused(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+class Grouped(nn.Module):
+    """Attention in three matrices, which knows how many heads it has by the names that it is given."""
+
+    def __init__(self, **counts):
+        super().__init__()
+        vars(self).update(counts)
+        self.names = list(counts)
+        # keys without a bias: its gradient is zero, and the rest are roundings
+        self.q, self.k, self.v, self.out = nn.Linear(6, 24), nn.Linear(6, 12, bias=False), nn.Linear(6, 12), nn.Linear(24, 6)
+
+    def forward(self, x):
+        heads, kv_heads = (getattr(self, name) for name in self.names)
+        q, k, v = (f(x).unflatten(-1, (n, -1)).transpose(1, 2) for f, n in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads)))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
 class NormedHeads(nn.Module):
     """Each head is normed by one weight that all heads share, so that ranks use it for different heads."""
 
@@ -150,6 +166,27 @@ def test_gate_and_up_in_one_matrix(ranks, bias):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
     expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
+
+
+GROUPED = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
+
+
+@pytest.mark.parametrize("names", [("num_heads", "num_kv_heads"), ("n_head", "n_kv_head"), ("nhead", "nkv"), ("h", "kv"),
+                                   ("n_local_heads", "n_local_kv_heads"), ("q_heads_of_layer", "kv_heads_of_layer")])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_knows_its_heads_by_many_names(names, ranks):
+    def make():
+        model = Grouped(**dict(zip(names, (4, 2))))
+        vars(model).update({"head_dim": 6} if "layer" in names[0] else {})   # these are known by their values
+        return shaken(model)
+
+    expect_equal(ranks, make, run, plan=GROUPED)
+
+
+@pytest.mark.parametrize("names", [("groups", "others"), ("Q", "K")])
+def test_attention_that_says_its_heads_under_names_that_nobody_knows_is_refused(names):
+    with pytest.raises(ConfigError, match=f"3 column-cut layers of 24, 12, 12 features and seems .* only {names[0]} could"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Grouped(**dict(zip(names, (4, 2))))), GROUPED, world))
 
 
 def test_two_matrices_side_by_side_are_cut_by_rows_each():

@@ -3,11 +3,15 @@
 A head is never cut. Query heads must divide by the ranks. With grouped queries there are fewer key-value heads: either
 they divide too, or the ranks divide by them, and then neighbouring ranks, whose query heads share a key-value head, hold
 the same one. Their gradients are terms of a sum: the holding says `owed`.
+
+A module says how many heads it has by attributes of its own, under one of many names. One that seems to be attention and says so
+under none of them is refused: cut evenly, half of each head would pass for a head.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,10 +19,23 @@ from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.parallel.tensor.holding import Spans, pieces, shared
 
 # What the attention modules of the field call the width of a head, its number, and those of keys and values.
-WIDTHS = ("head_dim", "head_width", "attention_head_size")
-QUERIES = ("num_heads", "num_attention_heads", "n_head", "n_heads", "heads")
-KEY_VALUES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head", "d_k")
+QUERIES = ("num_heads", "num_attention_heads", "num_q_heads", "num_query_heads", "n_head", "n_heads", "n_q_heads", "n_local_heads",
+           "nhead", "nheads", "heads")
+KEY_VALUES = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "n_local_kv_heads", "kv_heads")
 FEATURES = ("split_size", "all_head_size")   # of all queries
+QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
+SHORT = ("nh", "n_h", "h", "hd", "hs", "d_h", "dh")   # said by attention alone: counts, and after those widths
+SHORT_COUNTS = 3
+CONFIGS = ("config", "cfg", "args")
+
+
+class Cut(NamedTuple):
+    """How many heads of queries, keys or values there were, and how many a rank has."""
+
+    whole: int
+    here: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +88,37 @@ def _choices(query: int, key_values: int, *, repeats: bool = True) -> str:
     return ", ".join(map(str, fitting[:-1])) + (" or " if fitting[1:] else "") + str(fitting[-1])
 
 
-def heads_of(module: nn.Module, name: str, features: Iterable[int]) -> Heads | None:
-    """The heads of `module`, if it is attention. features: of its column-cut layers, before the cut; the most are the queries'."""
-    most = max(features)
+def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | None:
+    """The heads of `module`, if it is attention. features: of its column-cut layers, before the cut; the most are the queries'.
+
+    raises: ConfigError where it seems to be, and does not say how many there are
+    """
+    most, attention = max(features), len(features) > 2 or len(set(features)) > 1
     for attribute in WIDTHS:
         if _count(module, attribute):
             return Heads(getattr(module, attribute), most // getattr(module, attribute), name)
-    for attribute in QUERIES:
+    for attribute in (*QUERIES, *SHORT[:SHORT_COUNTS * attention]):
         count = _count(module, attribute)
         if count and most % count == 0:
             return Heads(most // count, count, name)
+    for attribute in SHORT[SHORT_COUNTS:] if attention else ():
+        if width := _count(module, attribute):
+            return Heads(width, most // width, name)
+    if attention and (hints := _hints(module, features)):
+        raise ConfigError(f"{name} has {len(features)} column-cut layers of {', '.join(map(str, features))} features and seems to be "
+                          f"attention, but only {hints[0]} could say how many heads that are; give the module itself num_heads, "
+                          "or head_dim if it reads the number off its input")
     return None
+
+
+def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:
+    """What may be heads or their width under names that nobody knows, and counts in a config, which is not this module's to change."""
+    places = re.compile("idx|index|len|max|window")
+    own = [name for name, value in vars(module).items() if _count(module, name) and not places.search(name)
+           and 1 < value < max(features) and not any(each % value for each in features)]
+    shared = [f"{place}.{name}" for place in CONFIGS for name in (*QUERIES, *SHORT[:SHORT_COUNTS])
+              if _count(getattr(module, place, None), name)]
+    return own + shared
 
 
 def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, int | None]:
@@ -100,17 +137,17 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
     return Heads(width, query, name), key_values
 
 
-def tell_local_counts(module: nn.Module, local: Sequence[int], width: int) -> None:
-    """Once cut, an attention module that keeps counts of its own must keep those of this rank.
-
-    local: heads of this rank: of queries, then of keys and values
-    """
-    query, key_values = max(local), min(local)
-    values = [(QUERIES, query), (KEY_VALUES, key_values), (FEATURES, query * width), (("num_key_value_groups",), query // key_values)]
-    for names, value in values:
-        for attribute in names:
-            if _count(module, attribute):
-                setattr(module, attribute, value)
+def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
+    """Once cut, an attention module that keeps counts of its own must keep those of this rank. cuts: of queries, keys and values"""
+    query, key_values = max(cuts), min(cuts)
+    values = [(QUERIES, query.here), (KEY_VALUES, key_values.here), (FEATURES, query.here * query.width),
+              (QUERIES_OF_A_KEY, query.here // key_values.here)]
+    known = {name: value for names, value in values for name in names}
+    for name in list(vars(module)):
+        if count := _count(module, name):
+            counted = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)
+            by_value = {cut.whole: cut.here for cut in (key_values, query)} if counted else {}
+            setattr(module, name, known.get(name, by_value.get(count, count)))
 
 
 def _anywhere(module: nn.Module, names: Iterable[str]) -> int | None:

@@ -5,7 +5,8 @@
     rowwise                         cut by input features, which come cut; its sum is all-reduced, or reduce-scattered by tokens
     rowwise_rep, rowwise_split_input      the same, of an input that comes whole
     packed_colwise, packed_rowwise  gate and up (two matrices of equal size) fused in one
-    packed_qkv_colwise              queries, keys and values fused in one                    (a word of our own)
+    packed_qkv_colwise              all queries, then all keys, then all values in one (a word of our own). Where each head has its
+                                    own three side by side (GPT-NeoX), say colwise, and give the module head_dim alone
     embedding_rowwise               cut over the vocabulary, padded where it does not divide
     embedding_colwise               cut by features, which are gathered
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.heads import cut_evenly, fused_heads_of, heads_of, tell_local_counts
+from rankloom.parallel.tensor.heads import Cut, cut_evenly, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
@@ -53,7 +54,7 @@ class Cutting:
     pieces: int = 1                    # in which a row-cut product is computed and sent
     new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
     entrances: dict[str, Entrance] = field(default_factory=dict)
-    heads: dict[str, list[tuple[int, int]]] = field(default_factory=dict)                      # attention -> local heads, width
+    heads: dict[str, list[Cut]] = field(default_factory=dict)                                  # attention -> of queries, keys, values
 
     @property
     def sequence(self) -> bool:
@@ -91,7 +92,7 @@ class Cutting:
     def tell_attention(self) -> None:
         """After all cuts: attention modules learn how many heads they have."""
         for name, local in self.heads.items():
-            tell_local_counts(self.model.get_submodule(name), [count for count, _ in local], local[0][1])
+            tell_local_counts(self.model.get_submodule(name), local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
         heads = heads_of(cutting.model.get_submodule(site.parent), site.parent, siblings)
         if heads:
             spans, owed = heads.spans(features, ranks)
-            cutting.heads.setdefault(site.parent, []).append((_length(spans) // heads.width, heads.width))
+            cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
@@ -194,7 +195,7 @@ def packed_column(site: Site, *, qkv: bool) -> None:
     if qkv:
         heads, key_values = fused_heads_of(cutting.model.get_submodule(site.parent), site.parent, features)
         spans = heads.fused(features, key_values, ranks)
-        cutting.heads[site.parent] = [(count // ranks, heads.width) for count in (heads.query, key_values or heads.query)]
+        cutting.heads[site.parent] = [Cut(count, count // ranks, heads.width) for count in (heads.query, key_values or heads.query)]
     else:
         spans = cut_evenly(features, ranks, site.name, parts=2)
     held = _of_outputs(site, transposed, _length(spans), spans)
