@@ -409,6 +409,13 @@ class FrozenWithin(Net):
         self.blocks[2].down.requires_grad_(False)
 
 
+class StopsGradient(Block):
+    """A use of a matrix that has no gradient, whose backward comes after all gradients of the block have landed."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.up.weight.detach())[:, :WIDTH] + super().forward(x)
+
+
 class Normed(Block):
     """Running statistics."""
 
@@ -428,6 +435,7 @@ MODELS = {
     "unused block": OneNotUsed, "skipped block": Skips, "block at times": Sometimes,
     "root without parameters": Chain, "alike in size": Alike,
     "frozen first": FrozenFirst, "frozen within": FrozenWithin, "buffers": lambda: Net(Normed),
+    "stopped gradient": lambda: Net(StopsGradient),
 }
 
 
@@ -591,6 +599,44 @@ def test_parameters_outside_their_unit_are_an_error_and_no_crash():
         return mean_square(model, inputs()).item()
 
     assert rl.simulate(2, body) == [mean_square(made(), inputs()).item()] * 2
+
+
+class PutsAside(nn.Module):
+    """What it makes is not returned. Its matrix is larger than a frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(400, 400)
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.aside = self.lift(x)
+
+
+class TakesAside(nn.Module):
+    """Blocks whose backward nobody sees begin."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, 400), nn.ModuleList(PutsAside() for _ in range(3))
+        self.blocks.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            block(x)
+            x = torch.tanh(block.aside)
+        return x
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_that_comes_to_parameters_while_they_are_away_is_an_error_and_no_wrong_gradient(frozen):
+    def body(world):
+        model = rl.fully_shard(made(lambda: TakesAside(frozen)), world, units=PutsAside)
+        loss = mean_square(model, inputs())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    rl.simulate(2, body)
 
 
 def test_an_optimizer_made_before_sharding_is_an_error():

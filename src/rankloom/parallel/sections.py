@@ -20,6 +20,8 @@ from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
+Place = tuple[nn.Module, str, nn.Parameter, Unit, str, int]   # where in the model a parameter hangs, and how often it has been written
+
 
 class Section:
     """A module that is gathered when it is called, and the units of its own parameters."""
@@ -34,7 +36,7 @@ class Section:
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.each = True                     # reduced after every backward, or only after the last of a step
-        self._places = _places(module, {param: name for unit in units for name, param in unit.params.items()})
+        self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
 
     def start_gather(self) -> None:
         """Let the parameters set out; those on their way or here already stay so."""
@@ -79,11 +81,11 @@ class Section:
 
     def expect_own_parameters(self) -> None:
         """Raise when somebody has put another parameter in the place of one that is sharded, or written into it."""
-        for module, key, param, name, version in self._places:
+        for module, key, param, unit, name, version in self._places:
             if module._parameters.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
                                 "Load its values with a state dict, or replace it before sharding")
-            if param._version != version:
+            if unit.version(name) != version:
                 raise UnitError(f"{name} was changed in place after the model was sharded: what is written there is lost, or reaches the "
                                 "other ranks too. Load its values with a state dict, or change the slices, which the optimizer updates")
 
@@ -102,10 +104,9 @@ class Section:
         self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
 
 
-def _places(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[tuple[nn.Module, str, nn.Parameter, str, int]]:
-    """Each place in the model where one of the parameters hangs, and how often that has been written."""
-    return [(part, key, param, names[param], param._version) for part in module.modules()
-            for key, param in part._parameters.items() if param is not None and param in names]
+def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[Place]:
+    return [(part, key, param, *units[param], units[param][0].version(units[param][1])) for part in module.modules()
+            for key, param in part._parameters.items() if param is not None and param in units]
 
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,

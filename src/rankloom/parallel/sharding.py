@@ -3,8 +3,8 @@
 Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order of their calls:
 
     forward     gather 0;  before i: gather i, set out i+1;            after i: let i go (0 stays)
-    backward               before i: gather i, set out the one that was called before it;
-                           once all gradients of i have landed: let i go, reduce-scatter it
+    backward               before i: let go what was called after it, gather i, set out the one that was called before it;
+                           once all gradients of i have landed: reduce-scatter them
     end         reduce what no gradient came for, let 0 go, agree which parameters were used anywhere
 
 At stages 1 and 2 nothing is let go, and after the update each section is gathered once. The order of calls is that of the last pass;
@@ -310,9 +310,7 @@ class Sharding:
         gradient.land(name, param)
         section.waiting_for.discard(name)
         if not section.waiting_for:
-            self._settle(section)
-            if section.may_go_early and section is not self.sections[0]:
-                self._let_go(section)
+            self._settle(section)   # its parameters stay: backward may still go through a use of them that has no gradient
 
     def _enter_backward(self) -> None:
         if self._stage is Moment.BACKWARD:

@@ -6,7 +6,8 @@ that reads it all the same gives NaN, and the step ends.
 Read shard/unit.py and shard/float8.py before this file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -74,10 +75,17 @@ class Float8Unit(Unit):
         self.params[name].data = torch.full((), torch.nan, dtype=self._rounded, device=self.group.device).expand(values.shape)
 
     def _show(self) -> None:
-        # `.data`, or to autograd what it keeps for backward would seem changed when it is gathered again
-        for name, eight in decode(self.whole.data, self.layout, self._amaxes).items():
+        for name, eight in decode(self._bytes, self.layout, self._amaxes).items():
             for layer in self.readers[name]:
                 layer.held = (eight, eight)
+
+    @cached_property
+    def _bytes(self) -> Tensor:
+        """`.data` of the whole, or to autograd what it keeps for backward would seem changed when that is gathered again."""
+        return self.whole.data
+
+    def _read_in_backward(self) -> Iterable[Tensor]:
+        return *self.params.values(), self._bytes
 
     def _hide(self) -> None:
         for layers in self.readers.values():

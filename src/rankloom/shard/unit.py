@@ -16,7 +16,7 @@ Three kinds of memory, told apart here and nowhere else:
 Read shard/layout.py before this file; parallel/fully_shard.py says when a unit is gathered, shard/gradients.py is its other half.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -151,6 +151,7 @@ class Unit:
         self._near = None
         if not self.stays:
             self._show()
+            _move_versions(self._read_in_backward(), -1)
         self.state = State.GATHERED
 
     def release(self, near: Group | None = None) -> None:
@@ -164,6 +165,7 @@ class Unit:
         if near is not None:
             self._near = near, self.whole.view(near.size, -1)[near.rank].clone()
         self._hide()
+        _move_versions(self._read_in_backward(), 1)
         self.window.close()
         self.state = State.SHARDED
 
@@ -201,6 +203,11 @@ class Unit:
         first = slot.start + start - self.layout.span(self.group.rank)[0] if stop > start else 0
         view = flat[first : first + stop - start]
         return view.view(slot.shape) if self.layout.whole_tensors and stop > start else view
+
+    def version(self, name: str) -> int:
+        """How often a parameter has been written, as autograd counts; that it goes and comes is none of it."""
+        away = not self.stays and self.state is not State.GATHERED
+        return self.params[name]._version - away
 
     @property
     def trainable(self) -> bool:
@@ -254,6 +261,10 @@ class Unit:
         for param in self.params.values():
             param.data = nothing
 
+    def _read_in_backward(self) -> Iterable[Tensor]:
+        """Tensors whose version counters are those of all that autograd keeps of `whole`."""
+        return self.params.values()
+
     def _span(self) -> Tensor:
         return self.whole[slice(*self.layout.span(self.group.rank))]
 
@@ -263,3 +274,10 @@ class Unit:
             raise UnitError(f"rank {self.group.ranks[self.group.rank]}: unit {self.name} ({shown} ...) is {self.state.value}, expected "
                             f"{state.value}. Parameters may be used inside the forward and backward of the module that holds them; "
                             "call that module, not a part of it")
+
+
+def _move_versions(tensors: Iterable[Tensor], by: int) -> None:
+    """While memory is away, what autograd keeps of it counts as changed: a backward that reads it all the same is an error, where it
+    would find what others have left there."""
+    seen = tuple(tensors)
+    torch._C._autograd._unsafe_set_version_counter(seen, tuple(tensor._version + by for tensor in seen))
