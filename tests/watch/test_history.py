@@ -52,3 +52,17 @@ def test_smoothing_neither_lags_nor_leads_and_keeps_the_ends():
     assert smooth(falling) == pytest.approx(falling, rel=1e-12), "a straight line is its own mean"
     jump = smooth([0.0] * 50 + [1.0] * 50, reach=5)
     assert jump[0] == 0.0 and jump[-1] == 1.0 and 0 < jump[46] < jump[49] < 0.5 < jump[50] < jump[53] < 1
+
+
+@pytest.mark.parametrize("n", [80, 400])
+def test_the_end_of_a_smoothed_curve_is_no_noisier_than_a_line_through_its_window(n):
+    noisy = [3.0 - i / n + (0.5 if i % 2 else -0.5) for i in range(n)]
+    curve, reach = smooth(noisy), n // 40
+    off = [abs(value - (3.0 - i / n)) for i, value in enumerate(curve)]
+    # noise that alternates moves the mean of 2r+1 values by 0.5/(2r+1), and the end of the line through them by no more than thrice that
+    assert max(off[reach:-reach]) < 0.51 / (2 * reach + 1) and max(off[-reach:]) < 1.6 / (2 * reach + 1)
+
+
+@pytest.mark.parametrize("values", [[], [2.0], [2.0, 1.0], [3.0, 2.0, 1.0]])
+def test_few_values_are_smoothed_too(values):
+    assert smooth(values) == pytest.approx(values)

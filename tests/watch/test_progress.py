@@ -42,6 +42,18 @@ def test_a_mixture_of_experts_tells_its_busiest_expert_what_was_dropped_and_its_
     assert format_line(even, fold(even), 2).endswith("300 MB  experts 1.0x")
 
 
+def test_a_line_that_is_too_long_leaves_out_what_matters_least():
+    event = replace(done(1234), experts={"mlp": Load((6, 2), 1)}, auxiliary=0.02, count=100_000.0, skipped=True)
+    fit = lambda width: format_line(event, fold(event), 20000, width)
+    assert fit(None) == ("step 1234/20000  loss 3.210  grad 0.50  200.0k tok/s  2:36:23 left  comm 20%  300 MB  experts 1.5x  "
+                         "dropped 12.5%  aux 0.020  SKIPPED: overflow")
+    assert fit(125) == fit(None).replace("  300 MB", "").replace("  comm 20%", "")
+    assert fit(80) == "step 1234/20000  loss 3.210  2:36:23 left  experts 1.5x  SKIPPED: overflow"
+    assert fit(20) == "step 1234/20000  loss 3.210  SKIPPED: overflow", "the console cuts what is still too long"
+    for width in range(45, 140):
+        assert len(fit(width)) <= max(width, len(fit(20)))
+
+
 def test_a_step_of_no_time_divides_by_nothing():
     event = done(1, seconds=0.0, exposed=0.0)
     assert "0 tok/s" in format_line(event, fold(event), 2)
@@ -115,6 +127,13 @@ def test_evaluations_files_and_notices_are_always_told():
     assert "validation loss 2.5000 over 512 tokens" in text
     assert "saved runs/[red]a" in text, "square brackets in a path are text, not markup"
     assert "hello" in text
+
+
+def test_on_a_terminal_of_60_columns_the_line_of_a_mixture_is_not_cut_off():
+    event = replace(done(1), experts={"mlp": Load((6, 2), 1)})
+    text = run([(0, event)], terminal=True, no_color=True)
+    assert "experts 1.5x  dropped 12.5%" in text and "\u2026" not in text
+    assert "300 MB  experts 1.5x  dropped 12.5%" in run([(0, event)])
 
 
 def test_on_a_terminal_one_line_is_drawn_over_and_over():

@@ -58,11 +58,23 @@ def _summary(path: Path) -> dict[str, Any]:
 def smooth(values: list[float], reach: int | None = None) -> list[float]:
     """The mean of each value and its neighbours, as many on either side: it neither lags nor leads.
 
-    reach: neighbours on a side, fewer towards the ends; a fortieth of all when left out
+    At the end there are no neighbours to come. The straight line through the last full window stands for them, so that the curve ends
+    where the values are going, and not at whatever the last one happens to be.
+
+    reach: neighbours on a side, fewer at the beginning, where losses fall fastest; a fortieth of all when left out
 
     >>> smooth([1.0, 2.0, 6.0, 2.0], reach=1)
-    [1.0, 3.0, 3.3333333333333335, 2.0]
+    [1.0, 3.0, 3.3333333333333335, 3.3333333333333335]
     """
     reach = max(1, len(values) // 40) if reach is None else reach
-    spans = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
-    return [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)]
+    whole = max(0, len(values) - reach)   # so many have neighbours to come
+    spans = [min(reach, i) for i in range(whole)]
+    end = _line(values[-2 * reach - 1 :])
+    return [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)] + end[len(end) - len(values) + whole :]
+
+
+def _line(values: list[float]) -> list[float]:
+    """The straight line that lies nearest to the values, at their places."""
+    places = [i - (len(values) - 1) / 2 for i in range(len(values))]
+    slope = sum(x * y for x, y in zip(places, values)) / max(1e-9, sum(x * x for x in places))
+    return [fmean(values) + slope * x for x in places] if values else []

@@ -21,6 +21,7 @@ from rankloom.base.text import printable
 SLOWEST_WEIGHT = 0.05        # a pace remembers about 20 steps
 SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be redrawn
 SECONDS_BETWEEN_DRAWS = 0.1
+LEFT_OUT = ("memory", "comm", "auxiliary", "grad", "rate", "dropped", "experts", "left")   # of a line that is too long, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +40,47 @@ class Pace:
         return Pace(self.steps + 1, *(old + weight * (new - old) for old, new in values))
 
 
-def format_line(done: StepDone, pace: Pace, steps: int) -> str:
-    """The line after a step of a run of `steps` steps, short enough for a terminal of 80 columns.
+def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None) -> str:
+    """The line after a step of a run of `steps` steps.
 
     grad is the global gradient norm before clipping; comm the share of a step that waited for communication; the memory
     that of this rank at its peak. Of a mixture of experts: how many times the mean the busiest expert had, the share of
     choices that were dropped, and the auxiliary losses beside the loss; metrics.jsonl has every expert's tokens.
 
+    width: columns that there are; what metrics.jsonl tells as well is left out until the line fits, memory first. None: any number
+
     >>> done = StepDone(0, 20, 3.25, 1024, 0.5, 1e-3, 0.5, 0.1, 2**28, False)
     >>> format_line(done, Pace().after(done), 100)
     'step 20/100  loss 3.250  grad 0.50  2.0k tok/s  0:40 left  comm 20%  268 MB'
+    >>> format_line(done, Pace().after(done), 100, width=60)
+    'step 20/100  loss 3.250  grad 0.50  2.0k tok/s  0:40 left'
     """
     rate = pace.tokens / pace.seconds if pace.seconds > 0 else 0.0
     share = pace.exposed / pace.seconds if pace.seconds > 0 else 0.0
-    parts = [
-        f"step {done.step}/{steps}",
-        f"loss {done.loss:.3f}",
-        f"grad {done.grad_norm:.2f}",
-        f"{si(rate)} tok/s",
-        f"{clock(max(0, steps - done.step) * pace.seconds)} left",
-        f"comm {share:.0%}",
-        f"{si(done.memory, 0)}B",
-    ]
-    return "  ".join(parts + _experts(done) + ["SKIPPED: overflow"] * done.skipped)
+    parts = {
+        "step": f"step {done.step}/{steps}",
+        "loss": f"loss {done.loss:.3f}",
+        "grad": f"grad {done.grad_norm:.2f}",
+        "rate": f"{si(rate)} tok/s",
+        "left": f"{clock(max(0, steps - done.step) * pace.seconds)} left",
+        "comm": f"comm {share:.0%}",
+        "memory": f"{si(done.memory, 0)}B",
+    } | _experts(done) | ({"skipped": "SKIPPED: overflow"} if done.skipped else {})
+    for name in LEFT_OUT:
+        if width is None or len("  ".join(parts.values())) <= width:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
-def _experts(done: StepDone) -> list[str]:
+def _experts(done: StepDone) -> dict[str, str]:
     loads = done.experts.values()
     if not loads:
-        return []
+        return {}
     dropped = sum(load.dropped for load in loads) / max(1, sum(sum(load.routed) for load in loads))
-    words = [f"experts {max(load.imbalance for load in loads):.1f}x"]
-    words += [f"dropped {dropped:.1%}"] if dropped else []
-    return words + ([f"aux {done.auxiliary:.3f}"] if done.auxiliary else [])
+    parts = {"experts": f"experts {max(load.imbalance for load in loads):.1f}x"}
+    parts |= {"dropped": f"dropped {dropped:.1%}"} if dropped else {}
+    return parts | ({"auxiliary": f"aux {done.auxiliary:.3f}"} if done.auxiliary else {})
 
 
 def si(value: float, digits: int = 1) -> str:
@@ -147,7 +156,8 @@ class Progress(OneLine):
         match event:
             case StepDone():
                 self.pace = self.pace.after(event)
-                self.draw(lambda: format_line(event, self.pace, self.steps), last=event.step >= self.steps)
+                width = self.console.width if self.console.is_terminal else None
+                self.draw(lambda: format_line(event, self.pace, self.steps, width), last=event.step >= self.steps)
             case Evaluated():
                 text = f"step {event.step}/{self.steps}  validation loss {event.loss:.4f} over {event.count:.0f} tokens"
                 self.say(text, "bold")
