@@ -132,7 +132,7 @@ def test_evaluations_files_and_notices_are_always_told():
 def test_on_a_terminal_of_60_columns_the_line_of_a_mixture_is_not_cut_off():
     event = replace(done(1), experts={"mlp": Load((6, 2), 1)})
     text = run([(0, event)], terminal=True, no_color=True)
-    assert "experts 1.5x  dropped 12.5%" in text and "\u2026" not in text
+    assert "0:50 left  experts 1.5x" in text and "\u2026" not in text
     assert "300 MB  experts 1.5x  dropped 12.5%" in run([(0, event)])
 
 
