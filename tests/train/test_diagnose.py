@@ -1,5 +1,6 @@
 """Where a NaN came from: the same sentence on every rank, and the right one."""
 
+import copy
 import math
 
 import pytest
@@ -88,17 +89,31 @@ def test_a_mean_over_one_item_is_its_sum():
     judge(lambda model, x: (model(x).square().mean(), 1))
 
 
-def test_the_engine_refuses_a_mean_before_the_first_step():
+@pytest.mark.parametrize("rows", [8, 1])
+def test_the_engine_refuses_a_mean_before_the_first_step(rows):
+    plain = nn.Linear(4, 2)
+
     def body(world):
-        model = nn.Linear(4, 2)
+        model = copy.deepcopy(plain)
         engine = rl.prepare(model, loss=lambda m, x: (m(x).square().mean(), len(x)), world=world,
                             optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
         before = model.weight.detach().clone()
         with pytest.raises(rl.LossError, match="mean, not their sum"):
-            engine.step(torch.ones(8, 4))
+            engine.step(torch.ones(rows, 4))
         assert torch.equal(before, model.weight)
 
-    rl.simulate(1, body)
+    rl.simulate(2, body)
+
+
+def test_a_sum_over_a_single_row_passes_the_engine_though_other_ranks_have_more():
+    plain = nn.Linear(4, 2)
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(plain), loss=lambda m, x: (m(x).square().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        return engine.step(torch.ones(1 + world.rank, 4)).count
+
+    assert rl.simulate(2, body) == [3, 3]
 
 
 def test_a_part_that_was_put_in_eval_mode_stays_there_through_the_check_a_step_and_an_evaluation():

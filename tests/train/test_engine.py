@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -210,12 +211,38 @@ def test_a_loss_that_returns_anything_but_sum_and_count_is_told_so(loss, says):
     assert "the loss function returned" in str(error) and "reduction='sum'" in str(error)
 
 
+@pytest.mark.parametrize(("count", "says"), [
+    (None, "a NoneType"), ("4", "a str"), (torch.ones(2), r"one tensor of shape \(2,\)"), ([4], "a list of a int"),
+])
+def test_a_count_that_is_no_number_is_told_so(count, says):
+    def loss(model, x):
+        return model(x).square().sum(), count
+
+    quickly(2, lambda w: prepare(w, loss=loss).step(rows(2)), rl.LossError, f"counted {says}, expected one")
+
+
+def test_a_count_may_be_any_kind_of_one_number():
+    def body(world):
+        return [prepare(world, loss=lambda m, x, n=n: (m(x).square().sum(), n)).step(rows(4)).count
+                for n in (4, 4.0, np.int64(4), torch.tensor(4), torch.tensor([4.0]))]
+
+    assert rl.simulate(1, body) == [[4.0] * 5]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sum_without_a_gradient_is_told_so(stage):
+    def loss(model, x):
+        return model(x).square().sum().detach(), len(x)
+
+    assert "nothing to sum" in str(quickly(2, lambda w: prepare(w, loss=loss, stage=stage).step(rows(4)), rl.LossError, "has no gradient"))
+
+
 @pytest.mark.parametrize("deterministic", [False, 4])
-@pytest.mark.parametrize("count", [0, -3])
+@pytest.mark.parametrize("count", [0, -3, math.nan])
 def test_a_count_of_nothing_is_an_error_on_all_ranks_and_changes_no_parameter(count, deterministic):
     def body(world):
         engine = prepare(world, loss=lambda m, x: (m(x).sum(), count), deterministic=deterministic)
-        with pytest.raises(rl.LossError, match=rf"rank {world.rank}: the loss counted -?\d+ items over all ranks"):
+        with pytest.raises(rl.LossError, match=rf"rank {world.rank}: the loss counted (-?\d+|nan) items over all ranks"):
             engine.step(rows(4))
         return engine.model.w.tolist(), engine.steps_done
 
@@ -390,6 +417,16 @@ def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
             prepare(world, model)
 
     rl.simulate(2, body)
+
+
+def test_a_model_that_was_refused_because_of_another_argument_may_be_prepared():
+    def body(world):
+        model = Line()
+        with pytest.raises(rl.ConfigError, match="stage=7 is none of 0"):
+            prepare(world, model, stage=7)
+        return prepare(world, model).step(rows(4)).step
+
+    assert rl.simulate(2, body) == [1, 1]
 
 
 def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():

@@ -117,6 +117,8 @@ def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():
 def test_an_unknown_precision_is_answered_with_the_nearest():
     with pytest.raises(rl.ConfigError, match="'fp23' is unknown. Did you mean 'fp32'"):
         precision_named("fp23")
+    with pytest.raises(rl.ConfigError, match=r"precision torch.bfloat16 is unknown. Known: bf16"):
+        precision_named(torch.bfloat16)
 
 
 # ---------------------------------------------------------------- the loss scale
@@ -163,6 +165,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(opti
     assert results[0] == results[1] == results[2]
     assert results[0] == [(False, False, first, 1), (False, False, first, 2), (True, True, first / 2, 3), (False, False, first / 2, 4),
                           (False, False, first / 2, 5)]
+
+
+def test_what_no_scale_can_help_is_raised_on_all_ranks_and_a_good_step_starts_the_count_anew(monkeypatch):
+    monkeypatch.setattr(precision, "HOPELESS_AFTER", 3)
+
+    def body(world):
+        engine = rl.prepare(make_model(torch.float32), loss=overflowing, optimizer=adamw, world=world, precision="fp16")
+        tokens, targets = share(make_batches()[0], world.rank, world.size)
+        batch = {bad: (tokens, targets, torch.tensor([[1, 2 if bad else 0]] * len(tokens))) for bad in (True, False)}
+        told = [engine.step(batch[bad]).skipped for bad in (False, True, True, False, True, True)]
+        with pytest.raises(rl.NonFinite, match="step 7: .* after 3 overflows in a row. rank 0"):
+            engine.step(batch[True])
+        return told, engine.step(batch[False]).skipped, engine.scale.overflows
+
+    assert rl.simulate(2, body) == [([False, True, True, False, True, True], False, 0)] * 2
 
 
 def test_the_scale_grows_again_on_all_ranks(monkeypatch):

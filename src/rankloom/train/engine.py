@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -198,17 +199,21 @@ class Engine:
 
     def _expect_sum(self, batch: Any) -> None:
         """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
-        held = self.tokens.all_reduce(torch.tensor([rows_of(batch, self.group.rank)], device=self.group.device), "min", label="rows")
-        if held.item() < 2:   # somewhere; then nobody looks, for a forward may be a collective
+        held = int(self.tokens.all_reduce(torch.tensor([rows_of(batch, self.group.rank)], device=self.group.device), "min", label="rows"))
+        if held < 1:   # somewhere; then nobody looks, for a forward may be a collective
             return
-        rows = max(2, int(held.item()) // (self.settings.leaves or self.settings.accumulate))
-        expect_sum(lambda part: self._call_loss(part)[1][:2], self.model, map_tensors(lambda t: t[:rows], batch), self.group.rank)
+        rows = max(2, held // (self.settings.leaves or self.settings.accumulate))
+        part = map_tensors(lambda t: t[:rows] if held > 1 else torch.cat((t[:1], t[:1])), batch)   # a row alone has no halves: twice
+        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.group.rank)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
         loss, totals = self._call_loss(piece)
+        if not loss.requires_grad:
+            raise LossError(f"rank {self.group.rank}: the sum that the loss function returned has no gradient; was it detached, or made "
+                            "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
             self._measure_scale(totals.clone() if not leaves or index == 0 else torch.zeros_like(totals))
@@ -233,6 +238,9 @@ class Engine:
                 "items, a tensor of no dims, and how many items that were. A mean cannot be combined rightly over ranks; "
                 "return for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
         loss, count = returned
+        if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
+            raise LossError(f"rank {self.group.rank}: the loss function counted {_describe(count)}, expected one number: how many items "
+                            "it has summed over")
         count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
         return loss, self._apart(torch.stack((loss.detach().to(torch.float64), count.reshape(()))))
 
@@ -277,14 +285,15 @@ class Engine:
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
                                                      scale=self.scale.value, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
-        if count <= 0:
+        if not count > 0:   # nor NaN
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
             before, self.scale = self.scale, self.scale.after(overflow=not finite)
             self.placement.rescale(self.scale.value / before.value)
-        elif not finite:
+        if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
+            seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             raise explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
         if finite:
             self.placement.publish()

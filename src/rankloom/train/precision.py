@@ -21,6 +21,7 @@ from rankloom.train.fp8 import Recipe
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
+HOPELESS_AFTER = 32      # overflows one after another: a mean would be scaled by 2**-16, and what still is not finite never was
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def precision_named(name: str | Precision | None) -> Precision:
     if name is None:
         return Precision("as the model is")
     if name not in PRECISIONS:
-        raise ConfigError(f"precision {name!r} is unknown. {did_you_mean(name, PRECISIONS)}")
+        raise ConfigError(f"precision {name!r} is unknown. {did_you_mean(str(name), PRECISIONS)}")
     return PRECISIONS[name]
 
 
@@ -183,11 +184,12 @@ class LossScale:
     """What the loss is multiplied by before backward, always a power of two, so that it costs no bits.
 
     >>> LossScale(8.0).after(overflow=True)
-    LossScale(value=4.0, good_steps=0)
+    LossScale(value=4.0, good_steps=0, overflows=1)
     """
 
     value: float = 1.0
     good_steps: int = 0
+    overflows: int = 0   # in a row
 
     @classmethod
     def first(cls, count: float) -> "LossScale":
@@ -197,10 +199,15 @@ class LossScale:
     def after(self, overflow: bool) -> "LossScale":
         """The scale of the next step."""
         if overflow:
-            return LossScale(self.value / 2)
+            return LossScale(self.value / 2, overflows=self.overflows + 1)
         if self.good_steps + 1 == GROW_AFTER:
             return LossScale(self.value * 2)
         return LossScale(self.value, self.good_steps + 1)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a smaller scale is not what is missing."""
+        return self.overflows >= HOPELESS_AFTER
 
 
 UNMEASURED = LossScale()   # known by its identity: a measured scale may be 1 too

@@ -111,6 +111,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
     if settings.leaves:
         _compute_alike(world)
+    vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     dropout = DropoutKey(seed)
     parts = split(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
@@ -276,7 +277,6 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
     if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
         raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
                           "use GroupNorm or LayerNorm in place of BatchNorm")
-    vars(model)["_prepared_by_rankloom"] = True
 
 
 def _check_numbers(settings: Settings) -> None:
