@@ -108,6 +108,16 @@ def test_losses_counts_and_biases_do_not_depend_on_the_layout(mesh, stage):
                 assert torch.equal(state[name], bias) and bias.abs().sum() > 0
 
 
+def test_layers_of_experts_are_told_in_the_order_of_the_model_also_where_stages_are_interleaved():
+    def body(world):
+        model = GPT(dataclasses.replace(SHAPE, layers=4), dtype=torch.float64)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, accumulate=2, pipe="interleaved")
+        return list(engine.step(rows(4)).experts)
+
+    for told in rl.simulate(rl.Mesh(pipe=2), body):
+        assert told == [f"blocks.{depth}.mlp" for depth in range(4)]
+
+
 def test_the_loss_is_the_cross_entropy_and_auxiliary_losses_stand_beside_it():
     with_losses, _ = truth()
     without, _ = truth(moe=dataclasses.replace(MOE, balance_loss=0.0, router_z_loss=0.0))

@@ -109,7 +109,7 @@ class LocalStages:
     names: Mapping[str, torch.Size]
     where: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
-    experts: bool           # whether the whole model has layers of experts
+    experts: tuple[str, ...]   # the layers of experts of the whole model, in its order
 
     @property
     def shared(self) -> frozenset[str]:
@@ -126,7 +126,7 @@ def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: i
     raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
-    sections, experts = frozenset(section_names(model, units)), bool(expert_layers(model))
+    sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
     pieces = _pieces(cutting, model, turn)
     chunks = cutting.chunks or (SCHEDULES[cutting.schedule].fewest if cutting.schedule in SCHEDULES else 1)
     plan = make_plan(cutting.schedule, group.size * chunks, microbatches, cutting.chunks)
@@ -296,20 +296,21 @@ class PipelineEngine(Engine):
     @property
     def _has_experts(self) -> bool:
         """In some stage."""
-        return self.placement.local.experts
+        return bool(self.placement.local.experts)
 
     def _taken_loss(self) -> Tensor:
         """Of all stages, as the sums are."""
         return self.pipeline.group.all_reduce(super()._taken_loss(), label="auxiliary losses")
 
     def _count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """In the layers of all stages."""
+        """In the layers of all stages, in the order of the model."""
         mine = super()._count_tokens(move=move)
         if not self._has_experts:
             return mine
         numbers = {name: [*load.routed, load.dropped] for name, load in mine.items()}
         told = self.pipeline.group.all_gather_object(numbers, label="tokens of experts")
-        return {name: Load(tuple(routed), dropped) for stage in told for name, (*routed, dropped) in stage.items()}
+        loads = {name: Load(tuple(routed), dropped) for stage in told for name, (*routed, dropped) in stage.items()}
+        return {name: loads[name] for name in self.placement.local.experts}
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
