@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.passes import add_gathers, apply_pass
+from rankloom.parallel.pipeline.draw import grid
+from rankloom.parallel.pipeline.passes import add_gathers, apply_pass, send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.parallel.pipeline.search import SEARCHED
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
@@ -31,8 +32,26 @@ def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
     assert "1f1b: 4 stages on 4 ranks, 8 micro-batches" in done.stdout and "\x1b" not in done.stdout
     assert "rank 3  " in done.stdout and "backward, both parts" in done.stdout
     assert "a step takes 33; bubble: ranks wait 27.3% of the time" in done.stdout
+    assert "as rl.pipeline and the engine run it" in done.stdout and "a step takes 30; bubble: ranks wait 20.0% of the time" in done.stdout
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
     assert find_plan(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_show_draws_how_a_schedule_runs_where_that_is_another(name):
+    chunks = SCHEDULES[name].fewest
+    plan = make_plan(name, 4 * chunks, 8)
+    told = [str(part) for part in show(name, **{**NOTHING, "stages": 4 * chunks, "costs": "1,1,2"})]
+    timeline = simulate_plan(send_gradients_first(plan), Costs.even(4 * chunks, weight=2.0))
+    assert ("W" in str(plan) and "B" not in str(plan)) == (not any(part.startswith("as rl.pipeline") for part in told))
+    if "B" in str(plan):
+        assert told[-1] == f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
+        assert told[-3] == str(grid(timeline, 100))
+
+
+def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
+    (tmp_path / "mine.txt").write_text(str(make_plan("1f1b", 2, 2)))
+    assert not any("as rl.pipeline" in str(part) for part in show(str(tmp_path / "mine.txt"), **NOTHING))
 
 
 def test_list_names_every_schedule():

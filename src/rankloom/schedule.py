@@ -15,6 +15,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.actions import Plan, parse_plan
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_plan
@@ -90,9 +91,25 @@ def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
         table.add_row(str(rank), stages, *times, str(sends), f"{timeline.peaks[rank]:g}")
     yield table
-    yield f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
+    yield _waits(timeline)
     if timeline.own_bubble < timeline.bubble - 0.0005:
         yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"
+
+
+def as_run(plan: Plan, costs: Costs, columns: int) -> Iterator[str | Text]:
+    """The rows and the bubble of how `rl.pipeline` and the engine run a plan; nothing where that is the plan itself."""
+    runs = send_gradients_first(plan)
+    if runs == plan:
+        return
+    timeline = simulate_plan(runs, costs)
+    yield "as rl.pipeline and the engine run it: a gradient leaves before the products for the weights are computed"
+    yield grid(timeline, columns)
+    yield legend(timeline)
+    yield _waits(timeline)
+
+
+def _waits(timeline: Timeline) -> str:
+    return f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
 
 
 def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
@@ -112,10 +129,13 @@ def show(name: str, *, stages: int | None, microbatches: int | None, chunks: int
          svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """All of it, for `rankloom schedule show`."""
     plan = find_plan(name, stages, microbatches, chunks, costs)
-    timeline = simulate_plan(plan, read_costs(costs, plan.stages))
+    of_stages = read_costs(costs, plan.stages)
+    timeline = simulate_plan(plan, of_stages)
     title = f"{name}: {plan.stages} stages on {len(plan.ranks)} ranks, {plan.microbatches} micro-batches"
     yield title
     yield from picture(timeline, columns)
+    if not name.endswith(".txt"):   # a file says itself what is done first
+        yield from as_run(plan, of_stages, columns)
     yield from written(timeline, title, svg, trace, save)
 
 
