@@ -29,3 +29,10 @@ def test_the_example_of_the_api_runs_and_learns():
     exec(compile(code, "docs/start.md", "exec"), names)
     assert set(names["state"]) == {"model", "optimizer"}
     assert names["report"].loss < 1.39 and names["report"].count == 16   # ln 4 is what guessing costs
+
+
+def test_the_files_that_the_source_tells_to_read_are_there():
+    source = ROOT / "src" / "rankloom"
+    for file in source.rglob("*.py"):
+        for name in re.findall(r"(?<![\w/.])(?:\w+/)+\w+\.(?:py|c|md)\b", file.read_text()):
+            assert any((place / name).exists() for place in (source, ROOT, *file.parents)), f"{file.name} names {name}"

@@ -3,7 +3,7 @@
     called     its forward has run, so many times, with backward still to come
     settled    its backward is over: its parameters may go, its gradients may be reduced
 
-Read shard/unit.py and shard/gradient.py before this file; parallel/fully_shard.py moves sections through a step.
+Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py moves sections through a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

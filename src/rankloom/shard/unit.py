@@ -13,7 +13,7 @@ Three kinds of memory, told apart here and nowhere else:
 - kept (stages 1, 2): `whole` stays, and is gathered once after each update.
 - common: ranks that share a host map one and the same `whole`. A rank writes its slice, and a gather is a barrier.
 
-Read shard/layout.py before this file; parallel/fully_shard.py says when a unit is gathered, shard/gradients.py is its other half.
+Read shard/layout.py before this file; parallel/sharding.py says when a unit is gathered, shard/gradient.py is its other half.
 """
 
 from collections.abc import Callable, Iterable, Mapping
