@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Polygon, Rectangle
+from matplotlib.patches import Patch, Polygon, Rectangle
 
 from rankloom.parallel.sequences import Spans, cut_sequence, tiles
 
@@ -45,8 +45,10 @@ def main() -> None:
     straight, zigzag = (cut_sequence(LENGTH, RANKS, zigzag=folded) for folded in (False, True))
     for axes, spans, documents, title in zip(
             figure.subplots(1, 3), (straight, zigzag, zigzag), ((0, LENGTH), (0, LENGTH), DOCUMENTS),
-            ("as it lies", "in zig-zag", "in zig-zag, four documents packed"), strict=True):
+            ("4 chunks, in their order", "8 chunks, dealt in a zig-zag", "the same, four documents packed"), strict=True):
         draw(axes, spans, documents, title)
+    ranks = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(COLOURS)]
+    figure.legend(handles=ranks, loc="lower center", ncols=RANKS, frameon=False, fontsize=8, labelcolor=INK)
     figure.tight_layout()
     figure.savefig(Path(__file__).parent / "context.svg", metadata={"Date": None})
 
