@@ -3,6 +3,8 @@
 How that goes, bucket by bucket, is in parallel/gradients.py. This file is the front door for people with a loop of
 their own: it averages, like torch's DDP, and a finished `loss.backward()` means finished gradients. The engine
 (train/engine.py) uses the same reducer, but sums, and divides once by the global count.
+
+source: Li et al. 2020 (torch DDP)
 """
 
 import contextlib

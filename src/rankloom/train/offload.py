@@ -10,6 +10,8 @@ On a CPU, which has no streams and one memory, the same code copies from buffer 
 
 It is put on after recompute.py's wrapper: with `full` the inputs of the blocks travel, with `selective` they do and the kept
 outputs stay. Read blocks.py before this file.
+
+source: Rhu et al. 2016 (vDNN)
 """
 
 from collections.abc import Iterable

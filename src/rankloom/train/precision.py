@@ -3,6 +3,8 @@
 bf16 and fp16 compute in 16 bits and keep fp32 master weights: gradients are accumulated, summed over ranks and applied in
 fp32, and after each step the masters are rounded into the model. fp16 has too few exponents for small gradients, so its loss is
 multiplied by a scale that grows while it can and halves when something overflows.
+
+source: Micikevicius et al. 2018
 """
 
 from collections.abc import Callable, Mapping

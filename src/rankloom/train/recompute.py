@@ -1,6 +1,6 @@
 """Recompute (activation checkpointing): blocks that keep less between forward and backward, and compute it again in backward.
 
-    recompute(model, "full")         each block keeps its inputs only
+    recompute(model, "full")         each block keeps its inputs only; every forward runs twice, a third more work
     recompute(model, "selective")    and the outputs of matrix products and attention (selective.KEPT): the rest is cheap to repeat
     recompute(model, "24 GiB")       each block as much as fits, decided by budget.py from what the first micro-batch measures
 
@@ -12,6 +12,8 @@ that a forward changes, and torch's own generator where several ranks draw from 
 A number of bytes is kept to for micro-batches as large as the first, counted without torch.compile, which keeps less as a rule.
 
 Read blocks.py, selective.py, measure.py and budget.py before this file.
+
+source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
 
 from collections.abc import Callable

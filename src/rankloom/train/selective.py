@@ -8,6 +8,8 @@ What is kept is dear to compute for its size. The scores of an attention that is
 torch has such a pair too, which counts every operation, kept or not; so a weight that autocast had cached in the first run and casts
 anew in the second stops it. This one counts only what it keeps, and learns in the first backward how many of them are asked for:
 the last product of a block mostly is not, since nothing after it saves a thing.
+
+source: Korthikanti et al. 2022
 """
 
 from typing import Any

@@ -2,9 +2,11 @@
 
 Nearly all of what a backward towards the weights costs is one matrix product for each linear layer. While a stage runs forward
 under `deferring`, each `F.linear` on a weight that is trained is replaced by one whose backward gives the gradient of its input,
-and only notes what the gradient of its weight is the product of. `finish` multiplies. Nothing is computed twice, and what does
-not belong to such a product is let go with the first part. Gradients of norms, biases and embeddings are cheap, and not deferred.
+and only notes what the gradient of its weight is the product of. `finish` multiplies. Nothing is computed twice, and what
+autograd kept for anything else is freed with the first part. Gradients of norms, biases and embeddings are cheap, and not deferred.
 A block that computes its forward again in backward must come to the same layers then, so the first part runs under `deferring` too.
+
+source: Qi et al. 2023
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,8 @@ exponentials, the target's logit) say all that the others must know:
     log-sum-exp = m + log sum_r s_r exp(m_r - m),   m = max_r m_r        loss = log-sum-exp - target's logit
 
 so one all-gather of 3 numbers a row and rank replaces one of V. Read models/loss.py for the same in one process.
+
+source: Shoeybi et al. 2019
 """
 
 from dataclasses import dataclass
