@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -245,6 +246,19 @@ def test_an_error_while_ranks_stop_is_not_lost():
     sys.exit(record_failure(OSError('the disk is full')))""")
     with pytest.raises(rl.RankFailed, match="OSError: the disk is full"):
         launch(body, str(int(signal.SIGTERM)))
+
+
+def test_a_rank_that_cannot_write_beside_its_logs_still_tells_why_it_fails():
+    """As on a full disk, which may be the very reason."""
+    body = TOLD + "import shutil; shutil.rmtree('logs'); sys.exit(record_failure(OSError('the disk is full')))"
+    with pytest.raises(rl.RankFailed, match="OSError: the disk is full"):
+        launch(body, ranks=1)
+
+
+def test_where_no_temporary_folder_can_be_made_it_is_told(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    with pytest.raises(rl.ConfigError, match="no temporary folder can be made .* name one in TMPDIR"):
+        launch("")
 
 
 def test_a_command_that_cannot_be_started_is_an_error_with_its_name():

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -63,13 +64,28 @@ def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic
     """
     if ranks < 1:
         raise ConfigError(f"the number of ranks is {ranks}, expected 1 or more")
-    logs = _Logs(log_dir, rank_environment(ranks, deterministic=deterministic))
+    with _scratch() as failures:
+        return _run_ranks(ranks, command, _Logs(log_dir, failures, rank_environment(ranks, deterministic=deterministic)), grace)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """Where failures are told: not beside the logs, for a rank may fail because that disk is full."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="rankloom-")
+    except OSError as error:
+        raise ConfigError(f"no temporary folder can be made ({error.strerror}); name one in TMPDIR") from None
+    with folder as name:
+        yield Path(name)
+
+
+def _run_ranks(ranks: int, command: list[str], logs: "_Logs", grace: float) -> int:
     words = ["-I", "-S", str(LEASH), str(os.getpid()), *command]
     spec = WorkerSpec(
         role="", local_world_size=ranks, entrypoint=sys.executable, args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=_Meeting(), max_restarts=0, monitor_interval=TICK, master_addr=LOOPBACK,
     )
-    with _chatter_in(log_dir / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
+    with _chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
         agent = _Agent(spec, logs, stop, grace)
         running = thread.submit(agent.run)
         try:
@@ -295,11 +311,11 @@ class _Meeting(RendezvousHandler):
 
 
 class _Logs(LogsSpecs):
-    """Where each rank writes: flat names in one folder."""
+    """Where each rank writes: flat names in one folder; what it says of its failure in another."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]):
+    def __init__(self, folder: Path, failures: Path, environment: dict[str, str]):
         super().__init__(str(folder))
-        self.folder, self.environment = folder, environment
+        self.folder, self.failures, self.environment = folder, failures, environment
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -316,13 +332,12 @@ class _Logs(LogsSpecs):
 
     def failure(self, rank: int) -> Path:
         """What a rank that fails leaves behind."""
-        return self.folder / f"rank-{rank}.failure.json"
+        return self.failures / f"rank-{rank}.json"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files, and complete the environment of every rank."""
         for rank, env in envs.items():
-            self.failure(rank).unlink(missing_ok=True)   # of an earlier run
-            env.update(self.environment, TORCHELASTIC_ERROR_FILE=str(self.failure(rank).absolute()))
+            env.update(self.environment, TORCHELASTIC_ERROR_FILE=str(self.failure(rank)))
         out = {rank: str(self.log(rank, "stdout")) if rank else "" for rank in envs}
         err = {rank: str(self.log(rank, "stderr")) for rank in envs}
         files = {rank: str(self.failure(rank)) for rank in envs}
@@ -352,8 +367,13 @@ def _size(file: Path) -> int:
 class _QuietFile(logging.FileHandler):
     """A log that a full disk may cut short: the chatter in it is not worth hiding the real error for."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it, if the file can be opened."""
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the record."""
+        """Drop what cannot be written."""
 
 
 @contextlib.contextmanager
