@@ -20,21 +20,22 @@ from rankloom.comm.messages import deal, gather
 from rankloom.comm.quantize import Format
 from rankloom.world.group import Group
 
-PIECE = 1 << 19   # values
+PIECE_BYTES = 3 << 18   # of records: on a link of 1 Gbit/s, smaller ones wait for wake-ups, larger ones overlap less
 ENDED = object()
 
 
 class Blockwise(Compressed):
     """The all-reduce of this file, in one format.
 
-    sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece of 2**19 values
+    piece:  values that travel together; left out, as many as make PIECE_BYTES of records
+    sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece
     memory: the errors: n + n/p fp32 where the format remembers; on the way, three pieces in the format
     source: Seide et al. 2014 (error feedback); Tang et al. 2021, 1-bit Adam (in both rounds); Wang et al. 2023, ZeRO++ (all-to-all)
     """
 
-    def __init__(self, form: Format, piece: int = PIECE):
+    def __init__(self, form: Format, piece: int | None = None):
         super().__init__()
-        self.form, self._piece = form, piece
+        self.form, self._piece = form, piece or PIECE_BYTES // form.record * form.block
         self._own: Tensor | None = None    # [n] the errors of this rank's values
         self._sums: Tensor | None = None   # [n/p] the errors of the sums of its chunks, one piece after the other
 
