@@ -278,6 +278,13 @@ class ByWeight(Decoder):
         return self.out(self.layers(self.widen(self.body.table(tokens)))) + self.body.table.weight.sum()
 
 
+class AsksLayers(Decoder):
+    """Reads a norm inside of a layer."""
+
+    def forward(self, tokens):
+        return self.out(self.layers(self.widen(self.body.table(tokens)))) * self.body.steps[1].norm.weight.sum()
+
+
 class NoTokens(Decoder):
     def __init__(self):
         super().__init__()
@@ -376,16 +383,33 @@ def test_trying_a_model_leaves_it_as_it_was():
     (Bridged, "cut into its layers, does not give what it gives as a whole"), (Scaled, "scale of Scaled stands in no module"),
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
+    (ByWeight, "cut into its layers, does not give what it gives as a whole"),
     (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
     with pytest.raises(rl.ConfigError, match=reason):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
 
 
-def test_an_error_of_the_model_while_it_is_tried_says_what_was_tried():
-    with pytest.raises(AttributeError) as caught:
-        layer_pieces(ByWeight())
-    assert "while ByWeight was tried with a few tokens, to cut it into its layers; say where" in caught.value.__notes__[0]
+def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():
+    with pytest.raises(rl.ConfigError, match="AsksLayers was tried with a few tokens.*with AttributeError.*'norm'.*rl.Pipe") as caught:
+        layer_pieces(AsksLayers())
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Llama4"])
+def test_a_model_that_asks_modules_of_other_stages_for_their_dtype_is_cut(family):
+    transformers = pytest.importorskip("transformers")
+    numbers = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    if family == "Llama4":
+        numbers |= dict(intermediate_size=48, intermediate_size_mlp=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                        num_local_experts=2, max_position_embeddings=32)
+    config = getattr(transformers, {"Mamba": "MambaConfig", "Llama4": "Llama4TextConfig"}[family])(**numbers)
+    model = shaken(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
+    value = tokens = batches()[0][0]
+    truth = model(tokens, use_cache=False).logits
+    for stage in make_stages(layer_pieces(model), [1, 1, 2, 1]):
+        value = stage(value)
+    torch.testing.assert_close(value.logits, truth, rtol=0, atol=0)
 
 
 def test_more_stages_than_pieces_and_context_ranks_are_refused():

@@ -68,8 +68,8 @@ def _try(call: Callable[..., Any], value: Tensor, model: nn.Module, **options: A
     try:
         return call(value, **options)
     except Exception as error:
-        error.add_note(f"while {type(model).__name__} was tried with a few tokens, to cut it into its layers; {ADVICE}")
-        raise
+        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
+                          f"{type(error).__name__}: {error}; {ADVICE}") from error
 
 
 # ------------------------------------------------------------------ what a call of the model shows
@@ -200,10 +200,17 @@ def _close(mine: Tensor, truth: Tensor) -> bool:
 
 
 class _Instead(nn.Module):
-    """In the place of a module: a function of what that would be called with."""
+    """In the place of a module: a function of what that would be called with.
 
-    def __init__(self, run: Callable[..., Any]):
+    Some models ask a module for more than its output, such as the dtype of its weight: of its parameters there is all but the values,
+    which are NaN and take no memory, and its plain settings are there too.
+    """
+
+    def __init__(self, run: Callable[..., Any], place: nn.Module):
         super().__init__()
+        vars(self).update({name: value for name, value in vars(place).items() if isinstance(value, int | float | str | Tensor)})
+        for name, param in place.named_parameters(recurse=False):
+            vars(self)[name] = param.detach().new_full((), torch.nan if param.is_floating_point() else 0).expand(param.shape)
         self.run = run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +236,7 @@ class _Run:
         roles = {name: run for name, run in roles.items() if name not in self.modules}
         roles |= {name: partial(self._gate, name) for name in (self.enters, self.leaves)}
         self.shells: list[nn.Module] = []
-        self._shell(model, "", {**self.modules, **{name: _Instead(run) for name, run in roles.items()}})
+        self._shell(model, "", {**self.modules, **{name: _Instead(run, model.get_submodule(name)) for name, run in roles.items()}})
 
     def then(self, other: Any) -> "_Run | None":
         """These pieces and the next in one call of the model, where both are of one model."""
