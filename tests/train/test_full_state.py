@@ -1,12 +1,18 @@
-"""`full_state_dict(rank)` on meshes that split the model: one rank gets the whole, the others hold no more than a tensor meanwhile."""
+"""`full_state_dict`: on meshes that split the model one rank gets the whole, the others hold no more than a tensor meanwhile; and a run
+goes on from it as if it had never stopped."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import rankloom as rl
 from rankloom import GPT, GPTConfig
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.train.fp8 import Recipe
+from rankloom.train.precision import PRECISIONS
 from storages import Storages
 
 MESHES = [(rl.Mesh(replicate=3), 0), (rl.Mesh(replicate=2, shard=2), 3), (rl.Mesh(tensor=2), 0), (rl.Mesh(pipe=3), 1),
@@ -35,8 +41,9 @@ def test_one_rank_gets_what_all_would_get_and_the_others_nothing(mesh, stage):
     for rank, (everywhere, asked) in enumerate(rl.simulate(mesh, body)):
         for root, state in enumerate(asked):
             if root != rank:
-                assert state == {"model": {}, "optimizer": {}}
+                assert state == {"model": {}, "optimizer": {}, "run": {}}
                 continue
+            assert state["run"] == everywhere["run"] == {"step": 1, "loss_scale": None, "amax": {}}
             assert state["model"].keys() == everywhere["model"].keys() and state["model"]
             assert all(torch.equal(state["model"][name], value) for name, value in everywhere["model"].items())
             assert state["optimizer"]["param_groups"] == everywhere["optimizer"]["param_groups"]
@@ -73,3 +80,112 @@ def test_the_others_hold_a_tensor_at_a_time(mesh, stage):
     assert most > 3 * whole > 50 * LARGEST
     for peak, kept in others:
         assert kept == 0 and peak < 4 * LARGEST   # a part, its copy to send, and what a gloo thread has not let go yet
+
+
+WIDTH = 32
+DELAYED = replace(PRECISIONS["fp8"], float8=Recipe(timing="delayed", history=3))
+
+
+class Net(nn.Module):
+    """Dropout, and a constant whose mean over three ranks has other bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+        for param in self.parameters():
+            param.data.normal_(0.0, 0.2, generator=draw)
+        self.register_buffer("table", torch.rand(WIDTH, generator=draw) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x) * self.table.to(x.dtype)
+        return self.head(x)
+
+
+def squares(model, x):
+    return model(x).float().square().sum(), len(x)
+
+
+def net_engine(world: rl.World, precision=None, stage: int = 0) -> rl.Engine:
+    return rl.prepare(Net(), loss=squares, world=world, precision=precision, clip=1.0, stage=stage, schedule=lambda step: 1e-2 / (1 + step),
+                      optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", [None, "fp16", DELAYED], ids=["fp32", "fp16", "fp8 delayed"])
+def test_a_run_goes_on_from_its_state_with_the_same_bits(precision, stage):
+    rows = torch.randn(6, 12, WIDTH, generator=torch.Generator().manual_seed(1)) * torch.logspace(0, 1, 12)[:, None]
+
+    def body(world):
+        share = [x.tensor_split(world.size)[world.rank] for x in rows]
+        first = net_engine(world, precision, stage)
+        begun = [first.step(x).loss for x in share[:3]]
+        second = net_engine(world, precision, stage)
+        second.step(share[5])   # of another run
+        second.load_full_state_dict(first.full_state_dict())
+        assert [first.step(x) for x in share[3:5]][-1].step == 5
+        went_on = [second.step(x).loss for x in share[3:]]
+        first.step(share[5])
+        return len(set(begun + went_on)), first.full_state_dict(), second.full_state_dict()
+
+    for different, first, second in rl.simulate(3, body):
+        assert different == 6 and first["run"].keys() == second["run"].keys()
+        assert all(torch.equal(second["model"][name], value) for name, value in first["model"].items())
+        assert (second["run"]["step"], second["run"]["loss_scale"]) == (6, first["run"]["loss_scale"])
+        assert (first["run"]["loss_scale"] is not None) == (precision == "fp16")
+        assert len(first["run"]["amax"]) == (8 if precision is DELAYED else 0)
+        assert all(torch.equal(second["run"]["amax"][name], value) for name, value in first["run"]["amax"].items())
+
+
+def test_without_what_the_run_remembers_steps_go_as_in_a_new_run():
+    def body(world):
+        x = torch.ones(4, WIDTH)
+        old, new = net_engine(world, DELAYED), net_engine(world, DELAYED)
+        state = {key: value for key, value in new.full_state_dict().items() if key != "run"}
+        old.step(x * 3)
+        old.load_full_state_dict(state)
+        return [(report.step, report.loss, report.lr) for engine in (old, new) for report in [engine.step(x)]]
+
+    (old, new), = rl.simulate(1, body)
+    assert old == new
+
+
+@pytest.mark.parametrize("rank", [2, 99, -1, True, "0", 0.5], ids=repr)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_none_is_an_error_on_all(rank, stage):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=r"rank=.*: there are ranks 0 to 1; give one of them, or None"):
+            net_engine(world, stage=stage).full_state_dict(rank)
+
+    rl.simulate(2, body)
+
+
+def test_ranks_that_name_different_receivers_all_raise():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=r"rank 0 asks for rank=0, rank 1 for rank=1; all ranks give the same"):
+            net_engine(world, stage=3).full_state_dict(world.rank)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda state, rank: {key: {} for key in state} if rank else state,
+     r"rank 1: the state has nothing under model and optimizer; was it gathered"),
+    (lambda state, rank: state["model"], r"rank 0: the state has nothing under model and"),
+    (lambda state, rank: state | {"run": {"amax": {"elsewhere.input": torch.ones(3)}}}, "Was it saved with other layers in fp8"),
+], ids=["empty on one rank", "of a model only", "other layers"])
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(spoil, said):
+    def body(world):
+        engine = net_engine(world, DELAYED, stage=3)
+        other = engine.full_state_dict()
+        engine.step(torch.ones(4, WIDTH))
+        before = engine.full_state_dict()
+        with pytest.raises(rl.ModelMismatch, match=said):
+            engine.load_full_state_dict(spoil(other, world.rank))
+        after = engine.full_state_dict()
+        assert after["run"]["step"] == 1 and all(torch.equal(after["model"][name], value) for name, value in before["model"].items())
+        assert all(torch.equal(after["run"]["amax"][name], value) for name, value in before["run"]["amax"].items())
+
+    rl.simulate(2, body)

@@ -92,6 +92,8 @@ class FullySharded(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's."""
         load_values(self.module, self._sharding, state_dict)
+        for keeper in self._running:
+            keeper.forget_changes()   # what has been loaded is no change of a step
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FullySharded":   # what `.to()`, `.half()`, `.cuda()` do to each tensor

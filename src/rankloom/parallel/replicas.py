@@ -91,6 +91,10 @@ class BufferKeeper:
         self._before = self._seen()
         return changed
 
+    def forget_changes(self) -> None:
+        """What has been written so far is equal on all ranks."""
+        self._before = self._seen()
+
     def _seen(self) -> dict[str, Seen]:
         # Batch norm's kernels write their statistics without counting; but its number of batches is counted, beside them.
         versions = {id(b): sum(other._version for other in module.buffers(recurse=False))

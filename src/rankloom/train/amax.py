@@ -2,7 +2,7 @@
 
 Then a tensor need not be read once to find its scale and once more to be cast. What it costs is state that the numbers depend on:
 a table [steps, tensors]. It is kept here, in one place, under names; it is no buffer of the model, for a model that is loaded for something
-else has no use for it. A checkpoint that shall go on with the same bits saves `state_dict()` beside the loss scale; without it,
+else has no use for it. So that a run goes on with the same bits, `Engine.full_state_dict` has it beside the loss scale; without it,
 training goes on as a new run begins: the first step scales by what it finds.
 
 A step reads only what was known when it began, so accumulation, recompute and the order of layers change nothing. At its end the
@@ -67,19 +67,27 @@ class AmaxHistory:
         torch._foreach_zero_([meter.seen for meter in self.meters.values()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """name -> [length] magnitudes, newest first."""
-        return dict(zip(self.meters, self.rows.t().clone()))
+        """name -> [length] magnitudes, newest first, in CPU memory."""
+        return {name: column.clone() for name, column in zip(self.meters, self.rows.t().cpu())}
+
+    def misfit(self, state: Mapping[str, Tensor]) -> str | None:
+        """What keeps a saved history from being loaded, in words, or None."""
+        if set(state) == set(self.meters):
+            return None
+        odd = sorted(set(state) ^ set(self.meters))
+        return (f"the saved amax history has {len(state)} tensors, this model casts {len(self.meters)}; "
+                f"only one of the two knows {odd[0]!r}. Was it saved with other layers in fp8?")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a saved history; a longer or shorter one is cut, or filled up with zeros.
+        """Go on with a saved history; a longer or shorter one is cut, or filled up with zeros; an empty one is that of a new run.
 
         raises: ConfigError when the names are not these
         """
-        if set(state) != set(self.meters):
-            odd = sorted(set(state) ^ set(self.meters))
-            raise ConfigError(f"the saved amax history has {len(state)} tensors, this model casts {len(self.meters)}; "
-                              f"only one of the two knows {odd[0]!r}. Was it saved with other layers in fp8?")
-        saved = torch.stack([state[name] for name in self.meters], dim=1).to(self.rows)[: len(self.rows)]
+        if state and (problem := self.misfit(state)):
+            raise ConfigError(problem)
+        saved = torch.stack([state[name] for name in self.meters], dim=1).to(self.rows)[: len(self.rows)] if state else self.rows[:0]
+        for meter in self.meters.values():
+            meter.ready = False
         self._go_on(torch.cat((saved, torch.zeros_like(self.rows)[len(saved):])))
 
     def _go_on(self, rows: Tensor) -> None:

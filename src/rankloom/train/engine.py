@@ -15,7 +15,7 @@ bend the gradient.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import LossError, ModelMismatch
+from rankloom.base.errors import ConfigError, LossError, ModelMismatch
 from rankloom.base.events import Load, Sink, StepDone
 from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
@@ -71,6 +71,7 @@ class Settings:
     precision: Precision
     leaves: int                                # logical shards; 0: the order of addition is free
     schedule: Callable[[int], float] | None
+    world: Group                               # all ranks of the job
     recompute: Recompute | None = None         # what each block keeps; it can be printed
     float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in eight bits
 
@@ -148,31 +149,55 @@ class Engine:
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
-        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"}}.
+        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"},
+        "run": {"step", "loss_scale" (of fp16, or None), "amax" (of fp8 with delayed scaling, by name)}}.
 
         A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
-        rank: the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
-              all get it
+        rank:   the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
+                all get it
+        raises: ConfigError, on all ranks, when there is no such rank, or ranks name several
         """
-        return {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank)}
+        self._expect_one_receiver(rank)
+        scale = None if self.scale is UNMEASURED else asdict(self.scale)
+        run = {"step": self.steps_done, "loss_scale": scale, "amax": self.settings.float8.state_dict()}
+        return {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank),
+                "run": run if rank in (None, self.world_rank) else {}}
+
+    def _expect_one_receiver(self, rank: Any) -> None:
+        world = self.settings.world
+        asked = world.all_gather_object(repr(rank), label="who gets the whole state")
+        if len(set(asked)) > 1:
+            at = next(at for at, other in enumerate(asked) if other != asked[0])
+            raise ConfigError(f"full_state_dict: rank 0 asks for rank={asked[0]}, rank {at} for rank={asked[at]}; all ranks give the same")
+        if rank is not None and (isinstance(rank, bool) or rank not in range(world.size)):
+            raise ConfigError(f"full_state_dict(rank={rank!r}): there are ranks 0 to {world.size - 1}; give one of them, or None for all")
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over what `full_state_dict` gave, on any number of ranks and at any stage. A collective: every rank gives the whole.
+        """Take over what `full_state_dict` gave, on any number of ranks and at any stage: steps go on as they would have there. A
+        collective: every rank gives the whole. Without "run", steps are counted and tensors scaled as in a new run.
 
         raises: ModelMismatch, on all ranks, when it is the state of another model
         """
-        owners, pieces = self.placement.owners, self.placement.pieces()
+        world, owners, pieces = self.settings.world, self.placement.owners, self.placement.pieces()
+        lacks = " and ".join(key for key in ("model", "optimizer") if not state.get(key))
+        problem = f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only?" if lacks else None
+        world.agree(problem, error=ModelMismatch, label="load a state")
         parts = {name: {key: self.placement.part(name, value) for key, value in held.items()}
-                 for name, held in state["optimizer"]["state"].items()}
-        saved = state["optimizer"] | {"state": parts}
-        self.group.agree(misfit(self.optimizer, owners, pieces, saved), error=ModelMismatch, label="load an optimizer")
+                 for name, held in state["optimizer"].get("state", {}).items()}
+        saved, run = state["optimizer"] | {"state": parts}, {"step": 0, "loss_scale": None, "amax": {}} | state.get("run", {})
+        problem = misfit(self.optimizer, owners, pieces, saved) or self.settings.float8.misfit(run["amax"])
+        world.agree(problem, error=ModelMismatch, label="load an optimizer")
         self.placement.load(state["model"])
         load_optimizer_state(self.optimizer, owners, pieces, saved, rank=self.world_rank)
+        self.settings.float8.load_state_dict(run["amax"])
+        self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
+        self.scale = LossScale(**scaled) if scaled else UNMEASURED
+        self._running.forget_changes()   # what has been loaded is no change of this step
 
     @property
     def world_rank(self) -> int:
         """This rank among all of the job."""
-        return self.group.ranks[self.group.rank]
+        return self.settings.world.rank
 
     def held(self) -> Held:
         """The bytes that this rank holds now, by kind."""

@@ -19,7 +19,7 @@ A sum that is owed is rounded on every rank, as in bf16: off by up to (p + 1) 2*
 Read base/float8.py first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -228,6 +228,19 @@ class Float8Layers:
             if layer.recipe.scaling == "tensor":
                 found.setdefault(names[id(layer.weight)], []).append(layer)
         return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What delayed scaling remembers, in CPU memory; else nothing."""
+        return self.history.state_dict() if self.history else {}
+
+    def misfit(self, saved: Mapping[str, Tensor]) -> str | None:
+        """What keeps `saved` from being loaded, in words, or None."""
+        return self.history.misfit(saved) if self.history and saved else None
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with what another run remembers; with nothing, as a new run begins. Who does not scale by it, leaves it."""
+        if self.history:
+            self.history.load_state_dict(saved)
 
     @torch.no_grad()
     def begin_step(self, *, whole: bool) -> None:

@@ -100,7 +100,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     sink:            gets a StepDone after each step of this rank
     raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
     """
-    settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule)
+    settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule, world)
     _check(model, world, settings, pipe)
     expect_exact_steps(compress_after, compress)
     _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=units,
