@@ -4,6 +4,7 @@ import copy
 import itertools
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import loss_sum, make_batches, make_model, share
+from gradients import expect_equal as expect_equal_to
+from gradients import gradients
 from rankloom.comm import choose
 from rankloom.parallel.data import embeddings, trainable
 
 RTOL = 1e-12   # the same terms in another order: see tests/test_equivalence.py
+expect_equal = partial(expect_equal_to, tolerance=RTOL)
 RANKS = [1, 2, 3, 4]
 
 
@@ -32,10 +36,6 @@ def make_layers(dtype: torch.dtype = torch.float64, widths: tuple[int, ...] = (4
 
 def rows_of(rank: int, step: int = 0, rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def mean_of(per_rank: list[dict]) -> dict[str, torch.Tensor | None]:
@@ -55,14 +55,6 @@ def plain_gradients(make, backward, ranks: int) -> dict[str, torch.Tensor | None
         backward(model, rank)
         per_rank.append(gradients(model))
     return mean_of(per_rank)
-
-
-def expect_equal(mine: dict, truth: dict) -> None:
-    assert mine.keys() == truth.keys()
-    for name, expected in truth.items():
-        assert (mine[name] is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(mine[name], expected, rtol=RTOL, atol=RTOL, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def square_loss(model: nn.Module, rank: int, step: int = 0) -> None:

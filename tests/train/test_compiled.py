@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
+from gradients import expect_equal, gradients
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.train.compiled import compile_blocks, is_compiled
@@ -47,16 +48,6 @@ def prepared(policy="none", compile=True, offload=False, dropout=0.2, layers=LAY
     return model, key, counter, found
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=name)
-
-
 def train(model, key):
     """Two steps of two micro-batches in flight."""
     for step in range(2):
@@ -79,13 +70,13 @@ def reference():
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_all_blocks_share_one_graph_and_the_bits_stay(policy, offload, reference):
     model, key, counter, _ = prepared(policy, offload=offload)
-    assert_same(train(model, key), reference)
+    expect_equal(train(model, key), reference)
     assert counter.frame_count == 1, "one graph for all blocks, so none was broken in two"
 
 
 def test_a_mixture_that_fits_so_many_bytes_is_compiled_too(reference):
     model, key, counter, found = prepared("500 KiB")
-    assert_same(train(model, key), reference)
+    expect_equal(train(model, key), reference)
     assert {d.choice for d in found.plan.decisions} == {"none", "selective", "full"}
     assert counter.frame_count == 2, "the block alone, and with selective around it"
 
@@ -131,7 +122,7 @@ def test_a_copy_of_a_compiled_model_calls_itself_and_draws_with_its_own_key(refe
     for p in model.parameters():
         p.data.fill_(float("nan"))
     key.move_to(9, 9)
-    assert_same(train(twin, twin.embedding_dropout.key), reference)
+    expect_equal(train(twin, twin.embedding_dropout.key), reference)
 
 
 def test_a_block_that_does_not_fit_in_one_graph_is_told_with_selective_and_broken_without():

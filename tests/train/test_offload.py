@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from gradients import expect_equal, gradients
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.train.dropout import DropoutKey, key_dropout
@@ -36,16 +37,6 @@ def loss_of(model, seed=0):
     return language_model_loss(model, tokens(seed))[0]
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=name)
-
-
 @pytest.mark.parametrize("order", ["one by one", "first in first out", "last in first out"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_gradients_are_the_same_bits_whatever_the_order_of_micro_batches(policy, order):
@@ -62,7 +53,7 @@ def test_gradients_are_the_same_bits_whatever_the_order_of_micro_batches(policy,
                 loss.backward()
         return gradients(model)
 
-    assert_same(run(True), run(False))
+    expect_equal(run(True), run(False))
 
 
 @pytest.mark.parametrize("layers", [2, 3, 6])
@@ -135,7 +126,7 @@ def test_parameters_their_views_and_tables_given_to_all_blocks_never_travel():
     # x once though saved three times; left, right, the linear layer's input, and what is multiplied by x
     expected = 4 * 64 * (32 + 16 + 16 + 16 + 32)
     assert sent == [0] * 4 + [expected] * 4
-    assert_same(gradients(blocks), gradients(twin))
+    expect_equal(gradients(blocks), gradients(twin))
 
 
 def test_what_is_small_stays():
@@ -171,7 +162,7 @@ def test_backward_may_run_twice():
         out.backward()
         return gradients(model)
 
-    assert_same(run(True), run(False))
+    expect_equal(run(True), run(False))
 
 
 def test_a_parameter_that_changes_before_backward_is_an_error_as_it_is_without():
@@ -196,7 +187,7 @@ def test_second_derivatives_pass():
         first.square().sum().backward()
         return gradients(model)
 
-    assert_same(run(True), run(False))
+    expect_equal(run(True), run(False))
 
 
 def test_offload_is_put_on_after_recompute_and_once():
@@ -237,6 +228,6 @@ def test_on_a_gpu_memory_falls_and_bits_stay(policy):
         return held, gradients(model)
 
     (held, grads), (wanted, reference) = run(True), run(False)
-    assert_same(grads, reference)
+    expect_equal(grads, reference)
     blocks = 8 * (64 if policy == "none" else 32) * 2**20
     assert wanted >= blocks - 32 * 2**20 and held <= blocks / 4 + 64 * 2**20

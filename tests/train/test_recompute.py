@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankloom as rl
+from gradients import expect_equal, gradients
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import repeated_blocks
@@ -35,19 +36,6 @@ def prepared(policy, dtype=torch.float64, config=CONFIG, **more):
     return model, key, recompute(model, policy, **more)
 
 
-def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_same(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if value is None:
-            assert got[name] is None, name
-        else:
-            torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=name)
-
-
 def train(policy, dtype=torch.float64, steps=2, config=CONFIG):
     """Losses and gradients of some micro-batches, one after the other."""
     model, key, _ = prepared(policy, dtype, config)
@@ -66,7 +54,7 @@ def test_losses_and_gradients_are_the_same_bits(policy, dtype):
     policy = 100_000 * dtype.itemsize if policy == "800 KiB" else policy
     (losses, grads), (wanted, reference) = train(policy, dtype), train("none", dtype)
     assert losses == wanted
-    assert_same(grads, reference)
+    expect_equal(grads, reference)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -84,7 +72,7 @@ def test_a_block_runs_again_with_the_masks_of_its_own_micro_batch_whichever_is_c
                 loss.backward()
         return gradients(model)
 
-    assert_same(run(policy), run("none"))
+    expect_equal(run(policy), run("none"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -143,8 +131,8 @@ def looping(policy, frozen=False, autocast=False):
 def test_torch_s_draws_running_statistics_two_uses_and_frozen_blocks_change_nothing(policy, frozen, autocast):
     grads, buffers, drawn, _ = looping(policy, frozen, autocast)
     wanted, averages, then, _ = looping("none", frozen, autocast)
-    assert_same(grads, wanted)
-    assert_same(buffers, averages)
+    expect_equal(grads, wanted)
+    expect_equal(buffers, averages)
     assert torch.equal(drawn, then), "the generator goes on where it would have been"
 
 
@@ -248,7 +236,7 @@ def test_a_product_whose_sum_over_ranks_is_made_in_its_place_is_handed_out_as_it
         return gradients(model)
 
     for got, wanted in zip(*(rl.simulate(2, partial(body, policy=policy)) for policy in ("selective", "none")), strict=True):
-        assert_same(got, wanted)
+        expect_equal(got, wanted)
 
 
 def test_selective_computes_no_product_again():
@@ -321,7 +309,7 @@ def test_a_product_that_is_given_away_is_computed_again():
         (out.mul_(7).square().sum() + total).backward()
         return gradients(block)
 
-    assert_same(run("selective"), run("none"))
+    expect_equal(run("selective"), run("none"))
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
@@ -337,7 +325,7 @@ def test_products_that_are_written_into_are_computed_again(policy):
             x.square().sum().backward()
         return gradients(model)
 
-    assert_same(run(policy), run("none"))
+    expect_equal(run(policy), run("none"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -369,7 +357,7 @@ def test_backward_may_go_through_a_recomputed_block_twice(policy):
         loss.backward(retain_graph=True)
         return gradients(model)
 
-    assert_same(run(policy), run("none"))
+    expect_equal(run(policy), run("none"))
 
 
 def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without():
@@ -386,7 +374,7 @@ def test_every_rank_of_a_run_trains_to_the_same_bits_with_and_without():
     for policy in POLICIES:
         for losses, params in rl.simulate(2, lambda world, policy=policy: body(world, policy)):
             assert losses == wanted
-            assert_same(params, reference)
+            expect_equal(params, reference)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])

@@ -5,16 +5,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradients import gradients
 from rankloom.parallel.pipeline.split import deferring, finish
 
 
 def make(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.Linear(7, 3)).double()
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5), (1, 1, 2, 5)])
