@@ -53,7 +53,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
     raises: ConfigError for another kind, for a model without a `part` or with dropout, and the second time; on a call, DataError for
            a row that is longer than the model reads, or shorter than there are ranks
     """
-    _expect_kind(kind)
+    expect_kind(kind)
     signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
@@ -80,7 +80,8 @@ def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True
     return Context(group, x.shape[1], kind, causal).own(x)
 
 
-def _expect_kind(kind: str) -> None:
+def expect_kind(kind: str) -> None:
+    """raises: ConfigError for a word that is no kind of context parallelism"""
     if kind not in KINDS:
         raise ConfigError(f"there is no context parallelism {kind!r}. {did_you_mean(kind, KINDS)}")
 
@@ -122,7 +123,7 @@ class Context:
     device: torch.device | None = None   # of `positions`
 
     def __post_init__(self) -> None:
-        _expect_kind(self.kind)
+        expect_kind(self.kind)
         if self.length < self.group.size:
             raise DataError(f"{self.group.where('context parallel')}: a sequence of {self.length} tokens leaves some of {self.group.size} "
                             "ranks without any; use longer sequences, or fewer context ranks")

@@ -23,7 +23,7 @@ from rankloom.base.events import Sink
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, expect_exact_steps
 from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
-from rankloom.parallel.context import RING
+from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
@@ -105,10 +105,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     expect_exact_steps(compress_after, compress)
     _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=units,
                  keep_gathered=keep_gathered, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
-    if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
-        raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
-    if settings.leaves and compress != EXACT:
-        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
+    _check_sums(world, settings, all_reduce, compress)
+    expect_kind(context)
     if settings.leaves:
         _compute_alike(world)
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
@@ -286,6 +284,15 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 
 
+def _check_sums(world: World, settings: Settings, all_reduce: str, compress: str) -> None:
+    if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
+        raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
+    if settings.leaves and all_reduce != BACKEND:
+        raise ConfigError(f"all_reduce={all_reduce!r} has no meaning with deterministic, which adds in an order of its own")
+    if settings.leaves and compress != EXACT:
+        raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
+
+
 def _check_stage(stage: int, **asked: Any) -> None:
     """Nothing is accepted and then ignored."""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
@@ -293,3 +300,6 @@ def _check_stage(stage: int, **asked: Any) -> None:
     for name, (default, stages) in MEANING.items():
         if asked[name] != default and stage not in stages:
             raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
+    for name in ("ahead", "gradient_memory"):
+        if not asked[name] >= 0:
+            raise ConfigError(f"{name}={asked[name]!r}, expected 0 or more")
