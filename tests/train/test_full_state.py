@@ -189,3 +189,50 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
         assert all(torch.equal(after["run"]["amax"][name], value) for name, value in before["run"]["amax"].items())
 
     rl.simulate(2, body)
+
+
+class Counted(nn.Module):
+    """Two layers, and what both of them use: a constant, and the largest value seen."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.both, self.changes = nn.Linear(4, 4), nn.Linear(4, 4), nn.Module(), changes
+        for param in self.parameters():
+            nn.init.ones_(param)
+        self.both.register_buffer("table", torch.ones(()))
+        self.both.register_buffer("largest", torch.zeros(1))
+
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x) * self.both.table
+        if self.changes:
+            self.both.largest.copy_(torch.maximum(self.both.largest, y.detach().max()))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.second, self.run(self.first, x))
+
+
+def counted_pieces(model: Counted):
+    return [({name: layer, "both": model.both}, lambda x, layer=layer: model.run(layer, x))
+            for name, layer in (("first", model.first), ("second", model.second))]
+
+
+@pytest.mark.parametrize("rank", [None, 0, 3])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_buffer_that_stages_have_changed_apart_is_an_error_and_one_that_is_equal_is_gathered(changes, rank):
+    def distance(y, targets):
+        return (y - targets).square().sum(), len(y)
+
+    def body(world):
+        engine = rl.prepare(Counted(changes), loss=lambda m, batch: distance(m(batch[0]), batch[1]), world=world, accumulate=2, stage=1,
+                            pipe=rl.Pipe(pieces=counted_pieces, loss=lambda model: distance),
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        engine.step((torch.ones(4, 4), torch.zeros(4, 4)))
+        if changes:
+            with pytest.raises(rl.ModelMismatch, match=r"buffer both.largest stands in stages of pipe ranks 0 and 1, and has other values"):
+                engine.full_state_dict(rank)
+            return None
+        return sorted(engine.full_state_dict(rank)["model"])[:2]
+
+    found = rl.simulate(rl.Mesh(pipe=2, shard=2), body)
+    assert changes or found == [["both.largest", "both.table"] if rank in (None, at) else [] for at in range(4)]

@@ -119,7 +119,7 @@ class SharedValues:
         """As `fill` does."""
         self.fill(name, part)
         if name in self.shared:
-            self._digests[name] = hashlib.sha256(part.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            self._digests[name] = digest(part)
 
     def problem(self, stages: Group) -> str | None:
         """What is wrong with the values given, for all ranks to agree on. A collective."""
@@ -128,6 +128,11 @@ class SharedValues:
         tied = [f"{', '.join(differ)}: `initialize` gave other values in another stage of the pipeline, but these are one parameter; "
                 "what it writes must follow from the name"] if differ else []
         return "\n".join(filter(None, (self.fill.make.problem, *tied))) or None
+
+
+def digest(x: Tensor) -> str:
+    """Of every bit: equal tensors are told by it."""
+    return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ A sum that is owed is rounded on every rank, as in bf16: off by up to (p + 1) 2*
 Read base/float8.py first.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -273,7 +274,8 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
     tensor ranks.
 
     elsewhere: ranks that hold other parts of these layers, or other stages
-    raises: ConfigError when no layer is left, a pattern of `recipe.keep` fits none, or a part of a layer does not divide by 16
+    raises: ConfigError, on all ranks, when no layer is left, a pattern of `recipe.keep` fits none, or a part of a layer does not divide
+            by 16
     """
     recipe = recipe or Recipe()
     plan = plan_float8(model, recipe.keep)
@@ -281,8 +283,7 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
     if not chosen:
         stays = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in plan.items()) or "there is no nn.Linear in it"
         raise ConfigError(f"no layer of this model can be in fp8: {stays}")
-    for name, layer in chosen.items():
-        _expect_even_part(name, layer.weight)   # type: ignore[arg-type]
+    _expect_even_parts(chosen, elsewhere)
     history = None
     if recipe.timing == "delayed":
         flows = [f"{name}.{flow}" for name in chosen for flow in ("input", "gradient")]
@@ -329,10 +330,17 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) in KINDS and not getattr(module, "transposed", False)}
 
 
-def _expect_even_part(name: str, weight: Tensor) -> None:
-    if any(n % STEP for n in weight.shape):
-        raise ConfigError(f"{name}: this rank's part of the weight is {_sizes(weight.shape)}, which does not divide by {STEP}; "
-                          "use fewer tensor ranks, or let it stay as it is: `keep` in the fp8 recipe")
+def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None) -> None:
+    """Nobody lets such a layer stay in bf16 unasked: then the numbers of a run would follow from its layout."""
+    shapes = {name: tuple(weight.shape) for name, layer in layers.items() if isinstance(weight := layer.weight, Tensor)}
+    found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % STEP for n in shape)]
+    told = [found] if elsewhere is None else elsewhere.all_gather_object(found, label="parts of layers in fp8")   # parts may differ
+    first = next((about[0] for about in told if about), None)
+    if first is not None:
+        keep = tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for about in told for name, _ in about))
+        raise ConfigError(f"{first[0]}: a rank's part of the weight is {first[1]}, which does not divide by {STEP}. Use fewer tensor "
+                          f"ranks, or sizes that divide by {STEP} times their number, or let such layers stay in bf16, on any mesh: "
+                          f"`dataclasses.replace(PRECISIONS['fp8'], float8=Recipe(keep={keep}))` as precision (rankloom.train)")
 
 
 def _sizes(shape: Sequence[int]) -> str:

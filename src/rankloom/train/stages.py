@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import BatchError, ConfigError
+from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
 from rankloom.models.part import WHOLE, Part
+from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.parts import Goal, Parts
@@ -229,7 +230,10 @@ class CutStages(CutParts):
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
         here = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))] for entry in entries if entry.dtype]
-        for root, (held, values) in enumerate(self.pipe.all_gather_object([here, plain], label="what stages hold")):
+        buffers = {name: digest(buffer) for name, buffer in self.model.named_buffers(remove_duplicate=False) if name in mine}
+        told = self.pipe.all_gather_object([here, plain, buffers], label="what stages hold")
+        _expect_equal_buffers([found for *_, found in told])
+        for root, (held, values, _) in enumerate(told):
             whole = values | whole
             for name, kind, shape in (about for about in held if about[0] not in whole):
                 value = self._join(mine[name], goal) if root == self.pipe.rank else None
@@ -250,6 +254,17 @@ class CutStages(CutParts):
             self.pipe.recv(_bytes(got), root, label="values of a stage")
             return got.cpu()
         return value if root == goal.pipe else None
+
+
+def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
+    """raises: ModelMismatch, on all pipe ranks, which have told each other their digests"""
+    for name in dict.fromkeys(name for found in stages for name in found):
+        ranks = [at for at, found in enumerate(stages) if name in found]
+        other = next((at for at in ranks if stages[at][name] != stages[ranks[0]][name]), None)
+        if other is not None:
+            raise ModelMismatch(f"buffer {name} stands in stages of pipe ranks {ranks[0]} and {other}, and has other values there: each "
+                                "has changed it by itself, where one process would have done so in turn. A buffer that changes in training "
+                                "belongs in one stage: cut the model so, or give each of its users a buffer of its own")
 
 
 def _bytes(x: Tensor) -> Tensor:
