@@ -83,14 +83,17 @@ class FullySharded(nn.Module):
     def state_dict(self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model in CPU memory, on every rank, under the plain names. A collective.
 
-        destination, prefix: as torch calls it for a module inside another
+        destination, prefix: as torch calls it for a module inside another; keep_vars means nothing: values are copies
         """
         state = {} if destination is None else destination
         state |= {f"{prefix}{name}": value for name, value in full_values(self.module, self._sharding).items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's."""
+        """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's.
+
+        strict, assign: are torch's and change nothing: names must be the model's, and values are copied
+        """
         load_values(self.module, self._sharding, state_dict)
         for keeper in self._running:
             keeper.forget_changes()   # what has been loaded is no change of a step
