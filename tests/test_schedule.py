@@ -116,7 +116,8 @@ def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"costs": "1,2"}, "--costs 1,2: expected F,I,W"), ({"costs": "1,2,x"}, "expected F,I,W"), ({"costs": "1,2,3,4,5"}, "expected F,I,W"),
-    ({"costs": "none.json"}, "none.json: cannot be read"), ({"costs": "1,-2,3"}, "none below 0"),
+    ({"costs": "none.json"}, "none.json: cannot be read"), ({"costs": "1,-2,3"}, "none below 0"), ({"costs": "nan,1,1"}, "each a number"),
+    ({"costs": "1,1,1,inf"}, "each a number"),
     ({"costs": "0,0,0"}, "give some time to F, I or W"),
     ({"stages": 3, "chunks": 2}, "made for 1"), ({"svg": "/none/x.svg"}, "cannot be written"),
 ])
@@ -131,6 +132,9 @@ def test_a_file_says_itself_how_large_it_is(tmp_path):
     (tmp_path / "one.txt").write_text("F0@0 B0@0\n")
     with pytest.raises(ConfigError, match="leave out --stages, --chunks"):
         find_plan(str(tmp_path / "one.txt"), 4, None, 2)
+    (tmp_path / "two.txt").write_bytes(b"F0@0 \xff")
+    with pytest.raises(ConfigError, match="two.txt: cannot be read .it is no text"):
+        find_plan(str(tmp_path / "two.txt"), None, None, None)
     with pytest.raises(ConfigError, match="none.txt: cannot be read"):
         find_plan("none.txt", None, None, None)
 

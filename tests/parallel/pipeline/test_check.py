@@ -57,6 +57,12 @@ def test_what_is_missing_doubled_or_in_the_wrong_place_is_named(old, new, messag
         check(edited(make_plan("1f1b", 2, 3), old, new))
 
 
+@pytest.mark.parametrize("word", ["F99999999@1", "F1@99999999"])
+def test_a_number_that_was_mistyped_is_refused_before_all_that_it_lacks_is_listed(word):
+    with pytest.raises(ConfigError, match="5 actions cannot be those of .*100000000.* as the largest numbers say"):
+        check(parse_plan(f"F0@0 B0@0\nF0@1 B0@1 {word}\n"))
+
+
 def test_many_missing_actions_are_counted():
     with pytest.raises(ConfigError, match="F0@2, F1@2, I0@1, I0@2 and 6 more are missing"):
         check(parse_plan("F0@0 B0@0 F1@0 B1@0\nF0@1 F1@1\nB0@3 F0@3 B1@3 F1@3"))

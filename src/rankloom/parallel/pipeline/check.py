@@ -23,6 +23,10 @@ def check(plan: Plan) -> None:
                 raise ConfigError(f"rank {rank} does {action}, but stage {action.stage} is on rank {plan.owner[action.stage]}: "
                                   "a stage is on one rank")
         _expect_gathered(rank, actions)
+    actions_in_all = sum(map(len, plan.ranks))
+    if plan.stages * plan.microbatches > actions_in_all:   # the missing would be too many to list
+        raise ConfigError(f"{actions_in_all} actions cannot be those of {plan.stages} stages and {plan.microbatches} micro-batches, as the "
+                          "largest numbers say: both are counted from 0, and each micro-batch goes forward and backward through each stage")
     done = Counter(part for actions in plan.ranks for action in actions for part in finishes(action))
     wanted = {Action(kind, stage, m) for kind in ("F", "I", "W") for stage in range(plan.stages) for m in range(plan.microbatches)}
     missing = sorted(wanted - done.keys(), key=str)

@@ -5,6 +5,7 @@ A message leaves when what it carries is finished and takes no time of the sende
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from rankloom.base.errors import ConfigError
@@ -29,8 +30,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages = {len(self.forward), len(self.input), len(self.weight)}
-        if len(stages) > 1 or min((*self.forward, *self.input, *self.weight, self.message, self.kept)) < 0:
-            raise ConfigError(f"{self}: expected one cost of each kind for each stage, and none below 0")
+        if len(stages) > 1 or not all(0 <= cost < inf for cost in (*self.forward, *self.input, *self.weight, self.message, self.kept)):
+            raise ConfigError(f"{self}: expected one cost of each kind for each stage, each a number, and none below 0")
         if self.forward and not sum((*self.forward, *self.input, *self.weight)):
             raise ConfigError("costs of 0 for everything leave nothing to draw; give some time to F, I or W")
 
