@@ -2,9 +2,9 @@
 
 Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order of their calls:
 
-    forward     gather 0;  before i: gather i, set out i+1;            after i: let i go (0 stays)
-    backward               before i: let go what was called after it, gather i, set out the one that was called before it;
-                           once all gradients of i have landed: reduce-scatter them
+    forward     gather 0;  before i: wait until i is gathered, start to gather i+1;    after i: let i go (0 stays)
+    backward               before i: let go what was called after it, wait until i is gathered, start to gather what was called before it;
+                           once all gradients of i have landed: start to reduce-scatter them
     end         reduce what no gradient came for, let 0 go, agree which parameters were used anywhere
 
 At stages 1 and 2 nothing is let go, and after the update each section is gathered once. The order of calls is that of the last pass;

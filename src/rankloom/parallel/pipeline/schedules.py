@@ -1,7 +1,7 @@
 """The known schedules, each a function from a rank to its list of actions. No communication yet: passes.py adds it.
 
-p ranks, m micro-batches, v stages on each rank. Looped: rank r holds stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r,
-so that a micro-batch ends on the rank where it began.
+p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are made for one v). Looped: rank r holds
+stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r, so that a micro-batch ends on the rank where it began.
 
 Where a schedule wants more micro-batches than there are, or a multiple of p, it is written for those, and the actions of
 those that do not exist are left out. That never makes a deadlock: whatever is left waits for fewer things than before.
