@@ -1,9 +1,13 @@
 """What the documents say is true: files exist, links lead somewhere, the API example runs."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import rankloom as rl
+from rankloom.train.config import load_config
 
 ROOT = Path(__file__).parent.parent
 START = (ROOT / "docs" / "start.md").read_text()
@@ -36,3 +40,20 @@ def test_the_files_that_the_source_tells_to_read_are_there():
     for file in source.rglob("*.py"):
         for name in re.findall(r"(?<![\w/.])(?:\w+/)+\w+\.(?:py|c|md)\b", file.read_text()):
             assert any((place / name).exists() for place in (source, ROOT, *file.parents)), f"{file.name} names {name}"
+
+
+def test_the_names_that_the_documents_use_are_there():
+    for page in PAGES:
+        for name in re.findall(r"\brl\.(\w+)\b", page.read_text()):
+            assert name in rl.__all__, f"{page.name}: there is no rl.{name}"
+        for module, names in re.findall(r"^from (rankloom\.[\w.]+) import (.+)$", page.read_text(), re.MULTILINE):
+            assert all(hasattr(import_module(module), name.strip()) for name in names.split(",")), f"{page.name}: {module}, {names}"
+
+
+TRAINED = re.compile(r"rankloom (?:train|scale) train\.toml((?: --\w+\.[\w.]+ [^\s`]+)*)")
+ARGUMENTS = [(page.name, found) for page in PAGES for found in TRAINED.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "arguments"), ARGUMENTS)
+def test_what_the_documents_train_is_not_refused(page, arguments):
+    load_config(str(ROOT / "train.toml"), arguments.split())
