@@ -167,6 +167,9 @@ REFUSED = {
     "a root below 0": lambda group: broadcast(group, root=-1),
     "a receiver that is not there": partial(send, to=3),
     "a sender that is not there": partial(recv, frm=-2),
+    "a tag below 0": lambda group: group.send([torch.ones(1)], 1, -1),
+    "a tag that is too large": lambda group: group.recv([torch.ones(1)], 1, 1 << 63),
+    "a tag that is a word": lambda group: group.send([torch.ones(1)], 1, "later"),
     "an output that is too short": lambda group: group._allgather_base(torch.ones(5), torch.ones(2), options(c10d.AllgatherOptions)),
     "an output of another type": lambda group: group._allgather_base(torch.ones(6).int(), torch.ones(2), options(c10d.AllgatherOptions)),
     "too few outputs": lambda group: gather_all(group, 2, [2, 2]),
@@ -374,6 +377,37 @@ def test_whoever_waits_for_a_rank_that_leaves_is_set_free_soon_and_told_who_it_w
         assert 0 <= ended[rank] - left[0] < SOON
 
 
+def test_whoever_polls_for_a_rank_that_leaves_is_told_soon_too(ranks):
+    world = ranks(2, timeout=30.0)
+    polled = {}
+
+    def poll(group):
+        works = {"sum": group.allreduce([torch.ones(3)]), "message": group.recv([torch.ones(3)], 1, 0)}
+        late = time.monotonic() + 10
+        while not all(work.is_completed() for work in works.values()) and time.monotonic() < late:
+            time.sleep(1e-3)
+        polled.update({name: (work.is_success(), type(work.exception())) for name, work in works.items()})
+
+    def leave(group):
+        time.sleep(0.1)
+        group.shutdown()
+
+    assert raised(world, poll, leave)[0] == [None] * 2
+    assert polled == {"sum": (False, RankLost), "message": (False, RankLost)}
+
+
+def test_a_message_that_was_waited_for_in_vain_has_ended(ranks):
+    world = ranks(2)
+
+    def wait(group):
+        work = group.recv([torch.ones(1)], 1, 0)
+        with pytest.raises(RankLost):
+            work.wait()
+        assert work.is_completed() and not work.is_success() and isinstance(work.exception(), RankLost)
+
+    assert raised(world, wait, lambda group: group.abort())[0] == [None] * 2
+
+
 def test_an_abort_from_another_thread_ends_this_ranks_own_waits_too(ranks):
     world = ranks(2, timeout=30.0)
 
@@ -485,7 +519,9 @@ def use_after_fork(port, world):
     if (child := os.fork()) == 0:
         told = []
         in_background = lambda group: group.allreduce([torch.ones(1)]).wait()
-        for call in (all_reduce, barrier, in_background, partial(send, to=0), partial(recv, frm=0), lambda group: group.buffer((2,))):
+        future = lambda group: group.allreduce([torch.ones(1)]).get_future().wait()
+        buffer = lambda group: group.buffer((2,))
+        for call in (all_reduce, barrier, in_background, future, partial(send, to=0), partial(recv, frm=0), buffer):
             try:
                 call(group)
                 told.append("nothing")
@@ -504,4 +540,4 @@ def use_after_fork(port, world):
 def test_a_forked_child_is_refused_by_name_and_does_its_parent_no_harm():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for told, after in rl.spawn(2, partial(use_after_fork, store.port), timeout=20):
-        assert told == " ".join(["fork"] * 6) and after == [2.0, 2.0]
+        assert told == " ".join(["fork"] * 7) and after == [2.0, 2.0]

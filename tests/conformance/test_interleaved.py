@@ -159,6 +159,29 @@ def test_work_tells_when_it_has_ended_and_what_came_of_it(ranks):
     assert world.run(body) == [3.0, 3.0]
 
 
+def test_calls_between_the_two_ends_of_a_batch_are_waited_for_as_one(ranks):
+    """As torch's `_coalescing_manager(device=...)` asks for it."""
+    world, late = ranks(2), threading.Event()
+
+    def body(rank):
+        group, x, y = world.groups[rank], torch.zeros(3), torch.ones(2)
+        if rank == 1:
+            late.wait(10)
+        group._start_coalescing(torch.device("cpu"))
+        group.recv([x], 1 - rank, 0)
+        group.send([numbered(rank, n=3)], 1 - rank, 0)
+        add_up(group, y)
+        work = group._end_coalescing(torch.device("cpu"))
+        if rank == 0:
+            assert not work.is_completed() and not work.is_success()
+            late.set()
+        work.wait()
+        alone = group._start_coalescing(torch.device("cpu")) or group._end_coalescing(torch.device("cpu"))
+        return work.is_success() and alone.is_success(), torch.equal(x, numbered(1 - rank, n=3)), y.tolist()
+
+    assert world.run(body) == [(True, True, [2.0, 2.0])] * 2
+
+
 def test_futures_call_back_with_the_result(ranks):
     world = ranks(3)
 

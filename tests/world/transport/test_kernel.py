@@ -588,7 +588,7 @@ def test_messages_of_a_rank_that_has_left_fail(kernel):
         link, x = team.links[0], np.zeros(4, np.uint8)
         handle = link.post(0, at(x), 4, 1, 0)
         link.leave()
-        assert link.settle(handle, 1.0) == -LEFT and not link.settled(handle)
+        assert link.settle(handle, 1.0) == -LEFT and link.settled(handle), "it never will arrive"
         assert send(link, x, 1) == -LEFT and receive(link, x, 1) == -LEFT
 
 
@@ -711,7 +711,7 @@ def test_a_forked_child_is_no_rank(kernel, busy):
             assert link.wait(submit(link, ALL_GATHER, x, out, 4), 5.0) == FORKED
             assert send(link, x, 1) == -FORKED
             mine = link.post(1, at(x), 4, 1, 0)
-            assert link.settle(mine, 5.0) == -FORKED and not link.settled(mine)
+            assert mine == 0 and link.settle(mine, 5.0) == -FORKED
             link.drop(mine)
             link.break_off(0, ABORTED)
             link.leave()
@@ -773,6 +773,19 @@ def test_a_rank_killed_inside_a_call_is_noticed_while_another_is_late(kernel):
         assert run(team.links[0], BARRIER, timeout=3.0) == LOST   # rank 1 lives, and does something else
         assert time.monotonic() - begin < 1.0
         assert run(team.links[1], BARRIER) == LOST
+
+
+@both_kernels
+def test_a_rank_killed_ends_the_wait_for_a_message_of_anyone_though_another_lives(kernel):
+    team = Team(kernel, 3, elsewhere=(1,))
+    pid = team.in_process(1, lambda link: run(link, BARRIER) or time.sleep(60) or 0)
+    with team:
+        assert team.each(lambda link, r: run(link, BARRIER)) == [FINE] * 2
+        threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+        begin = time.monotonic()
+        assert receive(team.links[0], np.zeros(4, np.uint8), -1, tag=3) == -LOST
+        assert team.links[0].status()[:2] == (LOST, 1) and time.monotonic() - begin < 1.1
+        os.waitpid(pid, 0)
 
 
 @both_kernels

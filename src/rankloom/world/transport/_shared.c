@@ -1032,11 +1032,14 @@ static int pull(Link *l, int peer)
     return read != begin;
 }
 
-/* Move every message as far as it goes. Called with `post` held. Returns whether anything moved. */
+/* Move every message as far as it goes; none of a broken group: its memory may be gone. Called with `post` held. Returns
+ * whether anything moved. */
 static int move_messages(Link *l)
 {
     int moved = 0, ended = 0;
     char blocked[MAX_RANKS] = {0};
+    if (why_broken(l))
+        return 0;
     for (Message *m = l->messages; m; m = m->next) {
         if (!m->sending || m->done || blocked[m->peer])
             continue;
@@ -1073,22 +1076,24 @@ static void add_message(Link *l, Message *m)
     *end = m;
 }
 
-/* Whom a message waits for, and why in vain. Anyone's message is lost only when all others are gone. */
+/* Whom a message waits for, and why in vain. Anyone's message is lost when one of the others has died, for it may have been
+ * that one's, or when all have left. */
 static int find_gone(Link *l, Message *m, int *gone)
 {
-    int last = -1;
+    int last = -1, here = 0;
     *gone = FINE;
     if (m && m->peer >= 0) {
         *gone = why_gone(rank_of(l, m->peer));
         return m->peer;
     }
-    for (int r = 0; m && r < l->ranks; r++) {
-        if (r == l->rank)
-            continue;
-        if (!(*gone = why_gone(rank_of(l, r))))
-            return -1;
-        last = r;
+    for (int r = 0; m && r < l->ranks && *gone != LOST; r++) {
+        int why = r == l->rank ? FINE : why_gone(rank_of(l, r));
+        here += r != l->rank && !why;
+        if (why)
+            *gone = why, last = r;
     }
+    if (*gone != LOST && here)
+        *gone = FINE, last = -1;
     return last;
 }
 
@@ -1241,12 +1246,12 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
 }
 
-/* submit(kind, dtype, op, root, in, out, lengths, timeout) -> ticket */
+/* submit(kind, dtype, op, root, in, out, lengths, timeout) -> ticket; 0 in a forked child */
 static PyObject *link_submit(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(8);
     if (is_forked(l))
-        return PyLong_FromLong(0);   /* waiting for it tells why */
+        return PyLong_FromLong(0);
     Op *op = malloc(sizeof *op);
     *op = read_op(args);
     if (!read_lengths(l, op, args[6]) || PyErr_Occurred()) {
@@ -1285,6 +1290,8 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyLong_FromLong(-FORKED);
     Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     double timeout = SECONDS(5);
+    if (PyErr_Occurred())
+        return NULL;
     PyThreadState *state = PyEval_SaveThread();
     Wait w = {&state, now() + timeout, l->spin_us, 0};
     pthread_mutex_lock(&l->post);
@@ -1323,14 +1330,16 @@ static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
     return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
 }
 
-/* post(sending, address, nbytes, peer, tag) -> handle */
+/* post(sending, address, nbytes, peer, tag) -> handle; 0 in a forked child */
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(5);
-    Message *m = calloc(1, sizeof *m);
+    Message asked = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
+    if (PyErr_Occurred())
+        return NULL;
     if (is_forked(l))
-        return PyLong_FromVoidPtr(m);   /* waiting for it tells why */
-    m->sending = (int)NUMBER(0), m->at = ADDRESS(1), m->nbytes = (uint64_t)NUMBER(2), m->peer = (int)NUMBER(3), m->tag = NUMBER(4);
+        return PyLong_FromLong(0);
+    Message *m = memcpy(malloc(sizeof asked), &asked, sizeof asked);
     pthread_mutex_lock(&l->post);
     add_message(l, m);
     move_messages(l);   /* a small one leaves here and now */
@@ -1364,15 +1373,14 @@ static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
 
 static PyObject *link_settled(Link *l, PyObject *handle)
 {
-    (void)l;
-    return PyBool_FromLong(((Message *)PyLong_AsVoidPtr(handle))->done);
+    return PyBool_FromLong(((Message *)PyLong_AsVoidPtr(handle))->done || why_broken(l) || l->closing);
 }
 
 /* drop(handle): nobody will ask for it again; a message on its way goes on. */
 static PyObject *link_drop(Link *l, PyObject *handle)
 {
     Message *m = PyLong_AsVoidPtr(handle);
-    if (is_forked(l))
+    if (is_forked(l) || !m)   /* 0: it was never posted */
         Py_RETURN_NONE;
     pthread_mutex_lock(&l->post);
     if (m->done)
@@ -1539,7 +1547,7 @@ static PyMethodDef link_methods[] = {
     METHOD("add_region", link_add_region, "Memory that all ranks map, a part for each."),
     METHOD("break_off", link_break_off, "End every wait of every rank."),
     {"finished", (PyCFunction)link_finished, METH_NOARGS, "The last ticket that has ended."},
-    {"settled", (PyCFunction)link_settled, METH_O, "Whether a posted message has arrived."},
+    {"settled", (PyCFunction)link_settled, METH_O, "Whether a posted message has arrived, or never will."},
     {"drop", (PyCFunction)link_drop, METH_O, "Forget a posted message."},
     {"drop_region", (PyCFunction)link_drop_region, METH_O, "Forget a region."},
     {"leave", (PyCFunction)link_leave, METH_NOARGS, "No call will follow from this rank."},

@@ -90,6 +90,7 @@ class DeviceGroup(SharedMemoryGroup):
         if self.channel.closed:
             raise self.channel.explain(LEFT, label)
         self._expect_here([x], label)
+        operands.expect_tag(tag, self._where(label))
         if sending or peer != ANYONE:
             operands.expect_rank(peer, self.size(), self._where(label))
         inside = self._device.memory(flat.data_ptr(), flat.nbytes)
@@ -98,8 +99,7 @@ class DeviceGroup(SharedMemoryGroup):
         work = Receiving(self, x, flat, inside, back)
         work.peer = peer
         work.handle = self.channel.link.post(0, work.note.ctypes.data, NOTE, peer, tag)
-        self._remember(work)
-        return work
+        return self._remember(work, work.handle)
 
     def _work(self, ending: Ending, result: Sequence[Tensor], tensors: Sequence[Tensor], waits: bool) -> "DeviceWork":
         work = DeviceWork(self._device, ending, result)

@@ -84,7 +84,7 @@ class Link:
         return -min(got, 0)
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
-        """Send or receive in the background -> handle. The memory must stay until it has settled."""
+        """Send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled."""
         return 0 if self._peers.is_forked() else self._post.post(sending, address, nbytes, peer, tag)
 
     def settle(self, handle: int, seconds: float) -> int:
@@ -95,8 +95,8 @@ class Link:
             return self._post.settle(handle, seconds)
 
     def settled(self, handle: int) -> bool:
-        """Whether a posted message has arrived."""
-        return handle in self._post.posted and self._post.posted[handle].done
+        """Whether a posted message has arrived, or never will."""
+        return self._post.posted[handle].done or self._peers.why() != FINE
 
     def drop(self, handle: int) -> None:
         """Nobody will ask for it again; a message on its way goes on."""

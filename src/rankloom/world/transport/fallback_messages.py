@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankloom.world.transport.fallback_peers import WRONG_LENGTH, Peers, memory_at, naps
+from rankloom.world.transport.fallback_peers import LOST, WRONG_LENGTH, Peers, memory_at, naps
 
 ANYONE = -1
 ENVELOPE = 16   # bytes: tag and length
@@ -101,8 +101,9 @@ class Post:
         def needed() -> list[int]:
             if m.peer != ANYONE:
                 return [m.peer]
-            others = [r for r in range(self.peers.ranks) if r != self.peers.rank]
-            return others if all(self.peers.find_gone([r]) for r in others) else []
+            gone = [self.peers.find_gone([r]) for r in range(self.peers.ranks) if r != self.peers.rank]
+            dead = [who[0] for who in gone if who and who[1] == LOST]
+            return dead or ([who[0] for who in gone if who] if all(gone) else [])   # one that has left did not owe it
 
         why = self.peers.wait_until(done, needed, time.monotonic() + seconds, breaks=breaks)
         return -why if why else m.peer

@@ -18,7 +18,7 @@ from rankloom.world.transport import fallback
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
-from rankloom.world.transport.channel import ABORTED, BARRIER, Channel
+from rankloom.world.transport.channel import ABORTED, BARRIER, FINE, FORKED, Channel
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.levels import Levels
@@ -85,8 +85,8 @@ class HostsLink:
         return self._wire.why() or self._turns.run(self._read(*call))
 
     def submit(self, *call: Any) -> int:
-        """A collective in its turn, in the background: the same -> ticket."""
-        return self._turns.submit(self._read(*call))
+        """A collective in its turn, in the background: the same -> ticket; 0 in a forked child."""
+        return 0 if self._wire.why() == FORKED else self._turns.submit(self._read(*call))
 
     def wait(self, ticket: int, seconds: float) -> int:
         """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
@@ -108,7 +108,9 @@ class HostsLink:
     exchange = fallback.Link.exchange   # made of the three below
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
-        """Send or receive in the background -> handle. The memory must stay until it has settled, or was dropped."""
+        """Send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled, or was dropped."""
+        if self._wire.why() == FORKED:
+            return 0
         handle = next(self._handles)
         self._posted[handle] = self._begin(sending, address, nbytes, peer, tag)
         return handle
@@ -118,12 +120,13 @@ class HostsLink:
         return self._until_done(self._posted[handle], seconds, breaks=False)
 
     def settled(self, handle: int) -> bool:
-        """Whether a posted message has arrived."""
-        return self._posted[handle].done
+        """Whether a posted message has arrived, or never will."""
+        return self._posted[handle].done or self._wire.why() != FINE
 
     def drop(self, handle: int) -> None:
         """Nobody will ask for it again."""
-        self._wire.drop([self._posted.pop(handle)])
+        if handle in self._posted:
+            self._wire.drop([self._posted.pop(handle)])
 
     def break_off(self, rank: int, why: int) -> None:
         """End every wait of every rank."""

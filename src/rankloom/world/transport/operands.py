@@ -150,6 +150,11 @@ def cut_rows(x: Tensor, rows: Sequence[int], label: str) -> tuple[list[int], lis
     return [0, *accumulate(lengths)][:-1], lengths
 
 
+def even_rows(x: Tensor, parts: int) -> list[int]:
+    """How many rows each of equal shares has, where they are equal."""
+    return [x.shape[0] // parts] * parts if x.dim() else []
+
+
 # ------------------------------------------------------------------ what can be seen to be wrong on one rank
 
 
@@ -157,6 +162,12 @@ def expect_rank(rank: int, size: int, label: str) -> None:
     """raises: ConfigError when a root or a peer is not in the group"""
     if not 0 <= rank < size:
         raise ConfigError(f"{label}: there is no rank {rank} in a group of {size}")
+
+
+def expect_tag(tag: object, label: str) -> None:
+    """raises: ConfigError when messages cannot carry it"""
+    if not isinstance(tag, int) or not 0 <= tag < 1 << 63:
+        raise ConfigError(f"{label}: the tag is {tag!r}; expected a whole number from 0 to 2**63 - 1")
 
 
 def expect_one_each(tensors: Sequence[Tensor], size: int, label: str, what: str) -> None:

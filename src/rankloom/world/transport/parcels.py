@@ -89,8 +89,9 @@ class Parcels:
         """A block of the right size whose receipt has come, or a new one."""
         size, link = max(SMALLEST, 1 << (nbytes - 1).bit_length()), self._channel.link
         for parcel in self._mine:
-            if len(parcel.bytes) == size and parcel.receipt and link.settled(parcel.receipt[0]):
-                link.drop(parcel.receipt[0])
+            receipt = parcel.receipt[0] if parcel.receipt and len(parcel.bytes) == size else 0
+            if receipt and link.settled(receipt) and link.settle(receipt, 0.0) >= 0:   # it has come; not: it never will
+                link.drop(receipt)
                 parcel.receipt = None
                 return parcel
         memory, handle = self._device.export(HEADER + size)

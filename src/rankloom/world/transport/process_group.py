@@ -23,6 +23,7 @@ from rankloom.world.transport.channel import (
     ALL_TO_ALL,
     BARRIER,
     BROADCAST,
+    FORKED,
     GATHER,
     KINDS,
     LEFT,
@@ -35,7 +36,7 @@ from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
-from rankloom.world.transport.work import DONE, Herald, Pending, PendingCollective, PendingMessage, Work, last_of
+from rankloom.world.transport.work import DONE, Batches, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
 
 ANYONE = -1
 Lengths = int | bytes
@@ -43,14 +44,14 @@ Call = tuple[int, int, int, int, int, int, Lengths]
 """Kind, number type, operation, root, address to read, address to write, lengths."""
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(Batches, dist.ProcessGroup):
     """The ranks of one host as a torch process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
         self._herald, self._buffers = Herald(), buffers
-        self._in_flight: set[Pending] = set()   # works whose caller may have dropped them
+        self._in_flight = InFlight()
         self._name = self._description = ""
 
     # ------------------------------------------------------------------ who and where
@@ -268,8 +269,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             operands.expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
             lengths: Lengths = given.nbytes // self.size()
         else:
-            lengths = operands.lengths_table(*operands.cut_rows(given, input_splits or self._even_rows(given), where),
-                             *operands.cut_rows(target, output_splits or self._even_rows(target), where))
+            lengths = operands.lengths_table(*operands.cut_rows(given, input_splits or operands.even_rows(given, self.size()), where),
+                             *operands.cut_rows(target, output_splits or operands.even_rows(target, self.size()), where))
         return self._start((ALL_TO_ALL, number_of(input), SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
                            [given, target], back)
 
@@ -314,6 +315,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         label = "send" if sending else "recv"
         if self.channel.closed:
             raise self.channel.explain(LEFT, label)
+        operands.expect_tag(tag, self._where(label))
         if sending or peer != ANYONE:
             operands.expect_rank(peer, self.size(), self._where(label))
         if not x.is_cpu:
@@ -321,7 +323,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
         work.peer = peer
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
-        return self._remember(work)
+        return self._remember(work, work.handle)
 
     # ------------------------------------------------------------------ groups of groups
 
@@ -360,19 +362,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return DONE
         work = PendingCollective(self.channel, self._herald, KINDS[call[0]], result, (result, keep), list(filter(None, backs)))
         work.ticket, work.timeout = self.channel.link.submit(*call, timeout), timeout
-        return self._remember(work)
+        return self._remember(work, work.ticket)
 
-    def _remember(self, work: Pending) -> Pending:
-        for other in [*self._in_flight]:   # those that have ended go
-            other.is_completed()
-        work.stay_among(self._in_flight)
-        return work
+    def _remember(self, work: Pending, number: int) -> Work:
+        if not number:
+            raise self.channel.explain(FORKED, work.label)
+        self._in_flight.add(work)
+        return self._noted(work)
 
     def _where(self, kind: int | str) -> str:
         return self.channel.where(kind if isinstance(kind, str) else KINDS[kind])
-
-    def _even_rows(self, x: Tensor) -> list[int]:
-        return [x.shape[0] // self.size()] * self.size() if x.dim() else []
 
 
 def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None,

@@ -28,7 +28,7 @@ from rankloom.world.transport.forms import SECOND, first_form, in_either_form
 from rankloom.world.transport.meet import this_host, wait_for
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
-from rankloom.world.transport.work import Work
+from rankloom.world.transport.work import Batches, Work
 
 SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
 CUDA = torch.device("cuda")
@@ -61,7 +61,7 @@ def choose(places: Sequence[Place]) -> str:
     return NCCL if len(gpus) == len(places) and dist.is_nccl_available() else HOST
 
 
-class Router(dist.ProcessGroup):
+class Router(Batches, dist.ProcessGroup):
     """A process group for all tensors of its ranks. `cpu` is the group of those on the CPU."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False   # what torch asks of a backend
@@ -74,7 +74,6 @@ class Router(dist.ProcessGroup):
         self._device: torch.device | None = None
         self._places: dict[int, Place] = {}
         self._carriers: dict[str, Any] = {}
-        self._batch: list[Work] | None = None   # the works of calls between _start_coalescing and _end_coalescing
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -166,22 +165,6 @@ class Router(dist.ProcessGroup):
         device = next((x.device for x in tensors_in(tensors)), None)
         return self.cpu if device is None or device.type != "cuda" else self.carrier(device, ranks)
 
-    # ------------------------------------------------------------------ several calls as one
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """torch is about to make several calls, and will wait for all at once."""
-        self._batch = []
-
-    def _end_coalescing(self, device: torch.device) -> Work:
-        """One work for them all."""
-        works, self._batch = self._batch or [], None
-        return AllOf(works)
-
-    def _noted(self, work: Work) -> Work:
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
-
     # ------------------------------------------------------------------ life
 
     def split_group(self, *args: Any, **kwargs: Any) -> "Router | None":
@@ -232,27 +215,6 @@ for _name in COLLECTIVES:
     setattr(Router, _name, _route(_name))
 for _name in OF_THE_CPU:
     setattr(Router, _name, _ask_cpu(_name))
-
-
-class AllOf(Work):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]):
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for each."""
-        return all(work.wait(timeout) if timeout else work.wait() for work in self._works)   # each raises when it fails
-
-    def is_completed(self) -> bool:
-        """Whether all have ended."""
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future:
-        """A future that is set when all have ended, or the caller's streams come behind them."""
-        self.wait()
-        return super().get_future()
 
 
 class Nccl:

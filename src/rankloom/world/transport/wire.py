@@ -334,11 +334,13 @@ class Wire:
         self.on_break()
 
     def _find_gone(self, peers: Sequence[int]) -> tuple[int, int] | None:
-        """One of these that is gone, with the reason; for ANYONE, when all are."""
+        """One of these that is gone, with the reason; for ANYONE, when one of all has died, or all have left."""
         for peer in peers:
             lines = list(self._lines.values()) if peer == ANYONE else [self._lines[peer]] if peer != self.rank else []
-            if lines and all(line.gone for line in lines):
-                return lines[-1].peer, lines[-1].gone
+            dead = [line for line in lines if line.gone == LOST]
+            if dead or (lines and all(line.gone for line in lines)):
+                last = [*lines, *dead][-1]
+                return last.peer, last.gone
         return None
 
 

@@ -6,6 +6,7 @@ torch's own classes (DDP, FSDP2) take either: `wait()` from Python, `get_future(
 import datetime
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import CollectiveTimeout
-from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.channel import TIMED_OUT, Channel
 from rankloom.world.transport.operands import Finish
 
-FOREVER = 1e9   # seconds: the call itself knows its time-out
+FOREVER = 1e9    # seconds: the call itself knows its time-out
+CHECKUP = 0.05   # seconds
 
 
 class Work(dist.Work):
@@ -82,17 +84,12 @@ class Pending(Work):
     def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
                  finish: Sequence[Finish]):
         super().__init__(result)
-        self._channel, self._herald, self._label = channel, herald, label
+        self._channel, self._herald, self.label = channel, herald, label
         self._keep, self._finish = keep, list(finish)
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._ended = False
-        self._among: set[Pending] = set()
-
-    def stay_among(self, works: "set[Pending]") -> None:
-        """Be held in this set until it has ended: its caller may drop it."""
-        self._among = works
-        works.add(self)
+        self.holder: InFlight | None = None   # lets go when it has ended
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Work.wait`. With a time-out of its own, it raises CollectiveTimeout then, and the work goes on."""
@@ -110,9 +107,13 @@ class Pending(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`; brings the results home when it has ended."""
+        self.settle()
+        return self._ended
+
+    def settle(self) -> None:
+        """If it has ended, bring the results home."""
         if not self._ended and self._has_ended():
             self._end(self._await(0.0), None)
-        return self._ended
 
     def exception(self) -> Exception | None:
         """See `Work.exception`."""
@@ -129,15 +130,16 @@ class Pending(Work):
         with self._lock:
             if self._ended:
                 return
-            error = self._channel.explain(why, self._label, self.timeout if seconds == FOREVER else seconds, self.peer) if why else None
-            if error and not self._has_ended():
+            error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peer) if why else None
+            if error and why == TIMED_OUT and not self._has_ended():
                 raise error   # only this wait is over
             self._error, self._ended = error, True
-            if not error:
+            if not error:   # else somebody may still be about to write there
                 for finish in self._finish:
                     finish()
-            self._keep, self._finish = (), []
-            self._among.discard(self)
+                self._keep, self._finish = (), []
+            if self.holder is not None:
+                self.holder.discard(self)
 
     def _await(self, seconds: float) -> int:
         """Block for at most so long; why it failed, or 0."""
@@ -145,6 +147,60 @@ class Pending(Work):
 
     def _has_ended(self) -> bool:
         raise NotImplementedError
+
+
+class InFlight(set[Pending]):
+    """Works on their way whose caller may have dropped them."""
+
+    def add(self, work: Pending) -> None:
+        """Hold this one until it has ended; and look which have ended without anybody asking."""
+        for other in [*self]:
+            other.settle()
+        work.holder = self
+        super().add(work)
+
+
+class AllOf(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait for each."""
+        return all(work.wait(timeout) if timeout else work.wait() for work in self._works)   # each raises when it fails
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """Why the first of those that failed did so."""
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is set when all have ended, or the caller's streams come behind them."""
+        self.wait()
+        return super().get_future()
+
+
+class Batches:
+    """What torch asks of a group to make several calls and wait for all at once: a part of the groups' class."""
+
+    _batch: list[Work] | None = None   # the works of calls between the two
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._batch = self._batch or [], None
+        return AllOf(works)
+
+    def _noted(self, work: Work) -> Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
 
 def last_of(works: Sequence[Work], result: Sequence[Tensor]) -> Work:
@@ -160,7 +216,7 @@ class PendingCollective(Pending):
     ticket = 0
 
     def __repr__(self) -> str:
-        return f"PendingCollective({self._label!r}, ticket {self.ticket})"
+        return f"PendingCollective({self.label!r}, ticket {self.ticket})"
 
     def _await(self, seconds: float) -> int:
         return self._channel.link.wait(self.ticket, seconds)
@@ -174,6 +230,15 @@ class PendingMessage(Pending):
 
     handle = 0
     peer: int = -1   # anyone
+    _looked = 0.0    # when somebody who polls has last looked whether the other end still lives
+
+    def is_completed(self) -> bool:
+        """See `Pending.is_completed`. Nobody else looks whether what is polled for can still come: this does, now and then."""
+        if not super().is_completed() and time.monotonic() > self._looked + CHECKUP:
+            self._looked = time.monotonic()
+            if (why := self._await(0.0)) != TIMED_OUT:
+                self._end(why, None)
+        return super().is_completed()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
