@@ -320,8 +320,12 @@ def _show(parts: "Iterable[str | Text | Table]") -> None:
     from rich.console import Console
 
     console = Console()
-    for part in parts:
-        print(part) if isinstance(part, str) else console.print(part)
+    try:
+        for part in parts:
+            print(part) if isinstance(part, str) else console.print(part)
+        sys.stdout.flush()
+    except BrokenPipeError:   # whoever reads has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _words(text: str) -> list[str]:

@@ -97,6 +97,9 @@ def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, messa
         (["--train.steps"], "--train.steps: needs a value"),
         (["steps=3"], "steps=3: not an option"),
         (["--steps", "3"], "--steps: not an option"),
+        (["--mesh", "pipe"], "--mesh: not an option"),
+        (["--mesh", "pipe=2,,"], "--mesh.pipe: pipe = '2,,': must be a valid integer"),
+        (["--mesh", "replicate=2,tenosr=2"], "--mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
         (["--model.moe.expert", "4"], "--model.moe.expert: unknown key 'expert'. Did you mean 'experts'?"),
         (["--model.mooe.experts", "4"], "--model.mooe.experts: unknown key 'mooe'. Did you mean 'moe'?"),
         (["--model.mooe.experts", "none"], "--model.mooe.experts: unknown section [model.mooe]. Did you mean 'model.moe'?"),
@@ -108,6 +111,13 @@ def test_a_mistake_in_an_override_names_the_flag(file, flags, message):
         load_config(file(), flags)
     assert message in str(caught.value)
     assert "train.toml" not in str(caught.value), "the file is not to blame"
+
+
+def test_several_keys_of_a_section_may_stand_in_one_word(file):
+    apart = load_config(file(), ["--mesh.context", "2", "--mesh.tensor", "2", "--train.steps", "7", "--optimizer.betas", "[0.8,0.9]"])
+    for words in (["--mesh", "context=2,tensor=2", "--train", "steps=7", "--optimizer", "betas=[0.8,0.9]"],
+                  ["--mesh=tensor=2,context=2", "--train.steps=7", "--optimizer=betas=[0.8,0.9]"]):
+        assert load_config(file(), words) == apart
 
 
 def test_every_wrong_key_has_its_line_in_the_one_error(file):

@@ -4,6 +4,7 @@ The error names the file or the flag, the section, the key, what was expected, a
 file may say stands in `sections.py`. No torch here: reading a config costs milliseconds.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,12 +77,16 @@ def write_config(config: Config, path: str | Path) -> None:
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Cut command-line words into overrides; the last one of a key wins."""
+    """Cut command-line words into overrides; the last one of a key wins. `--mesh pipe=2,tensor=2` is `--mesh.pipe 2 --mesh.tensor 2`."""
     found, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
         section, dot, key = flag.removeprefix("--").rpartition(".")
+        if flag.startswith("--") and not dot and (several := _several(text if equals else "".join(rest[:1]))):
+            found += [Override(f"{flag}.{name}", key, name, value) for name, value in several]
+            rest = rest if equals else rest[1:]
+            continue
         if not (flag.startswith("--") and section and dot and key):
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value")
         if not equals:
@@ -90,6 +95,12 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             text = rest.pop(0)
         found.append(Override(flag, section, key, text))
     return found
+
+
+def _several(text: str) -> list[tuple[str, str]]:
+    """The keys and values of `pipe=2,tensor=2`; nothing where the text is no such list."""
+    pairs = [part.partition("=") for part in re.split(r",(?=\w+=)", text)]
+    return [(name, value) for name, _, value in pairs] if all(name.isidentifier() and value for name, _, value in pairs) else []
 
 
 def _read(path: Path) -> Table:
