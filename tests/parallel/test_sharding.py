@@ -104,6 +104,51 @@ def test_a_step_may_bring_one_row_to_some_ranks_and_two_to_others():
     expect_as_plain(make_blocky, loss_of, few, ranks=(3,), stages=(1, 3))
 
 
+class Numbers(nn.Module):
+    """Parameters and buffers that are no floats: whole, truth and complex numbers, of these trained ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([1, 0, 2, 5, 3, 4]), requires_grad=False)
+        self.keep = nn.Parameter(torch.tensor([True, True, False]), requires_grad=False)
+        self.turn = nn.Parameter(torch.tensor([1 + 1j, 2j, -1, 0.5, 1j]))
+        self.register_buffer("table", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.matrix = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1).tril())
+
+    def forward(self, x):
+        pairs = torch.view_as_complex((x @ self.matrix)[:, self.order].float().unflatten(1, (3, 2))) * self.table * self.keep
+        return torch.view_as_real(pairs * self.turn.sum()).flatten(1)
+
+
+class Several(nn.Module):
+    """Some of them as units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbers() for _ in range(2))
+
+    def forward(self, x):
+        return sum(block(x) for block in self.blocks)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_no_float_is_cast_by_no_precision(stage, precision):
+    def body(world):
+        engine = rl.prepare(Several(), loss=squares, optimizer=sgd, world=world, stage=stage, precision=precision, clip=1.0,
+                            **({"units": Numbers} if stage else {}))
+        norm = engine.step(ROWS.float().tensor_split(world.size)[world.rank]).grad_norm
+        return norm, engine.full_state_dict()["model"]
+
+    values, norms = train_plainly(Several(), squares, [ROWS.float()], sgd)
+    for norm, state in rl.simulate(2, body):
+        near = {"rtol": 2.0**-6, "atol": 2.0**-8} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(norm, norms[0], **near)
+        for name, value in values.items():
+            assert state[name].dtype == value.dtype
+            torch.testing.assert_close(state[name], value, **near)
+
+
 def slope(model, x):
     """A loss with a gradient of its own, by the inputs."""
     x = x.clone().requires_grad_()

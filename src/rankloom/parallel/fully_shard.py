@@ -10,6 +10,7 @@ How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses th
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
 
 CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
+
+
+def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
+    """The norm of all elements, summed in fp64; of complex numbers, of their magnitudes."""
+    return torch.linalg.vector_norm(x, order, dtype=torch.complex128 if x.is_complex() else torch.float64)
 
 
 class FullySharded(nn.Module):
@@ -65,12 +71,19 @@ class FullySharded(nn.Module):
         with self._sharding.sync(False):
             yield
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective."""
-        grads = [owner.grad for owner in self._owners.values() if owner.grad is not None]
-        squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._sharding.group.device)
-        norm = self._sharding.group.all_reduce(total, label="gradient norm").sqrt()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.
+
+        torch's own function of this name would see this rank's slices only.
+        norm_type: 2, another power above 0, or infinity: the largest magnitude
+        """
+        if not norm_type > 0:
+            raise ConfigError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
+        group, grads = self._sharding.group, [owner.grad for owner in self._owners.values() if owner.grad is not None]
+        norms = [norm_of(grad, norm_type) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
+        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norm = (group.all_reduce(mine, "max", label="gradient norm") if norm_type == math.inf else
+                group.all_reduce(mine.pow(norm_type), label="gradient norm").pow(1.0 / norm_type))
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.dtype))
@@ -146,7 +159,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         give_memory(model, first, group.device, lambda param: False)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
-        return Formats(compute or param.dtype, param.dtype, reduce or param.dtype)
+        asked = (compute, reduce) if param.is_floating_point() else (None, None)   # other numbers stay as they are
+        return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
     plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size),
                 reduces_once=False)

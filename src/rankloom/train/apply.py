@@ -25,6 +25,7 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     group: ranks that hold equal flats, to share the work with where there is much of it; None: everybody does all
     """
     shared = group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE
+    flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
     parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
     wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
     if not parts:   # a rank whose pieces are all empty

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
+from rankloom.parallel.fully_shard import norm_of
 from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, pieces_of, value_entries
@@ -193,7 +194,7 @@ class CutParts(Cut):
 
     def norm(self) -> Tensor:
         """Each element once: what lies on several ranks counts for a part on each."""
-        terms = [torch.linalg.vector_norm(owner.grad, dtype=torch.float64).square() / self.copies(name)
+        terms = [norm_of(owner.grad).square() / self.copies(name)
                  for name, owner in self.owners.items() if owner.grad is not None]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
         return self._everyone.all_reduce(square.to(self.group.device), label="gradient norm").sqrt()

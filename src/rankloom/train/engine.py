@@ -164,12 +164,14 @@ class Engine:
                 "run": run if rank in (None, self.world_rank) else {}}
 
     def _expect_one_receiver(self, rank: Any) -> None:
+        if rank is None:   # whoever holds the whole has it when the other ranks are gone, too
+            return
         world = self.settings.world
         asked = world.all_gather_object(repr(rank), label="who gets the whole state")
         if len(set(asked)) > 1:
             at = next(at for at, other in enumerate(asked) if other != asked[0])
             raise ConfigError(f"full_state_dict: rank 0 asks for rank={asked[0]}, rank {at} for rank={asked[at]}; all ranks give the same")
-        if rank is not None and (isinstance(rank, bool) or rank not in range(world.size)):
+        if isinstance(rank, bool) or rank not in range(world.size):
             raise ConfigError(f"full_state_dict(rank={rank!r}): there are ranks 0 to {world.size - 1}; give one of them, or None for all")
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:

@@ -70,7 +70,8 @@ def precision_named(name: str | Precision | None) -> Precision:
 
 
 def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
-    """The ids of parameters that compute in the master format: running statistics want that, and whom `full` names.
+    """The ids of parameters that compute in the master format: running statistics want that, and whom `full` names; and of those that are
+    no floats, which no format casts.
 
     raises: ConfigError for a pattern that no module has
     """
@@ -79,19 +80,26 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
         if not any(fnmatch(name, pattern) for name in named):
             raise ConfigError(f"full pattern {pattern!r} fits no module. {did_you_mean(pattern, named)}")
     return {id(param) for name, module in named.items() for param in module.parameters(recurse=False)
-            if isinstance(module, _BatchNorm) or any(fnmatch(name, pattern) for pattern in precision.full)}
+            if not param.is_floating_point() or isinstance(module, _BatchNorm) or any(fnmatch(name, pattern) for pattern in precision.full)}
 
 
 def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Parameter], Formats]:
-    """The formats of each parameter, for units."""
+    """The formats of each parameter, for units. Whole, truth and complex numbers stay as they are."""
     full = full_parameters(model, precision)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
+        if not param.is_floating_point():
+            return Formats(param.dtype, param.dtype, param.dtype)
         compute = precision.compute or param.dtype
         master = precision.master or compute
         return Formats(master if id(param) in full else compute, master, precision.reduce or master)
 
     return formats
+
+
+def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
+    """All floating parameters and buffers in one format; `model.to(dtype)` would drop the imaginary parts of complex ones too."""
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def cast_activations(model: nn.Module, precision: Precision) -> None:
@@ -134,7 +142,7 @@ class MasterWeights:
         if precision.compute is None:
             return
         if precision.master is None:
-            model.to(precision.compute)
+            cast_floats(model, precision.compute)
             return
         full = full_parameters(model, precision)
         self.owners = {name: param if id(param) in full else nn.Parameter(param.detach().to(precision.master, copy=True))

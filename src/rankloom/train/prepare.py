@@ -42,7 +42,7 @@ from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
 from rankloom.train.placement import Optimizer, Placement, Whole
-from rankloom.train.precision import Precision, cast_activations, formats_of, full_parameters, precision_named
+from rankloom.train.precision import Precision, cast_activations, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
@@ -204,7 +204,7 @@ def _compute_alike(world: World) -> None:
 def _bring_to_device(model: nn.Module, group: World, precision: Precision, initialize: Fill | None, seed: int) -> InitialValues | None:
     """Cast, move, and make equal; a model on the meta device stays there, and what its values will be is returned."""
     if precision.compute is not None and precision.master is None:
-        model.to(precision.compute)
+        cast_floats(model, precision.compute)
     if group.device.type == "meta":   # ranks on paper (world/paper.py): no values anywhere
         return None
     if not any(param.is_meta for param in model.parameters()):
