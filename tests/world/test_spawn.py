@@ -25,6 +25,10 @@ def whoami(world):
     return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
 
 
+def is_debugged(world):
+    return world.debug
+
+
 def raise_on(bad, world):
     if world.rank == bad:
         raise KeyError("mine")
@@ -170,3 +174,10 @@ def test_a_mesh_gives_its_axes_to_processes_too():
     assert rl.spawn(rl.Mesh(replicate=2), whoami)[1][:2] == (1, 2)
     with pytest.raises(rl.MeshError):
         rl.spawn(0, whoami)
+
+
+def test_ranks_are_in_the_debug_mode_of_the_moment_though_their_server_is_older(monkeypatch):
+    monkeypatch.delenv("RANKLOOM_DEBUG", raising=False)
+    assert rl.spawn(2, is_debugged) == [False, False]
+    monkeypatch.setenv("RANKLOOM_DEBUG", "1")
+    assert rl.spawn(2, is_debugged) == [True, True]

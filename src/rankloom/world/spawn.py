@@ -52,7 +52,8 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     port = listener.getsockname()[1]
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    children = _start(mesh, work, partial(_join, port, ranks, timeout, backend, device))
+    children = _start(mesh, work, partial(_join, port, ranks, timeout=timeout, backend=backend, device=device,
+                                                  debug=debug_mode()))
     try:
         return _collect(children, mesh.size)
     finally:
@@ -95,12 +96,15 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
         world.close()
 
 
-def _join(port: int, ranks: int | Mesh, timeout: float, backend: str, device: str, rank: int) -> World:
-    """The world of one spawned process, which meets the others in its parent's store."""
+def _join(port: int, ranks: int | Mesh, rank: int, *, timeout: float, backend: str, device: str, debug: bool) -> World:
+    """The world of one spawned process, which meets the others in its parent's store.
+
+    debug: as the parent says now: children have the environment of the moment in which the fork-server was started
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
     return World(dist.PrefixStore("rankloom", store), rank, ranks, device_for(device, rank), timeout=timeout,
-                 local_rank=rank, local_size=as_mesh(ranks).size, debug=debug_mode(), backend=backend)
+                 local_rank=rank, local_size=as_mesh(ranks).size, debug=debug, backend=backend)
 
 
 def _pickled_failure(rank: int, error: BaseException) -> bytes:
