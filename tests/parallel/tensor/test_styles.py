@@ -288,6 +288,7 @@ def make_pair() -> nn.Module:
     ({"*": "colwise"}, "0: colwise cuts nn.Linear and Conv1D, but this is a Pair"),
     ({"1.second": "rowwise"}, "1.second: rowwise cuts nn.Linear and Conv1D, but this is a Conv1d"),
     ({"*.first": "columnwise"}, "'*.first' is to be 'columnwise', which is no style. Did you mean 'colwise'?"),
+    ({"*.first": None}, "'*.first' is to be None, which is no style. Known: colwise"),
     ({"*.first": "colwise", "0.first": "rowwise"}, "0.first is to be both 'colwise' and 'rowwise'"),
     ({"0.first.weight": "colwise"}, "'0.first.weight' is a parameter of Sequential; a plan names modules, here '0.first'"),
     ({"0.first": "embedding_rowwise"}, "0.first is a Linear; only an nn.Embedding can be cut"),
@@ -308,6 +309,11 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(
 
     rl.simulate(2, body)
     assert len(refused) == 2 and all(said in text for text in refused), refused
+
+
+def test_gate_and_up_in_one_matrix_are_not_cut_as_one():
+    with pytest.raises(ConfigError, match="gate_up puts out 48 features, and down takes 24: .* say packed_colwise"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Gated()), {"gate_up": "colwise", "down": "rowwise"}, world))
 
 
 def test_a_model_without_a_plan_needs_one():

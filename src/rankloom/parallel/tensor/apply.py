@@ -94,7 +94,7 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     words: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in STYLES:
-            raise ConfigError(f"plan: {pattern!r} is to be {word!r}, which is no style. {did_you_mean(word, STYLES)}")
+            raise ConfigError(f"plan: {pattern!r} is to be {word!r}, which is no style. {did_you_mean(str(word), STYLES)}")
         matcher = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         found = [name for name in names if matcher.fullmatch(name)]
         if not found:

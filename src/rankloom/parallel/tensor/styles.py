@@ -179,6 +179,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
             spans, owed = heads.spans(features, ranks)
             cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
+            _expect_one_matrix(site, features, siblings)
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
     held = _of_outputs(site, transposed, length, spans, owed)
@@ -186,6 +187,22 @@ def column(site: Site, *, gathers: bool = False) -> None:
     parts, enter = site.parts(held), cutting.entrance(site.parent)
     site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=features if gathers else 0, label=site.name), held,
                  _ends_of_column(parts[0], transposed, enter, WHOLE if gathers else BY_WIDTH))
+
+
+def _expect_one_matrix(site: Site, features: int, siblings: list[int]) -> None:
+    """Raise ConfigError where the row-cut layer behind an only column-cut one takes half its features: gate and up are one matrix."""
+    words, model = site.cutting.words, site.cutting.model
+    behind = [name for name, word in words.items() if word == "rowwise" and name.rpartition(".")[0] == site.parent]
+    for name in behind if len(siblings) == 1 else ():
+        takes = _in_features(model.get_submodule(name))
+        if takes and features == 2 * takes:
+            raise ConfigError(f"{site.name} puts out {features} features, and {name} takes {takes}: cut as one matrix, two that are fused "
+                              "(gate and up) would be cut across each other; say packed_colwise")
+
+
+def _in_features(module: nn.Module) -> int:
+    transposed = is_transposed(module)
+    return 0 if transposed is None else module.weight.shape[0 if transposed else 1]   # type: ignore[union-attr, index, return-value]
 
 
 def packed_column(site: Site, *, qkv: bool) -> None:
