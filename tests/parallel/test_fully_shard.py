@@ -655,6 +655,26 @@ def test_an_optimizer_made_before_sharding_is_an_error():
     rl.simulate(2, body)
 
 
+def test_an_optimizer_that_looks_at_whole_tensors_is_an_error_unless_it_says_that_it_does_not():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            """Nobody can see that it is elementwise."""
+            super().step()
+
+    class OwnElementwise(Own):
+        elementwise = True
+
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        mean_square(model, inputs()).backward()
+        for kind in (torch.optim.Adafactor, Own):
+            with pytest.raises(UnitError, match=f"{kind.__name__} may look at whole tensors"):
+                kind(model.parameters(), lr=0.1).step()
+        OwnElementwise(model.parameters(), lr=0.1).step()
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.half, lambda model: model.to("meta")], ids=["float", "half", "to"])
 def test_a_sharded_model_cannot_be_cast_or_moved(cast, size):

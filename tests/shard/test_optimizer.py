@@ -90,7 +90,22 @@ def test_elementwise_is_known_of_torchs_own_and_asked_of_others():
     class Whole(torch.optim.AdamW):
         elementwise = False
 
-    assert not is_elementwise(Whole(param))
+    class Lars(torch.optim.SGD):
+        def step(self, closure=None):
+            """Rates by the norms of whole tensors."""
+
+    class Tagged(torch.optim.Adam):
+        def tag(self):
+            """Adds something, and steps as Adam does."""
+
+    class Clipped(torch.optim.Adam):
+        elementwise = True
+
+        def step(self, closure=None):
+            """The user knows."""
+
+    assert not is_elementwise(Whole(param)) and not is_elementwise(Lars(param))
+    assert is_elementwise(Tagged(param)) and is_elementwise(Clipped(param))
 
 
 def test_only_the_tensors_of_the_optimizer_that_needs_them_are_whole():

@@ -1,7 +1,8 @@
 """What an optimizer of one's own must not do to a sharded model, seen just before and after each of its steps.
 
-An optimizer made before sharding would update memory that is gone: that is an error. One made of the slices is followed: where ranks
-share pages, nobody may write before all have ended their backward, and after the step the parameters follow the slices.
+An optimizer made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them: these
+are errors. One made of the slices is followed: where ranks share pages, nobody may write before all have ended their backward, and after the
+step the parameters follow the slices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankloom.base.errors import UnitError
 from rankloom.parallel.sharding import Sharding
+from rankloom.shard.optimizer import is_elementwise
 
 CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; who follows its updates
 
@@ -44,7 +46,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if name := getattr(param, CUT, None):
                 raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model "
                                 "was sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
-    for sharding in _followers(optimizer):
+    followers = _followers(optimizer)
+    if followers and not is_elementwise(optimizer):
+        raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but the parameters of a sharded model are flat slices. "
+                        "`rl.prepare` gives it whole ones; if what it does to an element depends on that element only, say so by an "
+                        "attribute of the class: elementwise = True")
+    for sharding in followers:
         sharding.wait_for_readers()
 
 

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from rankloom.base.errors import ConfigError
 Build = Callable[[list[nn.Parameter]], Any]
 
 # What one of these does to an element depends on that element and its own state only.
-ELEMENTWISE = tuple(getattr(torch.optim, name) for name in (
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"))
 
 
@@ -142,10 +143,13 @@ def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> torch.op
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether to update slices is the same as to update the whole.
 
-    Known of torch's own and what is derived from them. A class of the user's says so with an attribute `elementwise = True`;
-    else it gets whole tensors, which is right for every optimizer that treats each tensor by itself.
+    Known of torch's own, and of what is derived from them with their very `step`: LARS may be derived from SGD. Another class says so
+    with an attribute `elementwise = True`; else it gets whole tensors, which is right for every optimizer that treats each by itself.
     """
-    return bool(getattr(optimizer, "elementwise", isinstance(optimizer, ELEMENTWISE)))
+    kind = type(optimizer)
+    torchs = next((base for base in kind.__mro__ if base in ELEMENTWISE), None)
+    known = torchs is not None and unwrap(kind.step) is unwrap(torchs.step)   # torch wraps the steps of optimizers that have been made
+    return bool(getattr(optimizer, "elementwise", known))
 
 
 def needs_whole_matrices(optimizer: torch.optim.Optimizer | Optimizers, params: Mapping[str, nn.Parameter]) -> set[str]:
