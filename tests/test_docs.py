@@ -42,6 +42,12 @@ def test_the_files_that_the_source_tells_to_read_are_there():
             assert any((place / name).exists() for place in (source, ROOT, *file.parents)), f"{file.name} names {name}"
 
 
+def test_the_example_of_ranks_in_one_process_says_what_it_gives(capsys):
+    code = re.findall(r"```python\n(.*?)```", START, re.DOTALL)[1]
+    exec(compile(code, "docs/start.md", "exec"), {})
+    assert capsys.readouterr().out == "[([6.0, 6.0], 12), ([6.0, 6.0], 16), ([6.0, 6.0], 12), ([6.0, 6.0], 8)]\n"
+
+
 def test_the_names_that_the_documents_use_are_there():
     for page in PAGES:
         for name in re.findall(r"\brl\.(\w+)\b", page.read_text()):
