@@ -23,8 +23,16 @@ def test_every_file_has_a_line_in_the_table_of_files():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_between_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} points to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} points to {target}"
+        assert not anchor or anchor in anchors_of(there), f"{page.name} points to {target}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What GitHub makes of headings: small letters, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_example_of_the_api_runs_and_learns():
