@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import rankloom as rl
+from rankloom import cli
+
 RANKLOOM = [sys.executable, "-m", "rankloom"]
 TINY = """
 [run]
@@ -188,6 +191,20 @@ def test_scale_measures_tabulates_and_draws(folder):
     assert rows[0]["speed_up"] == rows[0]["efficiency"] == 1.0
     assert rows[1]["efficiency"] == pytest.approx(rows[1]["speed_up"] / 2, rel=1e-12)
     assert "efficiency" in done.stdout and Path("out/scale.png").exists()
+
+
+def test_a_study_of_warm_up_only_is_refused_before_it_runs():
+    with pytest.raises(rl.ConfigError, match="--steps 3: the first 3 steps of a run warm up"):
+        cli.scale(Path("train.toml"), steps=3)
+
+
+@pytest.mark.parametrize(("ends", "raised", "said"), [
+    ("sys.exit(2)", SystemExit, "^2$"), ("os.kill(os.getpid(), 9)", rl.RankFailed, "was killed by signal 9"),
+])
+def test_a_run_of_a_study_that_told_its_failure_ends_the_study_without_another_word(ends, raised, said):
+    """Its box is the last thing on the screen."""
+    with pytest.raises(raised, match=said):
+        cli._run_child([sys.executable, "-S", "-c", f"import os, sys; {ends}"])
 
 
 def test_bench_times_checks_tabulates_fits_and_draws(folder):

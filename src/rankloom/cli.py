@@ -200,9 +200,11 @@ def scale(
     """
     from rankloom.train.config import load_config
     from rankloom.train.study import parse_ranks, plan_study
-    from rankloom.watch.scaling import measure, scaling_rows
+    from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows
     from rankloom.world.launch import cores
 
+    if steps <= WARM_UP_STEPS:
+        raise ConfigError(f"--steps {steps}: the first {WARM_UP_STEPS} steps of a run warm up and are not counted; give more")
     config = load_config(file, overrides)
     folder = out or Path(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
     numbers = parse_ranks(ranks)
@@ -217,7 +219,7 @@ def scale(
 
 
 def _run_child(argv: Sequence[str]) -> None:
-    """Run a command to its end; whatever ends this process ends that one first."""
+    """Run a command to its end; whatever ends this process ends that one first, and a failure of that one, which it has told, this one."""
     with subprocess.Popen(argv) as child:
         try:
             code = child.wait()
@@ -225,8 +227,10 @@ def _run_child(argv: Sequence[str]) -> None:
             child.terminate()
             child.wait()
             raise
+    if code < 0:
+        raise RankFailed(f"a run of the study was killed by signal {-code}: {' '.join(argv)}", rank=0)
     if code:
-        raise RankFailed(f"a run of the study ended with exit code {code}: {' '.join(argv)}", rank=0)
+        raise SystemExit(code)
 
 
 def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:

@@ -1,5 +1,7 @@
 """Generation: the cache changes nothing but the time, and draws depend on the seed and the row only."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -101,6 +103,7 @@ def test_generation_ignores_dropout_and_gives_the_mode_back():
     (dict(prompt_tokens=torch.tensor([1, 2])), DataError, "rows"),
     (dict(prompt_tokens=torch.tensor([[1, 37]])), DataError, "0 to 36"),
     (dict(temperature=-1.0), ConfigError, "temperature"),
+    (dict(temperature=math.nan), ConfigError, "temperature"),
     (dict(top_k=0), ConfigError, "top_k"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(model, wrong, error, message):

@@ -45,7 +45,7 @@ def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | N
     if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
         raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
                         "or more (the end-of-text token, when there is no text to start from)")
-    if temperature < 0 or (top_k is not None and top_k < 1):
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
         raise ConfigError(f"temperature = {temperature} must be 0 or more, and top_k = {top_k} 1 or more, or none")
     check_tokens(prompt_tokens, model.config.vocab_size)
 
