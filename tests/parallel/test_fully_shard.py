@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 
+pytestmark = pytest.mark.gloo
+
 WIDTH, ROWS = 6, 24
 RANKS = [(1, "gloo"), (3, "gloo"), (2, "rankloom"), (4, "rankloom")]
 
@@ -640,7 +642,7 @@ def test_a_backward_that_comes_to_parameters_while_they_are_away_is_an_error_and
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    rl.simulate(2, body)
+    rl.simulate(2, body, backend="gloo")
 
 
 def test_an_optimizer_made_before_sharding_is_an_error():

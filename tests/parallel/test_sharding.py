@@ -7,7 +7,7 @@ from torch import nn
 import rankloom as rl
 from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
-from rankloom.base.errors import NonFinite
+from rankloom.base.errors import NonFinite, UnitError
 
 WIDTH = 6
 ROWS = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -285,6 +285,32 @@ def test_a_step_that_dies_leaves_nothing_behind(stage, options, when):
         for state in rl.simulate(2, body, backend=backend):
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage, backend", [(1, "gloo"), (2, "gloo"), (3, "rankloom")])
+def test_parameters_that_were_cast_or_moved_are_an_error_and_do_not_stop_to_learn(stage, backend):
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=stage)
+        engine.step(ROWS)
+        engine.model.to("cpu")     # nothing to do
+        engine.step(ROWS)
+        engine.model.blocks[1].float().double()
+        with pytest.raises(UnitError, match=r"blocks.1.0.weight was cast or moved after the model was sharded"):
+            engine.step(ROWS)
+
+    rl.simulate(2, body, backend=backend)
+
+
+def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=3)
+        engine.step(ROWS)
+        for part in (engine.model, engine.model.blocks[1]):
+            with pytest.raises(UnitError, match=r"is sharded, so a plain state dict of it would be empty: engine.full_state_dict"):
+                part.state_dict()
+        return len(engine.full_state_dict()["model"])
+
+    assert rl.simulate(2, body, backend="gloo") == [len(Line().state_dict())] * 2
 
 
 # ---------------------------------------------------------------------- number formats

@@ -1,8 +1,8 @@
 """What an optimizer of one's own must not do to a sharded model, seen just before and after each of its steps.
 
 An optimizer made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them: these
-are errors. One made of the slices is followed: where ranks share pages, nobody may write before all have ended their backward, and after the
-step the parameters follow the slices.
+are errors. One made of the slices is followed: where ranks share pages, nobody may write before all have ended their backward, and after
+the step the parameters follow the slices.
 """
 
 from collections.abc import Iterable, Mapping

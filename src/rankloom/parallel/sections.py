@@ -20,7 +20,8 @@ from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
-Place = tuple[nn.Module, str, nn.Parameter, Unit, str, int]   # where in the model a parameter hangs, and how often it has been written
+# Where in the model a parameter hangs; how often it has been written; its address, where that stays.
+Place = tuple[nn.Module, str, nn.Parameter, Unit, str, int, int | None]
 
 
 class Section:
@@ -81,10 +82,13 @@ class Section:
 
     def expect_own_parameters(self) -> None:
         """Raise when somebody has put another parameter in the place of one that is sharded, or written into it."""
-        for module, key, param, unit, name, version in self._places:
+        for module, key, param, unit, name, version, address in self._places:
             if module._parameters.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
                                 "Load its values with a state dict, or replace it before sharding")
+            if address is not None and param.data_ptr() != address:
+                raise UnitError(f"{name} was cast or moved after the model was sharded: what computes is no longer what is trained. "
+                                "Do it before sharding, or give `precision`")
             if unit.version(name) != version:
                 raise UnitError(f"{name} was changed in place after the model was sharded: what is written there is lost, or reaches the "
                                 "other ranks too. Load its values with a state dict, or change the slices, which the optimizer updates")
@@ -105,8 +109,8 @@ class Section:
 
 
 def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[Place]:
-    return [(part, key, param, *units[param], units[param][0].version(units[param][1])) for part in module.modules()
-            for key, param in part._parameters.items() if param is not None and param in units]
+    return [(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None) for part in module.modules()
+            for key, param in part._parameters.items() if param is not None and param in units for unit, name in [units[param]]]
 
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,

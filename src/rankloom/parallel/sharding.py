@@ -236,6 +236,7 @@ class Sharding:
                 param.register_post_accumulate_grad_hook(partial(self._landed, section, gradient, name))
         for part in section.holders:
             part.register_forward_pre_hook(partial(_expect_gathered, section))
+            part.register_state_dict_pre_hook(partial(_expect_values, section))
 
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
         if section is self.sections[0]:
@@ -367,6 +368,12 @@ def _is_over(one: Section, other: Section) -> bool:
 def _is_inside(one: Section, other: Section) -> bool:
     """Whether `one` is called while `other` is."""
     return not other.name or f"{one.name}.".startswith(f"{other.name}.")
+
+
+def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if section.is_away and not keep_vars and not all(unit.stays for unit in section.units):
+        raise UnitError(f"section {section.name or 'root'} is sharded, so a plain state dict of it would be empty: "
+                        "engine.full_state_dict() joins the values, and so does the state_dict() of what fully_shard returns")
 
 
 def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:

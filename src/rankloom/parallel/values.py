@@ -68,7 +68,8 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     mine = model.state_dict(keep_vars=True)
     shapes = {name: units[id(value)][0].layout.slot(units[id(value)][1]).shape if id(value) in units else value.shape
               for name, value in mine.items()}
-    problems = sharding.group.all_gather_object(_difference(shapes, state, sharding), label="load a state dict")
+    problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
+    problems = sharding.group.all_gather_object(problem, label="load a state dict")
     sharding.replicas.agree("\n".join(filter(None, problems)) or None, error=ModelMismatch, label="load a state dict")
     sharding.wait_for_readers()
     for name, value in mine.items():
@@ -80,12 +81,12 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     sharding.publish()
 
 
-def _difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], sharding: Sharding) -> str | None:
+def difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], where: str) -> str | None:
+    """What keeps a whole state dict from being that of a model with these shapes, in words, or None."""
     differ = [f"{name}: {_shown(state.get(name))} in the state dict, {tuple(shapes[name]) if name in shapes else 'missing'} in the model"
               for name in dict.fromkeys((*shapes, *state)) if name not in shapes or name not in state or state[name].shape != shapes[name]]
     if not differ:
         return None
-    where = f"rank {sharding.group.ranks[sharding.group.rank]}"
     return f"{where}: this is the state dict of another model, {len(differ)} tensors differ: {'; '.join(differ[:DIFFERENCES_SHOWN])}"
 
 
