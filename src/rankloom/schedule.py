@@ -16,8 +16,8 @@ from rankloom.parallel.pipeline.actions import Plan, parse_plan
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
 from rankloom.parallel.pipeline.passes import send_gradients_first
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
-from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
+from rankloom.parallel.pipeline.schedules import SCHEDULES
+from rankloom.parallel.pipeline.search import SEARCHED, named_plan
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_plan
 
 STAGES, MICROBATCHES = 4, 8
@@ -35,15 +35,9 @@ def known() -> Table:
 
 def find_plan(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Plan:
     """A known schedule, one made for the costs, or one read from a .txt file; proven. raises: ConfigError"""
-    if name in SEARCHED:
-        if chunks not in (None, 1):
-            raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for 1")
-        of_stages = read_costs(costs, STAGES if stages is None else stages)
-        plan = search_zero_bubble(of_stages, MICROBATCHES if microbatches is None else microbatches, SEARCHED[name])
-        check(plan)
-        return plan
     if not name.endswith(".txt"):
-        plan = make_plan(name, STAGES if stages is None else stages, MICROBATCHES if microbatches is None else microbatches, chunks)
+        stages, microbatches = (default if asked is None else asked for asked, default in ((stages, STAGES), (microbatches, MICROBATCHES)))
+        plan = named_plan(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)
         check(plan)
         return plan
     given = [word for word, value in (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks)) if value is not None]

@@ -27,7 +27,8 @@ from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES
+from rankloom.parallel.pipeline.search import named_plan
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
@@ -130,7 +131,7 @@ def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: i
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
     pieces = _pieces(cutting, model, turn)
     chunks = cutting.chunks or (SCHEDULES[cutting.schedule].fewest if cutting.schedule in SCHEDULES else 1)
-    plan = make_plan(cutting.schedule, group.size * chunks, microbatches, cutting.chunks)
+    plan = named_plan(cutting.schedule, group.size * chunks, microbatches, cutting.chunks)
     plan = plan if sparing else send_gradients_first(plan)
     sizes = balance([1.0] * len(pieces), group.size * chunks)
     runs = [_under_first_names(pieces[end - size : end], model) for size, end in zip(sizes, accumulate(sizes))]

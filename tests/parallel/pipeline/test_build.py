@@ -30,7 +30,7 @@ def plainly(steps):
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 3), ("zb-v", None)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 3), ("zb-v", None), ("zb-2p", None)])
 @pytest.mark.parametrize("measured", [False, True])
 def test_three_steps_of_a_pipeline_are_three_steps_of_the_model(schedule, chunks, measured):
     def body(world):
@@ -58,11 +58,29 @@ def test_three_steps_of_a_pipeline_are_three_steps_of_the_model(schedule, chunks
     assert {name for _, params in results for name in params} == state.keys()
 
 
+def test_where_models_differ_rank_0_s_values_win():
+    def body(world):
+        model = rl.GPT(CONFIG, seed=world.rank, dtype=torch.float64)
+        pipe = rl.pipeline(gpt_pieces(model), gpt_loss(model), world, microbatches=4)
+        return pipe.step(batches())[0].item(), model.embedding.weight.detach()
+
+    with pytest.warns(UserWarning, match=r"models of ranks \[1\] differed"):
+        (loss, table), (again, other) = rl.simulate(2, body)
+    model = rl.GPT(CONFIG, seed=0, dtype=torch.float64)
+    expected = sum(model(tokens, targets=targets)[0].item() for tokens, targets in batches())
+    assert loss == again == pytest.approx(expected, rel=1e-12) and torch.equal(table, other)
+    pieces = lambda rank: [({"a": nn.Linear(1, 1 + rank)}, None), ({"b": nn.Linear(1, 1)}, None)]
+    with pytest.raises(rl.ModelMismatch, match="rank 1 holds another model"):
+        rl.simulate(2, lambda w: rl.pipeline(pieces(w.rank), None, w, microbatches=2))
+
+
 def test_more_stages_than_pieces_and_unknown_schedules_are_refused():
     pieces = [({"a": nn.Linear(1, 1)}, None)] * 2
     with pytest.raises(rl.ConfigError, match="3 stages for a model of 2 pieces"):
         rl.simulate(3, lambda w: rl.pipeline(pieces, None, w, microbatches=2))
     with pytest.raises(rl.ConfigError, match="there is no schedule '1f1v'. Did you mean '1f1b'?"):
         rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, schedule="1f1v"))
+    with pytest.raises(rl.ConfigError, match="'zb-1p' with 2 stages on each rank: it is made for 1"):
+        rl.simulate(2, lambda w: rl.pipeline(pieces * 2, None, w, microbatches=2, schedule="zb-1p", chunks=2))
     with pytest.raises(rl.ConfigError, match="'1f1b' with 2 stages on each rank"):
         rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, chunks=2))

@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
-from rankloom.parallel.pipeline.measure import measure_pieces
+from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES
+from rankloom.parallel.pipeline.search import named_plan
+from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.world.group import Group
 
 
 def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches: int, schedule: str = "1f1b", chunks: int | None = None,
              example: MicroBatch | None = None, hooks: Hooks = HOOKS) -> Pipeline:
-    """Cut a model over the ranks of a group, for a loop of your own; every rank calls it with equal pieces.
+    """Cut a model over the ranks of a group, for a loop of your own; every rank calls it with equal pieces. Rank 0's values win.
 
     pieces:       of the model, in order, each of which takes what the one before gives (cut.py; `models.pieces.gpt_pieces`)
     loss:         loss(what the last piece gives, the second part of a micro-batch) -> (sum, count)
@@ -20,12 +24,20 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     schedule:     a name that `rankloom schedule list` knows
     chunks:       stages on each rank; left out, as few as the schedule allows
     example:      a micro-batch to measure the pieces with, so that stages take equally long; left out, they have equally many pieces
-    raises:       ConfigError
+    sent:         the model once, from rank 0, as `data_parallel`; nothing of a model on the meta device
+    raises:       ConfigError; ModelMismatch, on all ranks, when their pieces differ
 
     The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
     """
     stages = group.size * (SCHEDULES[schedule].fewest if chunks is None and schedule in SCHEDULES else chunks or 1)
-    plan = send_gradients_first(make_plan(schedule, stages, microbatches, chunks))
-    times = [1.0] * len(pieces) if example is None else [piece.seconds for piece in measure_pieces(pieces, example, loss, group)]
+    plan, times = named_plan(schedule, stages, microbatches, chunks), [1.0] * len(pieces)
+    if example is not None:
+        measured = measure_pieces(pieces, example, loss, group)
+        times = [piece.seconds for piece in measured]
+        plan = named_plan(schedule, stages, microbatches, chunks, stage_costs(measured, balance(times, stages)))
+    plan = send_gradients_first(plan)
     modules = make_stages(pieces, balance(times, stages))
+    whole = nn.ModuleList(modules)
+    if not any(param.is_meta for param in whole.parameters()):
+        make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
     return Pipeline({stage: modules[stage] for stage in plan.held_by(group.rank)}, group, plan, loss, tied=find_tied(modules), hooks=hooks)

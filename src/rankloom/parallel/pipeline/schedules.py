@@ -8,7 +8,7 @@ those that do not exist are left out. That never makes a deadlock: whatever is l
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -186,10 +186,11 @@ SCHEDULES = {
 }
 
 
-def make_plan(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
+def make_plan(name: str, stages: int, microbatches: int, chunks: int | None = None, *, others: Iterable[str] = ()) -> Plan:
     """The plan of a known schedule, without communication.
 
     stages: pieces that the model is cut into; chunks: how many of them each rank holds, left out: as few as the schedule allows
+    others: names that an error should tell too
     raises: ConfigError
 
     >>> print(make_plan("gpipe", stages=2, microbatches=2))
@@ -197,7 +198,7 @@ def make_plan(name: str, stages: int, microbatches: int, chunks: int | None = No
     F0@1 F1@1 B0@1 B1@1
     """
     if name not in SCHEDULES:
-        raise ConfigError(f"there is no schedule {name!r}. {did_you_mean(name, SCHEDULES)}")
+        raise ConfigError(f"there is no schedule {name!r}. {did_you_mean(name, [*SCHEDULES, *others])}")
     schedule = SCHEDULES[name]
     chunks = schedule.fewest if chunks is None else chunks
     if stages < 1 or microbatches < 1:

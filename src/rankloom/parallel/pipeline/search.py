@@ -31,6 +31,19 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
     return min(plans, key=lambda plan: simulate_plan(plan, costs).own_bubble)
 
 
+def named_plan(name: str, stages: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None) -> Plan:
+    """The plan of any schedule that `rankloom schedule list` knows, without communication.
+
+    costs:  of the stages, for those that are made for them; left out, all take equally long
+    raises: ConfigError
+    """
+    if name not in SEARCHED:
+        return make_plan(name, stages, microbatches, chunks, others=SEARCHED)
+    if chunks not in (None, 1):
+        raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for 1")
+    return search_zero_bubble(costs or Costs.even(stages), microbatches, SEARCHED[name])
+
+
 class _Search:
     """One run on paper.
 
