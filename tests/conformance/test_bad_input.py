@@ -276,7 +276,11 @@ def test_a_result_may_be_a_parameter_that_wants_gradients(ranks):
 # ---------------------------------------------------------------- ranks that stay away, leave, or give up
 
 
-@pytest.mark.parametrize("call", [barrier, all_reduce], ids=lambda f: f.__name__)
+def monitored_barrier(group, timeout):
+    group.monitored_barrier(seconds(timeout))
+
+
+@pytest.mark.parametrize("call", [barrier, monitored_barrier, all_reduce], ids=lambda f: f.__name__)
 def test_a_time_out_names_all_that_did_not_come_and_comes_neither_early_nor_late(ranks, call):
     world, timeout = ranks(4), 0.3
     errors, took = raised(world, lambda group: call(group, timeout=timeout), lambda group: None, lambda group: call(group, timeout=timeout),

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -170,6 +171,19 @@ def test_messages_find_their_way_and_ask_for_their_two_ends(routed):
     assert [x for x, _ in told] == [[float((rank - 1) % 3)] * 4 for rank in range(3)]
     assert all({(rank, (rank - 1) % 3), (rank, (rank + 1) % 3)} <= {*asked} for rank, (_, asked) in enumerate(told))
     assert () in told[0][1]
+
+
+def test_what_has_ended_is_there_for_who_polls(routed):
+    def body(rank):
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        work, late = routed.groups[rank].allreduce([x := torch.ones(4)], options), time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < late:
+            time.sleep(1e-3)
+        routed.groups[rank].monitored_barrier(seconds(10))
+        return x.tolist()
+
+    assert routed.run(body) == [[3.0] * 4] * 3
 
 
 def test_what_is_only_sent_is_not_written_to(routed):

@@ -36,7 +36,7 @@ from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
-from rankloom.world.transport.work import DONE, Batches, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
+from rankloom.world.transport.work import DONE, AsBackend, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
 
 ANYONE = -1
 Lengths = int | bytes
@@ -44,7 +44,7 @@ Call = tuple[int, int, int, int, int, int, Lengths]
 """Kind, number type, operation, root, address to read, address to write, lengths."""
 
 
-class SharedMemoryGroup(Batches, dist.ProcessGroup):
+class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     """The ranks of one host as a torch process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
@@ -328,8 +328,8 @@ class SharedMemoryGroup(Batches, dist.ProcessGroup):
     # ------------------------------------------------------------------ groups of groups
 
     def split_group(self, ranks: list[int], timeout: datetime.timedelta | None = None, opts: Any = None,
-                    group_name: str | None = None, group_desc: str | None = None) -> "SharedMemoryGroup | None":
-        """A group of some of this group's ranks; None on the others. Every rank of this group calls it."""
+                    group_name: str | None = None, group_desc: str | None = None, device_types: Any = None) -> "SharedMemoryGroup | None":
+        """A group of some of this group's ranks, for the same devices; None on the others. Every rank of this group calls it."""
         self._splits = getattr(self, "_splits", 0) + 1
         if self.rank() not in ranks:
             return None

@@ -28,7 +28,7 @@ from rankloom.world.transport.forms import SECOND, first_form, in_either_form
 from rankloom.world.transport.meet import this_host, wait_for
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
-from rankloom.world.transport.work import Batches, Work
+from rankloom.world.transport.work import AsBackend, Work
 
 SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
 CUDA = torch.device("cuda")
@@ -61,10 +61,8 @@ def choose(places: Sequence[Place]) -> str:
     return NCCL if len(gpus) == len(places) and dist.is_nccl_available() else HOST
 
 
-class Router(Batches, dist.ProcessGroup):
+class Router(AsBackend, dist.ProcessGroup):
     """A process group for all tensors of its ranks. `cpu` is the group of those on the CPU."""
-
-    supports_splitting = supports_coalescing = supports_time_estimate = False   # what torch asks of a backend
 
     def __init__(self, cpu: SharedMemoryGroup, timeout: float):
         super().__init__(cpu.rank(), cpu.size())   # type: ignore[call-arg, arg-type]   # see SharedMemoryGroup
@@ -78,10 +76,6 @@ class Router(Batches, dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), CUDA]
-
-    def _get_backend(self, device: torch.device) -> "Router":   # type: ignore[override]
-        """torch asks which backend serves a device."""
-        return self
 
     @property
     def group_name(self) -> str:   # type: ignore[override]

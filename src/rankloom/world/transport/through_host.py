@@ -52,8 +52,10 @@ class HostWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended on the host."""
-        return self._work.is_completed()
+        """Whether it has ended on the host; submits the copies when it has ended well."""
+        if has_ended := self._work.is_completed() and self._work.exception() is None:
+            self.wait()
+        return has_ended or self._work.is_completed()
 
     def exception(self) -> Exception | None:
         """Why it failed."""

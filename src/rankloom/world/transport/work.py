@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -185,10 +186,20 @@ class AllOf(Work):
         return super().get_future()
 
 
-class Batches:
-    """What torch asks of a group to make several calls and wait for all at once: a part of the groups' class."""
+class AsBackend:
+    """What torch asks of a backend, for a group that is its own: several calls, waited for at once. A part of the groups' class."""
 
-    _batch: list[Work] | None = None   # the works of calls between the two
+    supports_splitting = supports_coalescing = supports_time_estimate = False   # whether torch should do things its way
+    _batch: list[Work] | None = None   # the works of calls between start and end
+
+    barrier: Any
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier with a time-out of its own. Its error names all ranks that did not come, whether `wait_all_ranks` or not."""
+        self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
