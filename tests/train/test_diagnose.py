@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.train.diagnose import expect_sum, explain_non_finite
@@ -129,3 +130,50 @@ def test_a_part_that_was_put_in_eval_mode_stays_there_through_the_check_a_step_a
         assert model[1].num_batches_tracked == 0
 
     rl.simulate(1, body)
+
+
+class Functional(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0]
+
+
+class Noise(nn.Module):
+    def __init__(self, generator: torch.Generator | None):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+def one_step(layer: nn.Module, **how) -> int:
+    def body(world):
+        model = nn.Sequential(nn.Linear(4, 4), layer)
+        engine = rl.prepare(model, loss=lambda m, x: (m(x).square().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1), **how)
+        return engine.step(torch.ones(8, 4)).step
+
+    return rl.simulate(1, body)[0]
+
+
+@pytest.mark.parametrize("make", [
+    Functional, lambda: nn.Dropout1d(0.5), lambda: nn.AlphaDropout(0.5), nn.RReLU, lambda: Attention(4, 2, dropout=0.5),
+    lambda: Noise(None), lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5),
+], ids=["F.dropout", "Dropout1d", "AlphaDropout", "RReLU", "attention", "noise", "encoder"])
+def test_draws_that_no_rank_could_repeat_are_refused_where_bits_must_not_depend_on_ranks(make):
+    with pytest.raises(rl.ConfigError, match="rank 0: aten.* draws from torch's own generator, so deterministic"):
+        one_step(make(), deterministic=True)
+    assert one_step(make()) == 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Dropout(0.5), lambda: Attention(4, 2), lambda: Noise(torch.Generator()), lambda: nn.Dropout1d(0.0),
+    lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+], ids=["dropout", "attention", "noise", "Dropout1d", "encoder"])
+def test_what_draws_nothing_or_with_a_key_or_generator_of_its_own_passes(make):
+    assert one_step(make(), deterministic=True) == 1

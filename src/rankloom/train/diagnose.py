@@ -1,4 +1,4 @@
-"""Find what is wrong with a loss or a gradient: a mean that should be a sum, the source of a NaN or an infinity.
+"""Find what is wrong with a step: a mean that should be a sum, draws that nobody can repeat, the source of a NaN or an infinity.
 
 A mean returned with a count is the one mistake that no type shows: training goes on with a gradient that is too
 small by the count. So before the first step the loss of a batch is compared with those of its two halves.
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankloom.base.errors import LossError, NonFinite
+from rankloom.base.errors import ConfigError, LossError, NonFinite
 from rankloom.train.batches import cut, rows_of
 from rankloom.train.compiled import is_compiled
 from rankloom.train.modes import evaluating
@@ -45,7 +46,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
     raises: LossError
     """
     rows = rows_of(piece, rank)
-    if rows < 2 or is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+    if rows < 2 or runs_compiled(model):
         return
     with evaluating(model):
         (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
@@ -54,6 +55,39 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
                         f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether some of it goes through torch.compile."""
+    return is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
+
+
+class KeyedDrawsOnly(TorchDispatchMode):
+    """Inside, an operation that draws from torch's own generator raises ConfigError: every process has another, at another place.
+
+    It sees each operation, also those inside of torch's own modules, so it is for one step, not for all.
+    """
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten" and _draws_freely(func, args, kwargs or {}):
+            raise ConfigError(
+                f"rank {self.rank}: {func} draws from torch's own generator, so deterministic training would depend on the number of "
+                "ranks. nn.Dropout modules draw by name and step; set other dropout (nn.MultiheadAttention, nn.LSTM, F.dropout ...) to 0, "
+                "and give noise a generator of its own, or put it in the batch")
+        return func(*args, **(kwargs or {}))
+
+
+def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that may draw does: it drops something, and was given no generator."""
+    known = func._schema.arguments
+    given = {a.name: a.default_value for a in known} | dict(zip((a.name for a in known), args)) | kwargs
+    rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), float | int)]
+    drops = all(rates) and given.get("train") is not False and given.get("training") is not False
+    return drops and given.get("generator") is None
 
 
 def _first_bad(totals: Tensor, gradients: Mapping[str, Tensor]) -> str | None:

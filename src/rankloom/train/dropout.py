@@ -2,7 +2,7 @@
 
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
 restore that generator. Here there is nothing to restore. `nn.Dropout` modules of a prepared model are replaced; a
-functional `F.dropout` inside a model is out of reach and stays as it is.
+functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training is deterministic (diagnose.py).
 
 Where a sequence is cut over ranks (context parallel, sequence parallel, or both), each token is dropped as one process would drop
 it, and no rank draws for all tokens: a mask is drawn in slabs of some tokens, each from a stream of its own.

@@ -15,6 +15,7 @@ bend the gradient.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
@@ -32,7 +33,7 @@ from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients, peak_memory
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
-from rankloom.train.diagnose import expect_sum, explain_non_finite
+from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by
@@ -97,7 +98,8 @@ class Engine:
         """One optimizer step on this rank's share of the global batch.
 
         batch:  tensors with one row per sample, nested as you like (train/batches.py)
-        raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before
+        raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
+                deterministic model draws random numbers that depend on the ranks
         """
         begin = time.perf_counter()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
@@ -237,7 +239,9 @@ class Engine:
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
-        loss, totals = self._call_loss(piece)
+        once = self.settings.leaves and not self.steps_done and not runs_compiled(self.model)
+        with KeyedDrawsOnly(self.group.rank) if once else nullcontext():
+            loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
             raise LossError(f"rank {self.group.rank}: the sum that the loss function returned has no gradient; was it detached, or made "
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
