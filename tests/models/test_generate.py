@@ -1,14 +1,17 @@
 """Generation: the cache changes nothing but the time, and draws depend on the seed and the row only."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.models.generate import choose, generate, new_caches
 from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
 
 TINY = GPTConfig(vocab_size=37, seq_len=16, width=16, layers=2, heads=4, kv_heads=2, ffn=24)
 
@@ -29,7 +32,7 @@ def prompt(rows=2, length=4):
 @pytest.mark.parametrize("cuts", [[10], [1] * 10, [4, 1, 1, 3, 1], [3, 7]])
 def test_logits_with_a_cache_are_the_logits_without(model, cuts):
     ids = prompt(length=10)
-    caches, start, parts = new_caches(model, 2), 0, []
+    caches, start, parts = new_caches(model), 0, []
     for n in cuts:
         parts.append(F.linear(model.hidden(ids[:, start:start + n], caches), model.output_weight))
         start += n
@@ -109,3 +112,17 @@ def test_generation_ignores_dropout_and_gives_the_mode_back():
 def test_a_request_that_makes_no_sense_is_refused(model, wrong, error, message):
     with pytest.raises(error, match=message):
         generate(model, **{"prompt_tokens": prompt(), "max_new_tokens": 2, **wrong})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_sharded_model_generates_the_text_of_a_whole_one(model, stage):
+    expected = generate(model, prompt(), max_new_tokens=20, top_k=3)
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=language_model_loss, world=world, stage=stage, optimizer=torch.optim.SGD)
+        found = [generate(engine.model, prompt(), max_new_tokens=20, top_k=3)]
+        engine.step((prompt(), prompt()))
+        return [*found, generate(engine.model, prompt(), max_new_tokens=20, top_k=3)]
+
+    for before, after in rl.simulate(2, body, backend="gloo"):
+        assert torch.equal(before, expected) and after.shape == expected.shape

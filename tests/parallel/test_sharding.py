@@ -149,6 +149,23 @@ def test_what_is_no_float_is_cast_by_no_precision(stage, precision):
             torch.testing.assert_close(state[name], value, **near)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_outside_of_a_step_is_none_of_its_gradients(stage, backend):
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=stage, clip=1.0)
+        mine = ROWS.tensor_split(world.size)[world.rank]
+        for factor in (1, 2):
+            engine.model(mine * 3).sum().backward()
+            engine.step(mine * factor)
+        return engine.full_state_dict()["model"]
+
+    expected, _ = train_plainly(drawn(Line()), squares, [ROWS, ROWS * 2])
+    for state in rl.simulate(3, body, backend=backend):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
 def slope(model, x):
     """A loss with a gradient of its own, by the inputs."""
     x = x.clone().requires_grad_()

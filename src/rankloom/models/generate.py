@@ -17,6 +17,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     top_k:       draw among the k likeliest only
     seed:        row r draws from a stream of its own, so a row does not depend on its neighbours
     stop:        a token that ends a row; rows that ended repeat it, and all ended ends early
+    A model that an engine has sharded generates too: all its ranks call this, with prompts as long and as many.
     Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
     """
     _check(model, prompt_tokens, temperature, top_k)
@@ -25,11 +26,11 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     rows = len(prompt_tokens)
     generators = [stream(seed, "generate", row) for row in range(rows)]
     ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
-    text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model, rows)
+    text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
     for _ in range(max_new_tokens):
         if caches[0].length + unread.shape[1] > model.config.seq_len:
-            unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model, rows)
-        logits = model.output(model.hidden(unread, caches)[:, -1:], model.output_weight)[:, -1]
+            unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
+        logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
         unread = choose(logits, temperature, top_k, generators)[:, None]
         if stop is not None:
             unread = unread.masked_fill(ended[:, None], stop)
@@ -50,9 +51,9 @@ def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | N
     check_tokens(prompt_tokens, model.config.vocab_size)
 
 
-def new_caches(model: GPT, rows: int) -> list[KVCache]:
-    """An empty cache per block, for `rows` sequences."""
-    return [KVCache(rows, block.attention, model.config.seq_len) for block in model.blocks]   # type: ignore[arg-type, union-attr]
+def new_caches(model: GPT) -> list[KVCache]:
+    """An empty cache per block."""
+    return [KVCache(model.config.seq_len) for _ in model.blocks]
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:

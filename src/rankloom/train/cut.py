@@ -31,6 +31,7 @@ class Cut:
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         self.model, self.sharding, self._everyone = model, sharding, everyone
+        sharding.syncing = False   # a backward outside of a step is none of its gradients
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
 
