@@ -1,6 +1,13 @@
-"""What holds for the whole run: signals that can be sent, and a table at its end."""
+"""What holds for the whole run: signals that can be sent, what simulated ranks talk over, and a table at its end."""
 
+import gc
 import signal
+
+import pytest
+
+from rankloom.world.simulate import simulate
+
+LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
 
 def pytest_configure():
@@ -8,6 +15,27 @@ def pytest_configure():
     for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(each) is signal.SIG_IGN:
             signal.signal(each, handler)
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that none is left for one worker at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look at it again after every test."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def simulated_ranks_share_memory(request, monkeypatch):
+    """Ranks that are threads take a tenth of the processor time over shared memory, so most of them meet there.
+
+    Over gloo run: the tests of `world`; what is marked so, for its memory and its bills are those of ranks that share none; and
+    what names it.
+    """
+    if "world" not in request.path.parts and not request.node.get_closest_marker("gloo"):
+        monkeypatch.setitem(simulate.__kwdefaults__, "backend", "rankloom")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -104,11 +104,20 @@ def test_help_names_every_command():
         (["generate", ".", "--max-tokens", "0"], "error: --max-tokens 0"),
     ],
 )
-def test_a_mistake_is_one_message_without_a_traceback(folder, words, message):
-    done = rankloom(*words)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+def test_a_mistake_is_one_message_without_a_traceback(folder, words, message, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["rankloom", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()   # in this process: to start one and import torch for each would take a minute
+    told = capfd.readouterr().err
+    assert end.value.code == 2, told
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_a_mistake_ends_the_process_with_2_and_one_message(folder):
+    done = rankloom("train", "train.toml", "--mesh.tenosr", "2")
+    assert done.returncode == 2 and done.stderr == "error: --mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?\n"
 
 
 def test_debug_mode_adds_the_traceback(folder):

@@ -14,6 +14,8 @@ import torch
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
 
+pytestmark = pytest.mark.gloo
+
 RTOL = 1e-12
 
 

@@ -10,6 +10,8 @@ from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.shard.unit import Unit
 
+pytestmark = pytest.mark.gloo
+
 WIDTH = 6
 MESHES = [1, 2, 3, rl.Mesh(replicate=2, shard=2)]
 

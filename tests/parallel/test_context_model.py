@@ -82,6 +82,33 @@ def test_packed_documents_are_as_if_each_were_a_row_of_its_own(ranks, kind):
     rl.simulate(ranks, body)
 
 
+def test_one_process_packs_documents_by_the_same_words():
+    model, batch, numbers = GPT(CONFIG, dtype=torch.float64), batch_of(), documents_of(3, 21)
+    truth = one_document_at_a_time(copy.deepcopy(model), batch, numbers)
+    lengths = [[0, *(row.diff().nonzero().flatten() + 1).tolist(), 21] for row in numbers]   # the other form that document_cuts takes
+    for documents in (numbers, lengths):
+        for name, grad in loss_and_gradients(copy.deepcopy(model), batch, documents=documents)[2].items():
+            torch.testing.assert_close(grad, truth[name], rtol=RTOL, atol=RTOL)
+    with pytest.raises(rl.DataError, match="a document number comes back"):
+        model(batch[0], documents=numbers % 2)
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(context=2, tensor=2), rl.Mesh(pipe=2, context=2), rl.Mesh(pipe=2, shard=2)], ids=str)
+def test_packed_documents_train_alike_on_every_axis(mesh):
+    def body(world):
+        engine = rl.prepare(GPT(CONFIG, dtype=torch.float64), loss=language_model_loss, optimizer=torch.optim.AdamW, world=world, clip=0.5,
+                            accumulate=2)
+        mine = lambda rows: rows.tensor_split(engine.group.size)[engine.group.rank]
+        tokens, targets, documents = map(mine, (*batch_of(4), documents_of(4, 21)))
+        reports = [engine.step(((tokens, documents), targets)) for _ in range(2)]
+        told = [value for report in reports for value in (report.loss, report.grad_norm)]
+        return [*told, engine.evaluate([((tokens, documents), targets)]).loss]
+
+    (expected,) = rl.simulate(1, body)
+    for found in rl.simulate(mesh, body):
+        assert found == pytest.approx(expected, rel=RTOL)
+
+
 def test_logits_are_those_of_the_own_tokens_and_generation_stays_whole():
     model, (tokens, _) = GPT(CONFIG, dtype=torch.float64), batch_of()
     truth, text = model(tokens), generate(model, tokens[:, :3], max_new_tokens=5, temperature=0)

@@ -11,6 +11,8 @@ from rankloom.shard.float8_unit import Float8Unit
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe, to_float8
 
+pytestmark = pytest.mark.gloo
+
 SHAPES = {"a": (48, 32), "b": (32, 64)}
 BF16 = Formats(torch.bfloat16, torch.float32, torch.float32)
 

@@ -14,6 +14,8 @@ from blocky import loss_of, make_blocky, make_turns
 from rankloom.shard import frames as module
 from rankloom.shard.frames import FRAME, Frames, Standing
 
+pytestmark = pytest.mark.gloo
+
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="frames move on Linux only")
 LARGE = 3 * FRAME // 4 + 100   # elements of four bytes: a little more than three frames
 

@@ -14,6 +14,8 @@ from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, shar
 from rankloom.base.events import StepDone
 from rankloom.parallel import gradients
 
+pytestmark = pytest.mark.gloo
+
 RTOL = 1e-12
 sgd = lambda params: torch.optim.SGD(params, lr=0.1)
 

@@ -17,6 +17,8 @@ from rankloom.models.loss import language_model_loss
 from rankloom.parallel import sharding
 from storages import Storages
 
+pytestmark = pytest.mark.gloo
+
 BOUND = 1e-12   # that of test_equivalence.py
 ROWS, TOKENS, VOCAB = 12, 12, 37
 MOE = MoEConfig(experts=4, top_k=2, ffn=12, shared=1, bias_rate=0.01)

@@ -11,6 +11,8 @@ from rankloom.train.loop import build_engine
 from rankloom.train.paper import ranks_on_paper
 from rankloom.train.sections import Config
 
+pytestmark = pytest.mark.gloo
+
 ROWS, TOKENS, VOCAB = 8, 12, 37   # a vocabulary that nothing divides
 MODEL = {"preset": "1M", "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
 DENSE, EXPERTS = {"ffn": 24}, {"moe": {"experts": 4, "ffn": 12, "shared": 1}}

@@ -15,6 +15,8 @@ from rankloom.parallel.zero import step_bill
 from rankloom.shard.unit import Memory
 from rankloom.train.engine import Held
 
+pytestmark = pytest.mark.gloo
+
 WIDTH, BLOCKS = 32, 4
 PRECISIONS = {"fp32": (4, 4), "bf16": (2, 4)}   # bytes of an element gathered, and of one owned, reduced, remembered
 

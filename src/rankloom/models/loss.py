@@ -18,15 +18,17 @@ from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def language_model_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def language_model_loss(model: nn.Module, batch: tuple[Tensor | tuple[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy and the number of tokens it is a sum over, as the engine wants it.
 
-    batch:   tokens [B, T] and targets [B, T], int64; targets of -100 are not counted
+    batch:   tokens [B, T] and targets [B, T], int64; targets of -100 are not counted. In place of tokens, (tokens, numbers [B, T] of
+             the documents that rows are packed of)
     returns: (sum, count), scalars on the model's device; the sum in fp32, or fp64 for an fp64 model
     The model is called, never reached into, so that wrappers with hooks see the pass.
     """
-    tokens, targets = batch
-    total, count = model(tokens, targets=targets)
+    given, targets = batch
+    tokens, packed = (given, {}) if isinstance(given, Tensor) else (given[0], {"documents": given[1]})
+    total, count = model(tokens, targets=targets, **packed)
     return total, count
 
 

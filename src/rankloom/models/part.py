@@ -3,11 +3,14 @@
 A plain model is handed `WHOLE`, for which there is no elsewhere. Shapes as in gpt.py.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from rankloom.parallel.sequences import document_cuts
 
 
 class Part(Protocol):
@@ -54,3 +57,23 @@ class Whole:
 
 
 WHOLE = Whole()
+
+
+class Packed(Whole):
+    """Sequences that are all here, each of several documents end to end: attention stays inside a document.
+
+    documents: see `document_cuts`
+    memory:    a mask [B, T, T]; ranks that share sequences make none (parallel/context.py)
+    """
+
+    def __init__(self, documents: Tensor | Sequence[Sequence[int]], tokens: Tensor):
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        cuts = document_cuts(documents, tokens.shape[1])
+        numbers = torch.stack([torch.bucketize(places, places.new_tensor(row), right=True) for row in cuts])
+        self.mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (places[:, None] >= places)   # [B or 1, 1, T, T]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Part.attend`."""
+        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=self.mask,
+                                               enable_gqa=query.shape[2] != key.shape[2])
+        return mixed.transpose(1, 2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
-from rankloom.models.part import WHOLE, Part
+from rankloom.models.part import WHOLE, Packed, Part
 from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
@@ -30,6 +30,7 @@ from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import named_plan
 from rankloom.parallel.pipeline.tied import sum_tied
+from rankloom.parallel.sequences import document_cuts
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
@@ -50,11 +51,12 @@ class Turn:
 
     context: the ranks that share the tokens of a row, and how attention goes between them
     scale:   what losses are multiplied by for their backward
+    packs:   whether the pieces take a part, which may know of documents that are packed in rows
     """
 
     def __init__(self, dropout: DropoutKey, context: Group, kind: str):
         self.dropout, self.context, self.kind = dropout, context, kind
-        self.scale = 1.0
+        self.scale, self.packs = 1.0, False
         self._parts: list[Part] = []
         self._inputs: list[Any] = []
         self._now: Part = WHOLE
@@ -67,12 +69,14 @@ class Turn:
         self._parts.clear()
         self._inputs.clear()
 
-    def own(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
-        """This rank's tokens of the next micro-batch of the step."""
+    def own(self, given: Any, targets: Any) -> tuple[Any, Any]:
+        """This rank's tokens of the next micro-batch of the step. given: tokens, or for pieces that take a part (tokens, documents)"""
+        tokens, documents = given if self.packs and isinstance(given, tuple | list) else (given, None)
         if self.context.size == 1:
-            self._parts.append(WHOLE)
+            self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
             return tokens, targets
-        part = Context(self.context, tokens.shape[1], self.kind, device=tokens.device)
+        cuts = document_cuts(documents, tokens.shape[1])
+        part = Context(self.context, tokens.shape[1], self.kind, documents=cuts, device=tokens.device)
         self._parts.append(part)
         return part.own(tokens), part.own(targets)
 
@@ -150,7 +154,8 @@ def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: i
 def _pieces(cutting: Cutting, model: nn.Module, turn: Turn) -> list[Piece]:
     offered = {"part": turn.part, "inputs": turn.inputs}
     asked = inspect.signature(cutting.pieces).parameters
-    if turn.context.size > 1 and "part" not in asked:
+    turn.packs = "part" in asked
+    if turn.context.size > 1 and not turn.packs:
         raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so nobody can tell "
                           "their attention about tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
     return list(cutting.pieces(model, **{name: offered[name] for name in offered if name in asked}))
