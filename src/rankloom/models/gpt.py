@@ -70,16 +70,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens read so far, for one block. Shapes [B, capacity, K, D]."""
+    """Keys and values of the tokens read so far, for one block. Shapes [B, capacity, K, D], of the heads that are here."""
 
-    def __init__(self, rows: int, attention: "Attention", capacity: int):
-        weight = attention.key.weight.detach()   # says how many heads are here, and in what dtype
-        shape = (rows, capacity, len(weight) // attention.head_width, attention.head_width)
-        self.keys, self.values = weight.new_empty(shape), weight.new_empty(shape)
-        self.length = 0
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values [B, T, K, D] of new tokens; returns all there are."""
+        if not self.length:
+            self.keys, self.values = (x.new_empty(len(x), self.capacity, *x.shape[2:]) for x in (keys, values))
         start, self.length = self.length, self.length + keys.shape[1]
         self.keys[:, start:self.length], self.values[:, start:self.length] = keys, values
         return self.keys[:, :self.length], self.values[:, :self.length]
@@ -190,17 +189,18 @@ class GPT(nn.Module):
             x = block(x, cos, sin, caches[i] if caches else None, part)
         return self.norm(x)   # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None,
-                part: Part = WHOLE) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None, part: Part = WHOLE,
+                caches: list[KVCache] | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted).
 
         documents: numbers [B, T] of the documents that rows are packed of, each of which sees only itself (see `document_cuts`)
 
         In training the sum holds the auxiliary losses of routers too, which are sums over tokens as well.
+        caches: of the tokens before these; then logits of the last one only [B, 1, V]
         """
-        hidden = self.hidden(tokens, part=part if documents is None else Packed(documents, tokens))
+        hidden = self.hidden(tokens, caches, part if documents is None else Packed(documents, tokens))
         if targets is None:
-            return self.output(hidden, self.output_weight)   # type: ignore[no-any-return]
+            return self.output(hidden if caches is None else hidden[:, -1:], self.output_weight)   # type: ignore[no-any-return]
         total, count = self.output(hidden, self.output_weight, targets, self.loss_kernel)
         extra = take_extra_loss(self)
         return total if extra is None else total + extra, count
