@@ -232,7 +232,8 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 def take_extra_loss(model: nn.Module) -> Tensor | None:
     """The auxiliary losses of the last training forward, added up; afterwards there are none. None: there were none."""
-    extras = [extra for layer in moe_layers(model).values() if (extra := layer.take_extra()) is not None]
+    taken = [layer.take_extra() for layer in moe_layers(model).values()]
+    extras = [extra for extra in taken if extra is not None]
     return torch.stack(extras).sum() if extras else None
 
 
