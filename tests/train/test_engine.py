@@ -434,6 +434,27 @@ def test_a_model_that_was_refused_because_of_another_argument_may_be_prepared():
     assert rl.simulate(2, body) == [1, 1]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_part_may_be_frozen_after_it_was_prepared_but_what_was_frozen_then_cannot_be_trained(stage):
+    def body(world):
+        model = Line()
+        engine = prepare(world, model, stage=stage)
+        engine.step(rows(4))
+        model.w.requires_grad_(False)
+        before = engine.full_state_dict()["model"]
+        engine.step(rows(4))
+        after = engine.full_state_dict()["model"]
+        second = Line()
+        second.w.requires_grad_(False)
+        other = prepare(world, second, stage=stage)
+        second.w.requires_grad_(True)
+        with pytest.raises(rl.ConfigError, match="w was frozen when the model was prepared"):
+            other.step(rows(4))
+        return torch.equal(before["w"], after["w"]), torch.equal(before["b"], after["b"])
+
+    assert rl.simulate(2, body) == [(True, False)] * 2
+
+
 def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():
     def body(world):
         model = nn.Sequential(nn.BatchNorm1d(2), Line())
