@@ -569,3 +569,16 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
 def test_torchs_sparse_gradients_are_refused_with_the_way_out(module):
     with pytest.raises(rl.ConfigError, match="sparse=True; leave it out"):
         rl.simulate(1, lambda w: rl.data_parallel(copy.deepcopy(module), w))
+
+
+def test_what_was_frozen_when_the_model_was_wrapped_cannot_be_trained_later():
+    def body(world):
+        model = make_layers()
+        model[0].requires_grad_(False)
+        wrapped = rl.data_parallel(model, world)
+        square_loss(wrapped, world.rank)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(rl.ConfigError, match=r"0.weight was frozen when the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)

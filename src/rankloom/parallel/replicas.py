@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ModelMismatch
+from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.world.group import Group
 
 
@@ -67,13 +67,22 @@ Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had b
 class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
-    Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
-    some ranks changed is no hang. Constants (rotary tables) never travel.
+    Which buffers those are is seen from torch's version
+    counters, module by module, and agreed on, so a buffer that only some ranks changed is no hang. Constants (rotary tables) never
+    travel. It watches frozen parameters too, which nobody sums.
     """
 
     def __init__(self, model: nn.Module, group: Group):
         self.model, self.group = model, group
         self._before = self._seen()
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+
+    def expect_frozen(self) -> None:
+        """Before a step: raise ConfigError when a parameter is to be trained that was frozen at the start."""
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise ConfigError(f"{name} was frozen when the model was prepared, and is to be trained now: its gradient would be summed "
+                                  "by nobody. Prepare the model with all that will be trained, and freeze parts of it afterwards")
 
     def average_changed(self) -> list[str]:
         """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""

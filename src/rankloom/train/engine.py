@@ -99,9 +99,10 @@ class Engine:
 
         batch:  tensors with one row per sample, nested as you like (train/batches.py)
         raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
-                deterministic model draws random numbers that depend on the ranks
+                deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more
         """
         begin = time.perf_counter()
+        self._running.expect_frozen()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
         lr = self._set_learning_rate()
