@@ -245,6 +245,27 @@ def test_a_future_does_not_wait_for_one_that_was_asked_for_before(ranks):
     assert world.run(body) == [8.0, 8.0]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sparse_tensors_are_added_up_entry_by_entry(ranks, size, asynchronous):
+    """As gradients of embeddings are: rows of which some ranks have others, some the same, some twice, and one has none."""
+    def rows(rank):
+        at = torch.tensor([[], [4, 1, 4], [1]][rank], dtype=torch.int64)
+        return torch.sparse_coo_tensor(at[None], torch.arange(2.0 * len(at)).view(-1, 2) + 10 * rank, (6, 2))
+
+    def body(rank):
+        add_up(group := world.groups[rank], before := torch.ones(2))
+        x = rows(rank)
+        work = add_up(group, x, asynchronous)
+        if asynchronous:
+            assert work.get_future().wait()[0] is x
+        return x.to_dense(), before
+
+    world, total = ranks(size), sum(rows(rank).to_dense() for rank in range(size))
+    for x, before in world.run(body):
+        assert torch.equal(x, total) and before.tolist() == [size, size]
+
+
 # ---------------------------------------------------------------- messages
 
 

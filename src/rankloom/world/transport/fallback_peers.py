@@ -135,7 +135,7 @@ class Peers:
             if why := self.why():
                 return why
             now = time.monotonic()
-            if now > checkup:
+            if now > min(checkup, deadline):
                 gone, checkup = self.find_gone(needed()), now + CHECKUP
                 if gone and not done():   # what a rank did before it went counts
                     return self.break_group(*gone)

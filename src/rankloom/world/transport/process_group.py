@@ -36,6 +36,7 @@ from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.sparse import all_reduce_sparse
 from rankloom.world.transport.work import DONE, AsBackend, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
 
 ANYONE = -1
@@ -128,7 +129,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         """Combine over the ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
         x = _only(tensors, "all_reduce")
-        return self._reduce(ALL_REDUCE, x, opts)
+        return all_reduce_sparse(self, x, opts) if x.layout == torch.sparse_coo else self._reduce(ALL_REDUCE, x, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine each of several tensors over the ranks, in place."""

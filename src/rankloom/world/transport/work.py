@@ -59,8 +59,8 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
-    def stand_for(self, earlier: Sequence["Work"], result: Sequence[Tensor]) -> None:
-        """Whoever waits for this one gets the results of earlier calls too; all of them together are `result`."""
+    def stand_for(self, earlier: Sequence["Work"], result: Sequence[Tensor], *then: Finish) -> None:
+        """Whoever waits for this one gets the results of earlier calls too, after `then`; all of them together are `result`."""
         self._result = list(result)
 
     def get_future(self) -> torch.futures.Future:
@@ -101,10 +101,15 @@ class Pending(Work):
             raise self._error
         return True
 
-    def stand_for(self, earlier: Sequence[Work], result: Sequence[Tensor]) -> None:
+    def stand_for(self, earlier: Sequence[Work], result: Sequence[Tensor], *then: Finish) -> None:
         """See `Work.stand_for`."""
         super().stand_for(earlier, result)
-        self._finish = [*(work.wait for work in earlier), *self._finish]
+        more = [work.wait for work in earlier]
+        with self._lock:
+            self._finish = [*more, *self._finish, *then]
+            late = self._finish if self._ended and not self._error else []   # another thread of this group has looked meanwhile
+        for finish in late:
+            finish()
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`; brings the results home when it has ended."""
