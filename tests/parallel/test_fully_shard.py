@@ -448,6 +448,19 @@ def test_every_awkward_model_equals_plain_torch(model):
     expect_as_plain(several_backwards, MODELS[model], ranks=[(2, "gloo")])
 
 
+class Compiled(Net):
+    """Blocks that torch compiles with all their hooks."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+def test_blocks_that_the_user_has_compiled_equal_plain_torch():
+    expect_as_plain(plainly, Compiled, ranks=[(2, "gloo")])
+
+
 def test_buffers_are_the_mean_over_replicas_too():
     expect_as_plain(plainly, lambda: Net(Normed), ranks=[(4, "gloo")], mesh=rl.Mesh(replicate=2, shard=2))
 

@@ -229,8 +229,9 @@ class Sharding:
     # ------------------------------------------------------------------ forward
 
     def _watch(self, section: Section) -> None:
-        section.module.register_forward_pre_hook(partial(self._before_forward, section))
-        section.module.register_forward_hook(partial(self._after_forward, section))
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # who has called `module.compile()`?
+        section.module.register_forward_pre_hook(partial(before, section))
+        section.module.register_forward_hook(partial(after, section))
         for gradient in section.gradients:
             for name, param in gradient.unit.params.items():
                 param.register_post_accumulate_grad_hook(partial(self._landed, section, gradient, name))
