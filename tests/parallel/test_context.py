@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
+from rankloom.base.documents import document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.parallel import context as context_file
@@ -24,7 +25,7 @@ from rankloom.parallel.context import (
     ring_attention_backward_bill,
     ring_attention_bill,
 )
-from rankloom.parallel.sequences import cut_sequence, document_cuts
+from rankloom.parallel.sequences import cut_sequence
 from rankloom.world.group import Group
 
 RTOL = 1e-12   # fp64: the same terms in another order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankloom.parallel.sequences import document_cuts
+from rankloom.base.documents import document_cuts
 
 
 class Part(Protocol):

@@ -11,16 +11,12 @@ source: Liu et al. 2023 (rings); Zhu 2024 (zig-zag)
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from rankloom.base.errors import DataError
+from rankloom.base.documents import Documents
 
 Spans = tuple[range, ...]            # positions that a rank owns, in order
-Documents = tuple[tuple[int, ...], ...]   # for each row: where its documents begin, and the length of the row
 
 
 class Tile(NamedTuple):
@@ -122,31 +118,3 @@ def _pieces(spans: Spans, cuts: tuple[int, ...]) -> list[_Piece]:
             pieces.append(_Piece(document, part, slice(start, start + len(part))))
         here += len(span)
     return pieces
-
-
-def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int) -> Documents:
-    """Where the documents of each row begin, and where the row ends. None: every row is one document.
-
-    documents: numbers [B, T], equal for the tokens of one document; or for each row its cumulative lengths, (0, ..., T)
-    raises:    DataError when they are not those of a row of `length` tokens, or a document is in two places
-
-    >>> import torch
-    >>> document_cuts(torch.tensor([[7, 7, 7, 2, 2]]), 5)
-    ((0, 3, 5),)
-    """
-    if documents is None:
-        return ((0, length),)
-    rows = [_cuts_of(row) for row in documents.tolist()] if isinstance(documents, Tensor) else [list(map(int, row)) for row in documents]
-    for number, row in enumerate(rows):
-        if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a >= b for a, b in pairwise(row)):
-            raise DataError(f"row {number}: documents that end at {row} are not those of {length} tokens; "
-                            f"cumulative lengths rise from 0 to {length}")
-    return tuple(map(tuple, rows))
-
-
-def _cuts_of(numbers: list[int]) -> list[int]:
-    begins = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1]]
-    if len(begins) != len(set(numbers)):
-        raise DataError(f"a document number comes back after another document ({len(begins)} stretches, {len(set(numbers))} numbers); "
-                        "give every document its own")
-    return [*begins, len(numbers)]

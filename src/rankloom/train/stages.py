@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
 from rankloom.models.part import WHOLE, Packed, Part
@@ -30,7 +31,6 @@ from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import named_plan
 from rankloom.parallel.pipeline.tied import sum_tied
-from rankloom.parallel.sequences import document_cuts
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
