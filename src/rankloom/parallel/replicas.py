@@ -67,9 +67,8 @@ Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had b
 class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
-    Which buffers those are is seen from torch's version
-    counters, module by module, and agreed on, so a buffer that only some ranks changed is no hang. Constants (rotary tables) never
-    travel. It watches frozen parameters too, which nobody sums.
+    Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
+    some ranks changed is no hang. Constants (rotary tables) never travel. It watches frozen parameters too, which nobody sums.
     """
 
     def __init__(self, model: nn.Module, group: Group):

@@ -47,6 +47,8 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         corpus = open_corpus(config, world, both)
         job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
         introduce(job)
+        if config.train.evaluate:
+            job.samples(corpus.validation)   # too little of it is told now, and not after the last step
         stepper = Stepper(job, journal)
         stepper.run()
         return finish(job, stepper.engine, stepper.outcome())

@@ -23,6 +23,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
 BYTES_VOCAB = 257   # 256 bytes and the end of a text
+LONGEST_TIMEOUT = 2_000_000   # seconds, 23 days: sockets count milliseconds in 31 bits
 MOE = MoEConfig()
 
 
@@ -237,7 +238,7 @@ class Comm(Section):
     compress_after: Whole = 0   # steps that sum exactly first
     topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
     backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
-    timeout: Positive = 300.0
+    timeout: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT)
 
     @field_validator("compress")
     @classmethod
