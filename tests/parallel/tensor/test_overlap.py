@@ -12,7 +12,7 @@ from rankloom.parallel.tensor.overlap import BusyRowLinear
 from split_model import expect_equal
 
 from .test_gpt import late, make, run
-from .test_styles import PAIRS, Gated, shaken
+from .test_styles import PAIRS, Gated, Pair, shaken
 from .test_styles import run as run_pair
 
 PLANS = ["tp_plan", "tp_sequence_plan"]
@@ -36,6 +36,19 @@ def test_layers_with_and_without_bias_or_transposed(pair):
     expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise", "second": "rowwise"}, overlap=2)
     expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise_rep", "second": "rowwise_rep"}, overlap=2)
     expect_equal(2, lambda: shaken(Gated()), run_pair, plan={"gate_up": "packed_colwise", "down": "rowwise"}, overlap=2)
+
+
+class InPlace(Pair):
+    """Adds to what the row gives, in place, as Llama 4 does."""
+
+    def forward(self, x):
+        return super().forward(x).add_(1.0)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_what_a_row_gives_may_be_changed_in_place(pieces):
+    expect_equal(2, lambda: shaken(InPlace(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))), run_pair, overlap=pieces,
+                 plan={"first": "colwise", "second": "rowwise"})
 
 
 def test_gradients_accumulate_and_activations_may_be_recomputed():

@@ -89,6 +89,31 @@ class Grouped(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+class Bank(nn.Module):
+    """Experts side by side, each token through all of them, weighted; it knows how wide they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.intermediate_dim = 12
+        self.gate_up, self.down = nn.Parameter(torch.empty(3, 24, 6)), nn.Parameter(torch.empty(3, 6, 12))
+
+    def forward(self, x, weights):
+        gate, up = torch.einsum("ni,eoi->neo", x, self.gate_up).split(self.intermediate_dim, dim=-1)
+        return torch.einsum("nei,eoi,ne->no", F.silu(gate) * up, self.down, weights)
+
+
+class Mixture(nn.Module):
+    """A router that all ranks have, and experts of which each has a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), Bank()
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        return x + self.experts(flat, weights=self.router(flat).softmax(-1)).view_as(x)
+
+
 class NormedHeads(nn.Module):
     """Each head is normed by one weight that all heads share, so that ranks use it for different heads."""
 
@@ -187,6 +212,25 @@ def test_attention_knows_its_heads_by_many_names(names, ranks):
 def test_attention_that_says_its_heads_under_names_that_nobody_knows_is_refused(names):
     with pytest.raises(ConfigError, match=f"3 column-cut layers of 24, 12, 12 features and seems .* only {names[0]} could"):
         rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Grouped(**dict(zip(names, (4, 2))))), GROUPED, world))
+
+
+EXPERTS = {"experts": "moe_tp_experts", "experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_matrices_of_experts_are_cut_each_and_their_router_learns_from_all(ranks):
+    expect_equal(ranks, lambda: shaken(Mixture()), run, plan=EXPERTS)
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    ({"experts": "moe_tp_experts", "experts.gate_up": "packed_colwise"}, "says nothing of their down that could be done"),
+    (EXPERTS | {"experts.down": "rowwise_rep"}, "expected one of colwise, rowwise, packed_colwise, packed_rowwise"),
+    ({name: word for name, word in EXPERTS.items() if "." in name}, "'experts.gate_up' is a parameter of Mixture; a plan names modules"),
+    (EXPERTS | {"experts.*": "colwise"}, "experts.gate_up is to be both 'packed_colwise' and 'colwise'"),
+])
+def test_a_plan_that_says_half_of_experts_is_refused(plan, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Mixture()), plan, world))
 
 
 def test_two_matrices_side_by_side_are_cut_by_rows_each():

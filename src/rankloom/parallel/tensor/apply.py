@@ -48,7 +48,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
             `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
     raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
-            not divide; ModelMismatch when models or plans differ between ranks
+            not divide; ModelMismatch when models or plans differ between ranks. A model's own plan is one for many models: what
+            it names and this one has not is left out
 
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
     """
@@ -62,7 +63,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     columns = [(name, module) for name, module in model.named_modules() if words.get(name) in COLUMNS and is_transposed(module) is not None]
     cutting = Cutting(model, group, words, {name: out_features(module) for name, module in columns}, pieces=overlap)
     _expect_entry(cutting)
-    for name in sorted(words, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
+    modules = [name for name in words if name not in dict(model.named_parameters())]
+    for name in sorted(modules, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
         STYLES[words[name]](Site(cutting, name))
     cutting.tell_attention()
     if finish_gradients and group.size > 1:
@@ -77,7 +79,8 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     if not plan:
         raise ConfigError(f"{type(model).__name__} has no tp_plan of its own; give a plan, such as "
                           '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}')
-    return dict(plan)
+    used = {pattern: word for pattern, word in plan.items() if _found(model, pattern, plan)}   # it is of all models of a family
+    return used or dict(plan)
 
 
 def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
@@ -86,29 +89,45 @@ def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
 
 
 def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Module name -> word, for all that the plan names.
+    """Module name -> word, for all that the plan names; and the parameters that it names of modules that are moe_tp_experts.
 
     raises: ConfigError for patterns and words that mean nothing, or two words for one module
     """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     words: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in STYLES:
             raise ConfigError(f"plan: {pattern!r} is to be {word!r}, which is no style. {did_you_mean(str(word), STYLES)}")
-        matcher = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found = [name for name in names if matcher.fullmatch(name)]
+        found = _found(model, pattern, plan)
         if not found:
-            raise ConfigError(_no_match(model, pattern, names))
+            raise ConfigError(_no_match(model, pattern))
         for name in found:
             if words.setdefault(name, word) != word:
                 raise ConfigError(f"plan: {name} is to be both {words[name]!r} and {word!r}; let one pattern match it")
     return words
 
 
-def _no_match(model: nn.Module, pattern: str, names: list[str]) -> str:
-    kind = type(model).__name__
-    if pattern in dict(model.named_parameters()):
-        return f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}"
+def _found(model: nn.Module, pattern: str, plan: Mapping[str, str]) -> list[str]:
+    """The modules that a pattern names, and parameters of experts."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    return [name for name in names if _matches(pattern, name)] + [
+        name for name, _ in model.named_parameters() if _matches(pattern, name) and _is_of_experts(name, plan)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name))
+
+
+def _is_of_experts(parameter: str, plan: Mapping[str, str]) -> bool:
+    owner = parameter.rpartition(".")[0]
+    return any(word == "moe_tp_experts" and _matches(pattern, owner) for pattern, word in plan.items())
+
+
+def _no_match(model: nn.Module, pattern: str) -> str:
+    kind, names = type(model).__name__, [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameter = next((name for name, _ in model.named_parameters() if _matches(pattern, name)), None)
+    if parameter:
+        return (f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}, and only of those "
+                "that are moe_tp_experts their parameters too")
     hint = did_you_mean(pattern, {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names})
     return f"plan: pattern {pattern!r} matches no module of {kind}. {hint}"
 

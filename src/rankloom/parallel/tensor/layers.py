@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
+from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
 
 
@@ -150,3 +150,22 @@ def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
         return args, kwargs | {name: redistribute(kwargs[name], WHOLE, BY_TOKENS, group, label=label)}
 
     module.register_forward_pre_hook(split, with_kwargs=True)
+
+
+def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
+    """`module` has a part of each expert's matrices: what it is given is whole on all ranks, what it gives is one term of a sum.
+
+    sent: an all-reduce of its output; backward, one of each of its inputs (hidden states, and the weights of the experts)
+    """
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def apart(x: Any) -> Any:
+            real = isinstance(x, Tensor) and x.is_floating_point()
+            return redistribute(x, WHOLE, APART, group, label=label) if real else x
+
+        return tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
+
+    def add_up(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return redistribute(output, OWED, WHOLE, group, label=label)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(add_up)

@@ -138,7 +138,8 @@ class _Row(Function):
         ctx.way = way
         group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
         if not way.by_tokens:
-            return _each(way, x.flatten(0, -2).tensor_split(way.pieces), multiply).view(*x.shape[:-1], -1)
+            rows = _each(way, x.flatten(0, -2).tensor_split(way.pieces), multiply)
+            return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # no view: models may add to it in place
         expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
         handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{way.label}: forward", async_op=True)
                    for part in way.views(x, group.size)]

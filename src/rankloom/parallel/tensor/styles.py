@@ -10,6 +10,8 @@
     embedding_rowwise               cut over the vocabulary, padded where it does not divide
     embedding_colwise               cut by features, which are gathered
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
+    moe_tp_experts                  a module whose parameters [experts, out, in] the plan names too: colwise cuts the last dim but one,
+                                    rowwise the last; what it is given is whole, what it gives is all-reduced
     sequence_parallel               a norm that runs on this rank's tokens; the split layers after it see all
     sequence_parallel_rep           the same, before layers that are not split               (our own)
     sequence_dropout                dropout of a rank's tokens, by its part of one mask      (our own)
@@ -18,6 +20,7 @@
     replicate                       whole; what no pattern names is so anyway
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +38,7 @@ from rankloom.parallel.tensor.layers import (
     gather_features_after,
     gather_tokens_after,
     split_tokens_before,
+    sum_over_experts,
 )
 from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
@@ -274,6 +278,29 @@ def vocabulary_output(site: Site) -> None:
     site.replace(new, {}, Ends(WHOLE if enter else APART, WHOLE))
 
 
+def experts(site: Site) -> None:
+    """moe_tp_experts. The module stays, with a part of each of its matrices."""
+    module, group, label = site.module, site.group, site.name
+    if site.cutting.sequence:
+        raise ConfigError(f"{label}: moe_tp_experts wants whole tokens, but the norms of this plan are sequence_parallel")
+    inner = set()
+    for name, param in list(module.named_parameters(recurse=False)):
+        word = site.cutting.words.get(f"{label}.{name}", "")
+        if word not in MATRICES or param.dim() < 2:
+            raise ConfigError(f"{label}: the plan cuts this module's experts, and says nothing of their {name} that could be done to it; "
+                              f"expected one of {', '.join(MATRICES)}, for a matrix")
+        dim, parts = MATRICES[word]
+        spans = cut_evenly(param.shape[dim], group.size, f"{label}.{name}", parts=parts)
+        holding = Holding(tuple(param.shape), _length(spans), param.dim() + dim, spans)
+        inner.add(param.shape[dim] // parts)
+        setattr(module, name, site.cutting.cut(module, name, holding))
+        hold(module, name, holding)
+    for name, value in list(vars(module).items()):   # what it knows of the width between its matrices
+        if type(value) is int and value in inner and re.search("intermediate|expert_dim|ffn|inner", name):
+            setattr(module, name, value // group.size)
+    sum_over_experts(module, group, label)
+
+
 def owed(site: Site) -> None:
     """replicated_with_grad_allreduce: every parameter whole, every gradient a term."""
     for name, param in site.module.named_parameters(recurse=False):
@@ -300,6 +327,7 @@ def from_here_by_tokens(site: Site) -> None:
     declare(site.module, Ends(WHOLE))
 
 
+MATRICES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2), "packed_rowwise": (-1, 2)}   # word -> dim, fused matrices
 STYLES: dict[str, Callable[[Site], None]] = {
     "colwise": column,
     "colwise_rep": partial(column, gathers=True),
@@ -313,6 +341,7 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "embedding_rowwise": partial(embedding, by_rows=True),
     "embedding_colwise": partial(embedding, by_rows=False),
     "vocabulary_output": vocabulary_output,
+    "moe_tp_experts": experts,
     "sequence_parallel": between_tokens,
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
     "sequence_dropout": dropout,
