@@ -1,6 +1,6 @@
 """Cutting and dealing rows: nothing lost, nothing twice, in order, whatever the nesting."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -20,6 +20,23 @@ def test_a_nesting_keeps_its_types_and_what_is_no_tensor():
     assert type(doubled["pair"]) is Pair and type(doubled["more"][0]) is OrderedDict and type(doubled["pair"].y) is list
     assert doubled["pair"].x.tolist() == [2, 2] and doubled["pair"].y[1] == "text" and doubled["none"] is None and doubled["more"][1] == 5
     assert batch["pair"].x.tolist() == [1, 1]
+
+
+class Encoding(UserDict):
+    """A dict that is none, with something beside its items, as tokenizers of `transformers` give it."""
+
+    def __init__(self, data, kind):
+        super().__init__(data)
+        self.kind = kind
+
+
+@pytest.mark.parametrize("batch", [defaultdict(list, x=torch.ones(2)), Encoding({"x": torch.ones(2)}, kind="fast")],
+                         ids=["defaultdict", "encoding"])
+def test_kinds_of_dicts_keep_what_they_know_beside_their_items(batch):
+    doubled = map_tensors(lambda t: t * 2, batch)
+    assert type(doubled) is type(batch) and rows_of(doubled, 0) == 2
+    assert getattr(doubled, "default_factory", list) is list and getattr(doubled, "kind", "fast") == "fast"
+    assert doubled["x"].tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
 
 
 def test_rows_are_counted_along_dim_0():

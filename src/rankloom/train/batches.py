@@ -4,6 +4,8 @@ A batch is a tensor, or tuples, lists and dicts of tensors, nested as you like; 
 What is not a tensor goes along unchanged.
 """
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,8 +22,10 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
     """The same nesting, with `change(tensor)` in place of each tensor."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, dict):
-        return type(batch)((key, map_tensors(change, value)) for key, value in batch.items())
+    if isinstance(batch, dict | UserDict):   # what tokenizers give is the latter
+        changed = copy.copy(batch)   # with all that a kind of dict knows besides its items
+        changed.update({key: map_tensors(change, value) for key, value in batch.items()})
+        return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(change, value) for value in batch))
     if isinstance(batch, list | tuple):
