@@ -1,7 +1,7 @@
 # make train   set up, then train a small GPT on real text with 2 ranks
 # make test    set up, then the whole test suite
 # make lint    the linters and the type checker
-# Python: the newest of 3.13, 3.12, 3.11 that can be found and that the pinned torch is there for; PYTHON=... decides itself.
+# Python: the first of 3.11, 3.12 and 3.13 that can be found; PYTHON=... decides itself.
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do \
 	$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$v; break; }; done)

@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -102,6 +103,6 @@ def busy_cores() -> str:
 def keep(name: str, where: str, rows: list[dict], note: str = "", shown: str = "") -> None:
     """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md."""
     RESULTS.mkdir(exist_ok=True)
-    command = f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(f"`{command}`\n\n{where}\n\n{shown or show(rows)}\n{note}")

@@ -38,7 +38,8 @@ BURST = "32kb"          # what may pass at full speed after a pause: a quarter o
 SEGMENT = "16384"       # bytes that the kernel hands over at once; a network card cuts them in packets, here nobody need
 ADDRESS = "10.77.0.{}"
 BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4, "hierarchical, overlapped": 1.4,
-        "hierarchical, int8 between": 5.5}
+        "hierarchical, int8 between": 5.5, "hierarchical, overlapped, shared memory inside": 1.4,
+        "hierarchical, int8 between, shared memory inside": 5.5}
 
 
 # ---------------------------------------------------------------------- two hosts and a wire
@@ -143,19 +144,18 @@ def sent_by_interface() -> int:
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
-def variants(world: rl.World, side: int) -> dict[str, Callable[[torch.Tensor], object]]:
-    """What is compared. The first is the base."""
-    base = {"gloo, fp32": world.all_reduce}
-    if world.size > 2:
-        return base | {"hierarchical": bind(in_two_levels(), world), "hierarchical, overlapped": bind(overlapped_all_reduce, world),
-                       "hierarchical, int8 between": bind(TwoLevels(Blockwise(INT8)), world)}
-    names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
-    return base | {name: bind(compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
-
-
-def bind(algorithm: Callable, world: rl.World) -> Callable[[torch.Tensor], object]:
-    """An all-reduce over `world`."""
-    return lambda x: algorithm(x, world)
+def variants(world: rl.World, side: int) -> dict[str, tuple[Callable[[torch.Tensor, rl.World], object], rl.World]]:
+    """What is compared, and over which world: ranks of a host talk over gloo there too, or over shared memory. The first is the base."""
+    base = {"gloo, fp32": (lambda x, group: group.all_reduce(x), world)}
+    if world.size == 2:
+        names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
+        return base | {name: (compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
+    near = rl.init(backend="rankloom")
+    return base | {"hierarchical": (in_two_levels(), world),
+                   "hierarchical, overlapped": (overlapped_all_reduce, world),
+                   "hierarchical, int8 between": (TwoLevels(Blockwise(INT8)), world),
+                   "hierarchical, overlapped, shared memory inside": (overlapped_all_reduce, near),
+                   "hierarchical, int8 between, shared memory inside": (TwoLevels(Blockwise(INT8)), near)}
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -170,11 +170,12 @@ def worker(args: argparse.Namespace) -> None:
         for name in list(ways)[turn % len(ways):] + list(ways)[: turn % len(ways)]:
             x = source.clone()
             world.barrier()
-            before, begin = (world.ledger.bytes, sent_by_interface()), time.perf_counter()
-            ways[name](x)
+            algorithm, group = ways[name]
+            before, begin = (group.ledger.bytes, sent_by_interface()), time.perf_counter()
+            algorithm(x, group)
             seconds = time.perf_counter() - begin
             world.barrier()
-            numbers = torch.tensor([seconds, world.ledger.bytes - before[0], sent_by_interface() - before[1]], dtype=torch.float64)
+            numbers = torch.tensor([seconds, group.ledger.bytes - before[0], sent_by_interface() - before[1]], dtype=torch.float64)
             everyone = world.all_gather(numbers).view(world.size, 3)
             if turn:   # the first is not counted
                 found[name]["seconds"].append(everyone[:, 0].max().item())
