@@ -313,6 +313,20 @@ def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(schedule, pipe):
         assert all(error(state[name], value) < BOUND for name, value in expected.items())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_all_of_whose_stages_are_frozen_goes_along(stage):
+    def body(world):
+        model = Decoder()
+        for part in (model.body.table, model.widen, *model.body.steps[:2]):
+            part.requires_grad_(False)
+        return [(r.loss, r.grad_norm) for r in map(prepare(world, model, stage=stage, clip=0.5).step, batches())]
+
+    (truth,) = rl.simulate(1, body)
+    for found in rl.simulate(rl.Mesh(pipe=2), body):
+        for ours, theirs in zip(found, truth, strict=True):
+            assert ours == pytest.approx(theirs, rel=BOUND)
+
+
 def test_a_model_from_the_meta_device_is_cut_before_it_has_values():
     def body(world, device="meta"):
         with torch.device(device):

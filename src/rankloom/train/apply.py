@@ -44,7 +44,8 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
     totals:   fp64 [loss sum, count] over all ranks
     returns:  (loss sum, count, gradient norm before clipping, whether all was finite)
     """
-    totals = totals.to(flats[0].device)   # where the optimizer runs
+    if flats:   # a rank whose part of the model is frozen has none
+        totals = totals.to(flats[0].device)   # where the optimizer runs
     total, count = totals
     norm = sum_norm.to(totals.device) / (count * scale)
     factor = 1.0 / (count * scale)
