@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_group, make_ranks, seconds
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.world.transport import meet
 
 SOON = 1.0   # seconds
 
@@ -510,6 +512,35 @@ def test_a_group_leaves_no_file_no_thread_no_descriptor_and_no_memory_behind():
     for _ in range(5):
         use()
     assert left() == before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_share_memory_tells_the_others_why(failing):
+    """Here it has too little; in life it may lack the compiled part, or belong to another user."""
+    real, store = meet.Mapping, dist.HashStore()
+
+    def mapping(descriptor, nbytes):
+        if int(threading.current_thread().name) == failing:
+            raise MemoryError("no room")
+        return real(descriptor, nbytes)
+
+    errors, begin = {}, time.monotonic()
+
+    def join(rank):
+        try:
+            make_group(store, rank, 3, timeout=20)
+        except (MemoryError, RankLost) as error:
+            errors[rank] = error
+
+    with mock.patch.object(meet, "Mapping", mapping):
+        threads = [threading.Thread(target=join, args=(rank,), name=str(rank)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert isinstance(errors.pop(failing), MemoryError) and time.monotonic() - begin < 10
+    assert len(errors) == 2 and all(isinstance(error, RankLost) for error in errors.values())
+    assert all(f"rank {failing}" in str(error) and "no room" in str(error) for error in errors.values())
 
 
 # ---------------------------------------------------------------- fork

@@ -5,6 +5,7 @@ however it ends. The others open it through /proc/<pid>/fd, which the kernel gra
 mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
 """
 
+import contextlib
 import ctypes
 import datetime
 import json
@@ -123,30 +124,60 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernel
     """Map the same new memory in all ranks of `neighbours`; the first of them creates it, and says which kernel all use.
 
     kernels: those that this process has; the first of the leader's is taken
-    raises:  ConfigError where this process lacks it; RankLost
+    raises:  ConfigError where this process lacks it, MemoryError where there is too little; RankLost, also on all others then
     """
     leader = neighbours[0]
-    if rank == leader:
-        kernel = next(iter(kernels))
-        nbytes = kernels[kernel].segment_size(len(neighbours))
-        descriptor = create_memory(nbytes)
-        store.set(f"memory/{leader}", json.dumps([os.getpid(), descriptor, kernel]))
-    else:
-        wait_for(store, {f"memory/{leader}": leader}, rank, timeout)
-        pid, number, kernel = json.loads(store.get(f"memory/{leader}"))
-        if kernel not in kernels:
-            raise ConfigError(f"rank {rank}: rank {leader} uses the part of rankloom written in {kernel}, which this installation lacks; "
-                              "install both alike (a C compiler must be there)")
-        nbytes = kernels[kernel].segment_size(len(neighbours))
-        descriptor = open_memory(pid, number, nbytes)
-    mapping = Mapping(descriptor, nbytes)
-    if rank != leader:
-        os.close(descriptor)
+    try:
+        mapping, descriptor, kernel = (_create if rank == leader else _join)(store, neighbours, rank, kernels, timeout)
+    except Exception as error:   # not hidden: it is told to those who wait
+        with contextlib.suppress(RuntimeError, dist.DistError):   # the store is gone: then the others learn that from it
+            for what in ("memory", "mapped"):
+                store.set(f"{what}/{rank}", json.dumps(str(error)))
+        raise
     store.set(f"mapped/{rank}", json.dumps(sorted(os.sched_getaffinity(0))))
-    wait_for(store, {f"mapped/{other}": other for other in neighbours}, rank, timeout)
-    if rank == leader:
-        os.close(descriptor)
+    try:
+        _hear(store, "mapped", neighbours, rank, timeout)
+    finally:
+        os.close(descriptor)   # nobody needs it any more
     return mapping, kernel
+
+
+def _create(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
+    kernel = next(iter(kernels))
+    nbytes = kernels[kernel].segment_size(len(neighbours))
+    descriptor = create_memory(nbytes)
+    mapping = _map(descriptor, nbytes)
+    store.set(f"memory/{rank}", json.dumps([os.getpid(), descriptor, kernel]))
+    return mapping, descriptor, kernel
+
+
+def _join(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
+    leader = neighbours[0]
+    pid, number, kernel = _hear(store, "memory", [leader], rank, timeout)[0]
+    if kernel not in kernels:
+        raise ConfigError(f"rank {rank}: rank {leader} uses the part of rankloom written in {kernel}, which this installation lacks; "
+                          "install both alike (a C compiler must be there)")
+    nbytes = kernels[kernel].segment_size(len(neighbours))
+    descriptor = open_memory(pid, number, nbytes)
+    return _map(descriptor, nbytes), descriptor, kernel
+
+
+def _map(descriptor: int, nbytes: int) -> Mapping:
+    try:
+        return Mapping(descriptor, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _hear(store: dist.Store, what: str, ranks: Sequence[int], rank: int, timeout: float) -> list[Any]:
+    """What others have told. raises: RankLost where one told why it cannot go on, or one did not come"""
+    wait_for(store, {f"{what}/{other}": other for other in ranks}, rank, timeout)
+    told = [json.loads(store.get(f"{what}/{other}")) for other in ranks]
+    for other, problem in zip(ranks, told):
+        if isinstance(problem, str):
+            raise RankLost(f"rank {rank}: rank {other} could not share memory: {problem}")
+    return told
 
 
 def cores_of(store: dist.Store, neighbours: Sequence[int]) -> int:
