@@ -844,3 +844,8 @@ def test_fill_is_for_models_on_the_meta_device():
         rl.simulate(2, lambda world: rl.fully_shard(Net().to("meta"), world))
 
 
+
+
+def test_fewer_than_no_units_ahead_are_refused():
+    with pytest.raises(rl.ConfigError, match="ahead=-1, expected 0 or more"):
+        rl.simulate(2, lambda world: rl.fully_shard(torch.nn.Linear(2, 2), world, ahead=-1))

@@ -168,3 +168,8 @@ def test_parameters_without_a_gradient_in_the_first_step_do_not_hold_up_the_othe
     for within, buckets in rl.simulate(2, body):
         assert within == ["gradients of bucket 0"]
         assert sorted(buckets[0]) == ["large", "small"] and buckets[1] == ["maybe"]
+
+
+def test_a_bucket_that_holds_no_byte_is_refused():
+    with pytest.raises(rl.ConfigError, match="bucket_bytes=0, expected 1 or more"):
+        rl.simulate(2, lambda w: rl.data_parallel(Three(), w, bucket_bytes=0))

@@ -24,7 +24,7 @@ from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
-from rankloom.parallel.zero import Plan, shard
+from rankloom.parallel.zero import Plan, expect_counts, shard
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
 
@@ -147,6 +147,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
     alone = replicas or group.alone()
+    expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
     first = None

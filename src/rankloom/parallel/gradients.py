@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import ConfigError
 from rankloom.comm.choose import BACKEND, AllReduce
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
@@ -146,7 +147,7 @@ class GradientReducer:
     average: divide the sum by the ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
     compress_after: how many calls of `finish` sum exactly before sums are compressed
-    raises:  ConfigError when there is no such all-reduce or compression, or they do not go together
+    raises:  ConfigError when there is no such all-reduce or compression, or they do not go together, or no byte goes in a bucket
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
@@ -160,6 +161,8 @@ class GradientReducer:
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
         self._by_rows = {name: self.summing.lossy([(0, owner.shape)]) for name, owner in self.owners.items()
                          if name in by_rows and rows_pay and owner.dtype in BITS}
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward

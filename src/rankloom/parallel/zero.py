@@ -66,6 +66,13 @@ class Plan:
     float8: Readers = field(default_factory=dict)
 
 
+def expect_counts(**numbers: int) -> None:
+    """Raise ConfigError for a number below 0."""
+    for name, number in numbers.items():
+        if not number >= 0:
+            raise ConfigError(f"{name}={number!r}, expected 0 or more")
+
+
 def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole: frozenset[str] = frozenset(),
           lay_out_whole: LayOut = lay_out_evenly, canonical: bool = False, fill: Fill | None = None) -> Sharding:
     """Cut the parameters of `model` over `group`, and watch its forward and backward. A collective.

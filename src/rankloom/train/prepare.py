@@ -28,7 +28,7 @@ from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
-from rankloom.parallel.zero import STAGES, Plan, shard
+from rankloom.parallel.zero import STAGES, Plan, expect_counts, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.shard.unit import Fill
@@ -300,6 +300,4 @@ def _check_stage(stage: int, **asked: Any) -> None:
     for name, (default, stages) in MEANING.items():
         if asked[name] != default and stage not in stages:
             raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
-    for name in ("ahead", "gradient_memory"):
-        if not asked[name] >= 0:
-            raise ConfigError(f"{name}={asked[name]!r}, expected 0 or more")
+    expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
