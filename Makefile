@@ -8,6 +8,9 @@ PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Some environments forbid compiled files; hundreds of processes would then compile this project again, each for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test lint clean
 
 train: $(READY)
