@@ -494,6 +494,20 @@ def test_buffers_are_zeros_may_be_empty_and_are_given_back(ranks):
     assert maps() == before
 
 
+def test_a_group_has_as_many_buffers_as_are_asked_for(ranks):
+    """More than the kernel has numbers for: the others are staged."""
+    world = ranks(2)
+
+    def body(rank):
+        group = world.groups[rank]
+        held = [group.buffer((5000 + k,)).fill_(k) for k in range(70)]
+        for x in held:
+            group.allreduce([x], options())
+        return all((x == 2 * k).all() for k, x in enumerate(held))
+
+    assert world.run(body) == [True] * 2
+
+
 def test_a_group_leaves_no_file_no_thread_no_descriptor_and_no_memory_behind():
     def left():
         gc.collect()

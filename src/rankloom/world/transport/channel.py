@@ -60,13 +60,17 @@ class Channel:
             raise self.explain(why, KINDS[kind])
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's short `value`, in rank order."""
-        text = torch.zeros(256, dtype=torch.uint8)
-        encoded = json.dumps(value).encode()
-        text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        all_texts = torch.empty(self.size, 256, dtype=torch.uint8)
-        self.call(ALL_GATHER, text.data_ptr(), all_texts.data_ptr(), 256)
-        return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in all_texts]
+        """Every rank's `value`, in rank order."""
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self._gather(torch.tensor([len(mine)])).flatten().tolist()
+        all_texts = self._gather(torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
+        return [json.loads(bytes(text[:length].tolist())) for text, length in zip(all_texts, lengths)]
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n] on each rank -> [ranks, n]"""
+        out = x.new_empty(self.size, len(x))
+        self.call(ALL_GATHER, x.data_ptr(), out.data_ptr(), x.nbytes)
+        return out
 
     def abort(self) -> None:
         """End every wait of every rank with RankLost, at once. The group is of no use afterwards; build another."""
