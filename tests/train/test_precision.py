@@ -21,6 +21,18 @@ def train(world: rl.World, name: str | None, steps: int = 5, dtype: torch.dtype 
     return engine, [engine.step(share(batch, world.rank, world.size)) for batch in make_batches(steps)]
 
 
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_a_loss_sums_in_32_bits_what_the_model_gives_in_16(name):
+    """The sum of 40,000 squares of 2 is above all that fp16 has, and not among the numbers of bf16."""
+    def body(world):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 2.0)
+        engine = rl.prepare(model, loss=lambda m, x: (m(x).square().sum(), 4), optimizer=adamw, world=world, precision=name)
+        return engine.step(torch.ones(40_001, 1)).loss
+
+    assert rl.simulate(1, body) == [40_001.0]
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
 def test_a_wide_precision_casts_model_and_state_to_it(name, dtype):
     engine, _ = rl.simulate(2, lambda w: train(w, name, steps=1, dtype=torch.bfloat16))[1]

@@ -70,7 +70,10 @@ class Cutting:
     chunks: int | None
 
     def in_formats(self, precision: Precision) -> "Cutting":
-        """The same; the loss is given what the last piece gives in the output format."""
+        """The same; the loss is given what the last piece gives in the output format. That of our GPT is no output of the model yet."""
+        if self.pieces is gpt_pieces:
+            return self
+
         def make(model: Any) -> Loss:
             loss = self.loss(model)
             return lambda output, microbatch: loss(cast_outputs(output, precision), microbatch)

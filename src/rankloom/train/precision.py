@@ -52,9 +52,10 @@ class Precision:
 PRECISIONS = {p.name: p for p in (
     Precision("fp32", torch.float32),
     Precision("fp64", torch.float64),
-    Precision("bf16", torch.bfloat16, master=torch.float32),
-    Precision("fp16", torch.float16, master=torch.float32, scaled=True),
-    Precision("fp8", torch.bfloat16, master=torch.float32, float8=Recipe()),
+    # A loss is a sum over thousands of items: in fp16 it would end at 65504, in bf16 after three digits.
+    Precision("bf16", torch.bfloat16, master=torch.float32, output=torch.float32),
+    Precision("fp16", torch.float16, master=torch.float32, output=torch.float32, scaled=True),
+    Precision("fp8", torch.bfloat16, master=torch.float32, output=torch.float32, float8=Recipe()),
 )}
 
 
