@@ -173,3 +173,23 @@ def test_parameters_without_a_gradient_in_the_first_step_do_not_hold_up_the_othe
 def test_a_bucket_that_holds_no_byte_is_refused():
     with pytest.raises(rl.ConfigError, match="bucket_bytes=0, expected 1 or more"):
         rl.simulate(2, lambda w: rl.data_parallel(Three(), w, bucket_bytes=0))
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_gradients_that_a_cast_of_the_model_took_elsewhere_are_summed_all_the_same(p, bucket_bytes):
+    def body(world):
+        model = Three()
+        reducer = GradientReducer(named(model), world, bucket_bytes=bucket_bytes)
+        for step in range(3):
+            reducer.abandon()
+            with reducer.sync(False):
+                model(world.rank + 1.0, maybe=True).backward()
+            if step:
+                model.float().double()
+            model(world.rank + 1.0).backward()
+            reducer.finish()
+        return {name: param.grad.clone() for name, param in named(model).items()}
+
+    total = p * (p + 1) / 2
+    for grads in rl.simulate(p, body):
+        assert grads["small"].tolist() == [2 * total] * 3 and (grads["large"] == total).all() and grads["maybe"].tolist() == [total] * 3

@@ -118,24 +118,34 @@ class Bucket:
         self.pending: Pending | None = None
         for name, owner in owners.items():
             gradient = gradients.pop(name)
-            owner.grad = None if gradient is None else self.views[name].copy_(gradient)
+            if gradient is not None:
+                self.views[name].copy_(gradient)
+                owner.grad = self.gradient(name)
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient as others may have it: who casts or moves a model takes the tensor that hangs there to other memory."""
+        return self.views[name].detach()
+
+    def holds(self, name: str, gradient: Tensor | None) -> bool:
+        """Whether `gradient` lies in its place here."""
+        return gradient is not None and gradient.data_ptr() == self.views[name].data_ptr()
 
     def land(self, name: str, param: Tensor, owner: Tensor, scale: float) -> None:
-        """Take over the gradient that backward has just left in `param.grad`; `owner.grad` becomes the bucket's view.
+        """Take over the gradient that backward has just left in `param.grad`; `owner.grad` becomes the one that lies here.
 
         owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
         """
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
-        if gradient is view:       # accumulated in place by autograd
+        if self.holds(name, gradient):       # accumulated in place by autograd
             view.mul_(scale) if scale != 1.0 else None
-        elif owner.grad is view:   # accumulated here, in the master's dtype
+        elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
             view.add_(gradient).mul_(scale) if scale != 1.0 else view.add_(gradient)
         else:
             torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
         if owner is not param:
             param.grad = None
-        owner.grad = view
+        owner.grad = self.gradient(name)
 
 
 class GradientReducer:
@@ -256,10 +266,13 @@ class GradientReducer:
 
     def _stand_in(self, bucket: Bucket, name: str) -> None:
         """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
-        view = bucket.views[name]
-        if self.owners[name].grad is None:
+        view, gradient = bucket.views[name], self.owners[name].grad
+        if gradient is None:
             view.zero_()
-        elif self.scale != 1.0:
+            return
+        if not bucket.holds(name, gradient):
+            view.copy_(gradient)
+        if self.scale != 1.0:
             view.mul_(self.scale)
 
     def _agree(self, totals: Tensor | None) -> Tensor | None:
@@ -277,7 +290,7 @@ class GradientReducer:
             elif name in touched:
                 owner.grad = self._sum_by_rows(name, touched[name], int(most_rows[name]))
             else:
-                owner.grad = self._home[name].views[name]
+                owner.grad = self._home[name].gradient(name)
         return numbers
 
     def _own_gradient(self, name: str) -> Tensor:

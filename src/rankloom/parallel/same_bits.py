@@ -54,5 +54,5 @@ class CanonicalReducer(GradientReducer):
         flags = torch.tensor([name in self._used for name in self.owners], dtype=torch.int32)
         flags = self.group.all_reduce(flags, "max", label="used parameters").tolist()
         for (name, owner), used in zip(self.owners.items(), flags):
-            owner.grad = self._home[name].views[name] if used else None
+            owner.grad = self._home[name].gradient(name) if used else None
         return canonical_all_reduce(self._totals.values(), self.group, self.leaves, label="totals")
