@@ -32,6 +32,11 @@ def engine_of(world: rl.World, stage: int, layers: int = 2) -> rl.Engine:
     return engine
 
 
+def remembered(state: dict) -> dict:
+    """What the run remembers beside tensors of the model's."""
+    return state["optimizer"]["run"]
+
+
 @pytest.mark.parametrize("mesh, stage", MESHES, ids=str)
 def test_one_rank_gets_what_all_would_get_and_the_others_nothing(mesh, stage):
     def body(world):
@@ -41,9 +46,9 @@ def test_one_rank_gets_what_all_would_get_and_the_others_nothing(mesh, stage):
     for rank, (everywhere, asked) in enumerate(rl.simulate(mesh, body)):
         for root, state in enumerate(asked):
             if root != rank:
-                assert state == {"model": {}, "optimizer": {}, "run": {}}
+                assert state == {"model": {}, "optimizer": {}}
                 continue
-            assert state["run"] == everywhere["run"] == {"step": 1, "loss_scale": None, "amax": {}}
+            assert remembered(state) == remembered(everywhere) == {"step": 1, "loss_scale": None, "amax": {}}
             assert state["model"].keys() == everywhere["model"].keys() and state["model"]
             assert all(torch.equal(state["model"][name], value) for name, value in everywhere["model"].items())
             assert state["optimizer"]["param_groups"] == everywhere["optimizer"]["param_groups"]
@@ -131,19 +136,20 @@ def test_a_run_goes_on_from_its_state_with_the_same_bits(precision, stage):
         return len(set(begun + went_on)), first.full_state_dict(), second.full_state_dict()
 
     for different, first, second in rl.simulate(3, body):
-        assert different == 6 and first["run"].keys() == second["run"].keys()
+        assert different == 6 and remembered(first).keys() == remembered(second).keys()
         assert all(torch.equal(second["model"][name], value) for name, value in first["model"].items())
-        assert (second["run"]["step"], second["run"]["loss_scale"]) == (6, first["run"]["loss_scale"])
-        assert (first["run"]["loss_scale"] is not None) == (precision == "fp16")
-        assert len(first["run"]["amax"]) == (8 if precision is DELAYED else 0)
-        assert all(torch.equal(second["run"]["amax"][name], value) for name, value in first["run"]["amax"].items())
+        assert (remembered(second)["step"], remembered(second)["loss_scale"]) == (6, remembered(first)["loss_scale"])
+        assert (remembered(first)["loss_scale"] is not None) == (precision == "fp16")
+        assert len(remembered(first)["amax"]) == (8 if precision is DELAYED else 0)
+        assert all(torch.equal(remembered(second)["amax"][name], value) for name, value in remembered(first)["amax"].items())
 
 
 def test_without_what_the_run_remembers_steps_go_as_in_a_new_run():
     def body(world):
         x = torch.ones(4, WIDTH)
         old, new = net_engine(world, DELAYED), net_engine(world, DELAYED)
-        state = {key: value for key, value in new.full_state_dict().items() if key != "run"}
+        state = new.full_state_dict()
+        del state["optimizer"]["run"]
         old.step(x * 3)
         old.load_full_state_dict(state)
         return [(report.step, report.loss, report.lr) for engine in (old, new) for report in [engine.step(x)]]
@@ -174,7 +180,8 @@ def test_ranks_that_name_different_receivers_all_raise():
     (lambda state, rank: {key: {} for key in state} if rank else state,
      r"rank 1: the state has nothing under model and optimizer; was it gathered"),
     (lambda state, rank: state["model"], r"rank 0: the state has nothing under model and"),
-    (lambda state, rank: state | {"run": {"amax": {"elsewhere.input": torch.ones(3)}}}, "Was it saved with other layers in fp8"),
+    (lambda state, rank: state | {"optimizer": state["optimizer"] | {"run": {"amax": {"elsewhere.input": torch.ones(3)}}}},
+     "Was it saved with other layers in fp8"),
     (lambda state, rank: state | {"model": {name: value for name, value in state["model"].items() if not rank or "bias" not in name}},
      r"rank 1: this is the state dict of another model, 5 tensors differ: blocks.0.0.bias: missing"),
 ], ids=["empty on one rank", "of a model only", "other layers", "other tensors on one rank"])
@@ -188,8 +195,8 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
         with pytest.raises(rl.ModelMismatch, match=said):
             engine.load_full_state_dict(spoil(other, world.rank))
         after = engine.full_state_dict()
-        assert after["run"]["step"] == 1 and all(torch.equal(after["model"][name], value) for name, value in before["model"].items())
-        assert all(torch.equal(after["run"]["amax"][name], value) for name, value in before["run"]["amax"].items())
+        assert remembered(after)["step"] == 1 and all(torch.equal(after["model"][name], value) for name, value in before["model"].items())
+        assert all(torch.equal(remembered(after)["amax"][name], value) for name, value in remembered(before)["amax"].items())
 
     rl.simulate(2, body)
 

@@ -152,19 +152,20 @@ class Engine:
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
-        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups"},
-        "run": {"step", "loss_scale" (of fp16, or None), "amax" (of fp8 with delayed scaling, by name)}}.
+        """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups", "run"}}.
 
+        "run" is {"step", "loss_scale" (of fp16, or None), "amax" (of fp8 with delayed scaling, by name)}.
         A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
         rank:   the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
                 all get it
         raises: ConfigError, on all ranks, when there is no such rank, or ranks name several
         """
         self._expect_one_receiver(rank)
-        scale = None if self.scale is UNMEASURED else asdict(self.scale)
-        run = {"step": self.steps_done, "loss_scale": scale, "amax": self.settings.float8.state_dict()}
-        return {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank),
-                "run": run if rank in (None, self.world_rank) else {}}
+        state = {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank)}
+        if rank in (None, self.world_rank):
+            scale = None if self.scale is UNMEASURED else asdict(self.scale)
+            state["optimizer"]["run"] = {"step": self.steps_done, "loss_scale": scale, "amax": self.settings.float8.state_dict()}
+        return state
 
     def _expect_one_receiver(self, rank: Any) -> None:
         if rank is None:   # whoever holds the whole has it when the other ranks are gone, too
@@ -189,7 +190,8 @@ class Engine:
         world.agree(problem, error=ModelMismatch, label="load a state")
         parts = {name: {key: self.placement.part(name, value) for key, value in held.items()}
                  for name, held in state["optimizer"].get("state", {}).items()}
-        saved, run = state["optimizer"] | {"state": parts}, {"step": 0, "loss_scale": None, "amax": {}} | state.get("run", {})
+        saved = state["optimizer"] | {"state": parts}
+        run = {"step": 0, "loss_scale": None, "amax": {}} | saved.get("run", {})
         problem = misfit(self.optimizer, owners, pieces, saved) or self.settings.float8.misfit(run["amax"])
         world.agree(problem, error=ModelMismatch, label="load an optimizer")
         self.placement.load(state["model"])
