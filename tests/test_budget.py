@@ -6,6 +6,8 @@ from statistics import median
 
 import pytest
 
+from syntax import nodes_of
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "rankloom"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -23,7 +25,7 @@ def limit(file: Path, what: str) -> int:
 
 
 def functions(file: Path) -> list[ast.FunctionDef]:
-    return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [n for n in nodes_of(file) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def code_lines(fn: ast.FunctionDef) -> int:
@@ -57,7 +59,7 @@ def test_files_and_functions_stay_within_the_budget(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
 def test_objects_have_few_attributes(file):
-    for cls in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)):
+    for cls in (n for n in nodes_of(file) if isinstance(n, ast.ClassDef)):
         targets = [t for n in ast.walk(cls) if isinstance(n, ast.Assign) for t in n.targets] + [
             n.target for n in ast.walk(cls) if isinstance(n, ast.AnnAssign)]
         flat = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
@@ -67,19 +69,20 @@ def test_objects_have_few_attributes(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
 def test_every_module_and_public_function_is_documented_and_typed(file):
-    tree = ast.parse(file.read_text())
+    tree, *_ = nodes_of(file)
     assert ast.get_docstring(tree), "no module docstring"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") and not inside_private(tree, node):
+    private = inside_private(file)
+    for node in nodes_of(file):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_") and node not in private:
             assert ast.get_docstring(node), f"{file.name}:{node.lineno} {node.name} has no docstring"
             if isinstance(node, ast.FunctionDef):
                 assert node.returns is not None, f"{file.name}:{node.lineno} {node.name} has no return type"
 
 
-def inside_private(tree: ast.Module, node: ast.AST) -> bool:
-    """Whether `node` lies in a private class or in another function."""
-    owners = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n is not node and node in ast.walk(n)]
-    return any(isinstance(n, ast.FunctionDef) or n.name.startswith("_") for n in owners)
+def inside_private(file: Path) -> set[ast.AST]:
+    """What lies in private classes and in functions."""
+    owners = [n for n in nodes_of(file) if isinstance(n, ast.FunctionDef) or (isinstance(n, ast.ClassDef) and n.name.startswith("_"))]
+    return {inner for owner in owners for inner in ast.walk(owner) if inner is not owner}
 
 
 def test_the_median_function_is_short():

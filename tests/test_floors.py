@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from syntax import nodes_of
+
 ROOT = Path(__file__).parent.parent / "src" / "rankloom"
 FLOORS = ["base", "world", "comm", "shard", "parallel", "models data", "train", "watch"]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms.split()}
@@ -15,7 +17,7 @@ SEES_ONLY = {"watch": {"base"}, "models": {"base"}, "data": {"base"}}
 
 def imports(file: Path) -> set[str]:
     """Full names of all modules that `file` imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
+    nodes = nodes_of(file)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
@@ -35,9 +37,7 @@ def test_a_module_imports_only_from_floors_below_its_own(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_only_world_talks_to_torch_distributed(file):
-    text = file.read_text()
-    tree = ast.parse(text)
-    dotted = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    dotted = [n for n in nodes_of(file) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
     names = imports(file) | {f"{n.value.id}.{n.attr}" for n in dotted}
     if file.relative_to(ROOT).parts[0] != "world":
         assert not any(name.startswith("torch.distributed") for name in names)
@@ -47,9 +47,9 @@ def test_only_world_talks_to_torch_distributed(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_none_of_torch_s_big_distributed_classes_is_used(file):
+    code = "\n".join(ast.unparse(n) for n in nodes_of(file) if isinstance(n, ast.Import | ast.ImportFrom))
     for banned in ("DistributedDataParallel", "distributed.fsdp", "_composable", "FullyShardedDataParallel", "DTensor",
                    "distributed.pipelining", "distributed.tensor", "distributed.checkpoint"):
-        code = "\n".join(ast.unparse(n) for n in ast.parse(file.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom))
         assert banned not in code
 
 
