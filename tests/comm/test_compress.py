@@ -137,7 +137,7 @@ def test_the_bits_do_not_depend_on_how_the_buffer_is_cut_in_pieces(name, p):
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
-def test_every_stage_of_a_piece_runs_one_behind_that_of_the_piece_before():
+def test_a_stage_of_a_piece_runs_two_turns_before_the_next_one_waits_for_what_it_sent():
     seen = []
 
     def piece(name):
@@ -147,7 +147,7 @@ def test_every_stage_of_a_piece_runs_one_behind_that_of_the_piece_before():
         seen.append(f"{name}2")
 
     staggered([piece(name) for name in "abcd"])
-    assert seen == ["a0", "b0", "a1", "c0", "b1", "a2", "d0", "c1", "b2", "d1", "c2", "d2"]
+    assert seen == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
 
 
 @pytest.mark.parametrize("name", NAMES)

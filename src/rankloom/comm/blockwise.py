@@ -4,7 +4,7 @@
     2. add the p parts of the own chunk in fp32, quantise the sum        all-gather, and everybody writes it down
 
 All ranks write down the same records, the owner of a chunk too, so all end with the same bits. The buffer goes in pieces: while
-one travels, the next is quantised and the one before it is written down. Both rounds have errors, and both are remembered.
+some travel, the next is quantised and an earlier one is written down. Both rounds have errors, and both are remembered.
 
 Read comm/quantize.py and comm/lossy.py first.
 """
@@ -20,7 +20,7 @@ from rankloom.comm.messages import deal, gather
 from rankloom.comm.quantize import Format
 from rankloom.world.group import Group
 
-PIECE_BYTES = 3 << 18   # of records: on a link of 1 Gbit/s, smaller ones wait for wake-ups, larger ones overlap less
+PIECE_BYTES = 1 << 19   # of records: on a link of 1 Gbit/s, smaller ones wait for wake-ups, larger ones overlap less
 ENDED = object()
 
 
@@ -29,7 +29,7 @@ class Blockwise(Compressed):
 
     piece:  values that travel together; left out, as many as make PIECE_BYTES of records
     sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece
-    memory: the errors: n + n/p fp32 where the format remembers; on the way, three pieces in the format
+    memory: the errors: n + n/p fp32 where the format remembers; on the way, five pieces in the format
     source: Seide et al. 2014 (error feedback); Tang et al. 2021, 1-bit Adam (in both rounds); Wang et al. 2023, ZeRO++ (all-to-all)
     """
 
@@ -92,9 +92,16 @@ class Blockwise(Compressed):
 
 
 def staggered(pieces: Sequence[Iterator[None]]) -> None:
-    """Run all to their ends, each one stage behind the one before it: so all ranks start their messages in one order."""
+    """Run all to their ends, each one two turns behind the one before it: so all ranks start their messages in one order."""
     waiting, running = list(pieces), list[Iterator[None]]()
     while waiting or running:
         if waiting:
-            running.insert(0, waiting.pop(0))
+            running.insert(0, _every_other_turn(waiting.pop(0)))
         running = [piece for piece in running if next(piece, ENDED) is not ENDED]
+
+
+def _every_other_turn(stages: Iterator[None]) -> Iterator[None]:
+    """What a stage has sent has a turn to arrive in before the next one waits for it."""
+    for _ in stages:
+        yield
+        yield
