@@ -59,13 +59,14 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, world: rl.World):
         self.world, self.count = world, args.microbatches
-        self.model = rl.GPT(preset(args.models, vocab_size=VOCABULARY, seq_len=args.tokens, tie=False), seed=0)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
+        self.model = rl.GPT(preset(args.models, vocab_size=VOCABULARY, seq_len=args.tokens, tie=False), seed=0).to(dtype)
         text = torch.randint(0, VOCABULARY, (args.rows * self.count, args.tokens + 1), generator=torch.Generator().manual_seed(0))
         self.tokens, self.targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         self.batches = list(zip(self.tokens.chunk(self.count), self.targets.chunk(self.count)))
         self.pieces = pieces_with_logits(self.model)
         self.measured = measure_pieces(self.pieces, self.batches[0], loss, world)
-        self.message = measure_message(torch.zeros(args.rows, args.tokens, self.model.config.width), world)
+        self.message = measure_message(torch.zeros(args.rows, args.tokens, self.model.config.width, dtype=dtype), world)
 
     def cut(self, name: str) -> tuple:
         """The plan of a schedule, how many pieces each stage has, and this rank's stages."""
@@ -144,9 +145,11 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """Rows of both tables for one model on one number of ranks."""
-    found = run_ranks(__file__, ranks, ["--models", size, "--tokens", str(args.tokens), "--rows", str(args.rows), "--backend", args.backend,
-                                        "--microbatches", str(args.microbatches), "--repeat", str(args.repeat)])
-    where = {"model": size, "ranks": ranks, "backend": args.backend, "batch": f"{args.microbatches} x {args.rows} x {args.tokens}"}
+    shared = ["--models", size, "--precision", args.precision, "--tokens", str(args.tokens), "--rows", str(args.rows),
+              "--backend", args.backend, "--microbatches", str(args.microbatches), "--repeat", str(args.repeat)]
+    found = run_ranks(__file__, ranks, shared)
+    where = {"model": size, "ranks": ranks, "precision": args.precision, "backend": args.backend,
+             "batch": f"{args.microbatches} x {args.rows} x {args.tokens}"}
 
     def over_torch(name: str, wall: list[float]) -> object:
         twin = found["times"].get(f"torch {name.partition(' ')[2]}")
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--models", default="11M")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "rankloom"])
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="of the parameters, and so of all")
     parser.add_argument("--tokens", type=int, default=128, help="of a row")
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
