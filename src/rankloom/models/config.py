@@ -127,7 +127,7 @@ def preset(name: str, **overrides: object) -> GPTConfig:
     raises: ConfigError for a name or a field that does not exist, with the nearest one that does
     """
     if name not in PRESETS:
-        raise ConfigError(f"no model preset {name!r}. {did_you_mean(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+        raise ConfigError(f"no model preset {name!r}. {did_you_mean(name, PRESETS)} `rankloom presets` tells of all")
     return _override(PRESETS[name], overrides)
 
 
