@@ -10,10 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.loss import take_extra_loss
 from rankloom.models import moe
 from rankloom.models.config import GPTConfig, MoEConfig, model_flops_per_token, parameter_count
 from rankloom.models.gpt import GPT, initialize
-from rankloom.models.moe import MoE, balance_loss, grouped_product, moe_layers, take_extra_loss, within_capacity
+from rankloom.models.moe import MoE, balance_loss, grouped_product, moe_layers, within_capacity
 
 RTOL = 1e-12   # fp64: the same terms in another order
 SMALL = MoEConfig(experts=4, top_k=2, ffn=6, balance_loss=0.0)

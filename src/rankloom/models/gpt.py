@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import DataError
+from rankloom.base.loss import take_extra_loss
 from rankloom.base.rng import stream
 from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
 from rankloom.models.loss import (
@@ -22,7 +23,7 @@ from rankloom.models.loss import (
     plain_language_model_loss,
 )
 from rankloom.models.mlp import MLP
-from rankloom.models.moe import Experts, MoE, take_extra_loss
+from rankloom.models.moe import Experts, MoE
 from rankloom.models.part import WHOLE, Packed, Part
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",

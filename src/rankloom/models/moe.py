@@ -230,13 +230,6 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
-def take_extra_loss(model: nn.Module) -> Tensor | None:
-    """The auxiliary losses of the last training forward, added up; afterwards there are none. None: there were none."""
-    taken = [layer.take_extra() for layer in moe_layers(model).values()]
-    extras = [extra for extra in taken if extra is not None]
-    return torch.stack(extras).sum() if extras else None
-
-
 def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:
     """What was taken since this was last asked: which part of the loss sums is no cross-entropy. fp64; None: nothing."""
     taken = []

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from awkward import make_batches, make_model
 from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
+from rankloom.base.loss import take_extra_loss
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
-from rankloom.models.moe import take_extra_loss
 from rankloom.models.pieces import gpt_loss as loss_of
 from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.actions import parse_plan

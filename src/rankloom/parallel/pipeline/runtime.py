@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError, LossError
+from rankloom.base.loss import take_extra_loss
 from rankloom.parallel.pipeline.actions import Action, Plan
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
@@ -135,7 +136,7 @@ class Pipeline:
         if self.hooks.before:
             self.hooks.before(m)
         output = self.stages[stage](*inputs)
-        extra = take_left_losses(self.stages[stage])
+        extra = take_extra_loss(self.stages[stage])
         own = [] if extra is None else [extra]
         if stage == self.plan.stages - 1:
             own.append(self._loss(output, m))
@@ -219,13 +220,6 @@ class Pipeline:
         for kind in (kind for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)) if kind in used and not hook):
             raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
                               f"with Hooks({kind.lower()}=)")
-
-
-def take_left_losses(stage: nn.Module) -> Tensor | None:
-    """The loss sums that layers of a stage have left beside their outputs, such as routers (models/moe.py); None: there are none."""
-    layers: list[Any] = [module for module in stage.modules() if hasattr(type(module), "take_extra")]
-    left = [extra for layer in layers if (extra := layer.take_extra()) is not None]
-    return torch.stack(left).sum() if left else None
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
