@@ -153,3 +153,7 @@ def test_deterministic_training_equals_one_process_in_fp64():
         assert losses == pytest.approx(truth["losses"], rel=RTOL)
         for name, expected in truth["params"].items():
             torch.testing.assert_close(params[name], expected, rtol=RTOL, atol=RTOL)
+
+
+def test_these_ranks_meet_over_gloo():
+    assert rl.simulate(2, lambda world: world.backend) == ["gloo", "gloo"]

@@ -154,3 +154,7 @@ def train_in_a_process(world: rl.World) -> tuple[list[tuple[float, ...]], dict]:
     """At the top of the module, so that a process can be told to run it."""
     torch.set_num_threads(1)
     return train(world, build(3, True), 3)
+
+
+def test_these_ranks_meet_in_shared_memory():
+    assert rl.simulate(2, lambda world: world.backend) == ["rankloom", "rankloom"]

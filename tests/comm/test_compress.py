@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.comm.blockwise import Blockwise, staggered
+from rankloom.comm.blockwise import PIECE_BYTES, Blockwise, staggered
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import PowerSGD
@@ -148,6 +148,13 @@ def test_a_stage_of_a_piece_runs_two_turns_before_the_next_one_waits_for_what_it
 
     staggered([piece(name) for name in "abcd"])
     assert seen == ["a0", "b0", "c0", "a1", "d0", "b1", "c1", "a2", "d1", "b2", "c2", "d2"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "1bit"])
+def test_a_piece_sends_as_many_bytes_in_every_format(name):
+    reduce = compressed_all_reduce(name)
+    sent = reduce.step(2) // reduce.form.block * reduce.form.record
+    assert PIECE_BYTES - 2 * reduce.form.record < sent <= PIECE_BYTES   # whole blocks on each of two ranks
 
 
 @pytest.mark.parametrize("name", NAMES)
