@@ -37,6 +37,13 @@ def test_a_minimal_file_gets_the_defaults(file):
     assert (config.optimizer.name, config.schedule.decay, config.comm.all_reduce) == ("adamw", "cosine", "backend")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
+def test_every_precision_goes_with_every_axis_as_in_prepare(file, axis, precision):
+    config = load_config(file(), [f"--mesh.{axis}", "2", "--train.precision", precision])
+    assert config.train.precision == precision
+
+
 def test_an_override_replaces_the_value_of_the_file_in_both_spellings(file):
     config = load_config(file(), ["--mesh.replicate", "4", "--train.steps=200", "--optimizer.betas", "[0.8, 0.9]"])
     assert (config.mesh.replicate, config.train.steps, config.optimizer.betas) == (4, 200, (0.8, 0.9))
@@ -146,7 +153,6 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--model.moe.capacity", "-1"],
         ["--model.moe.experts", "4", "--mesh.expert", "2", "--train.deterministic", "true"],
         ["--model.moe.experts", "4", "--mesh.expert", "2", "--comm.all_reduce", "ring"],
-        ["--mesh.pipe", "2", "--train.precision", "fp16"],
         ["--train.pipe", "gpipe"],
         ["--mesh.tensor", "2", "--train.deterministic", "true"],
         ["--mesh.context", "2", "--comm.compress", "int8"],

@@ -36,7 +36,7 @@ class Compressed(ABC):
         self._seen = self._seen or (x.numel(), group.size)
         if self._seen != (x.numel(), group.size):
             raise ShapeMismatch(f"{group.where(LABEL)}: {x.numel()} values on {group.size} ranks, but it remembers the errors of "
-                                f"{self._seen[0]} values on {self._seen[1]}; make one for each buffer, or forget() first")
+                                f"{self._seen[0]} values on {self._seen[1]}; make one for each buffer")
         values = flat.float()   # itself where it is fp32
         self._sum(values, group)
         if values is not flat:

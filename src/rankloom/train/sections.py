@@ -307,8 +307,6 @@ class Config(Section):
             raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
         if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
             raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
-        if self.mesh.pipe > 1 and self.train.precision in ("fp16", "fp8"):
-            raise ValueError(f"[train] precision {self.train.precision!r} is not available with [mesh] pipe: use bf16")
         if self.train.pipe is not None and self.mesh.pipe == 1:
             raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
         if self.train.offload and not stage:
