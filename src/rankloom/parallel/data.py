@@ -7,8 +7,7 @@ their own: it averages, like torch's DDP, and a finished `loss.backward()` means
 source: Li et al. 2020 (torch DDP)
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,11 +41,9 @@ class DataParallel(nn.Module):
             self._reducer.abandon()
         return self.module(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate; the first one outside reduces the sum."""
-        with self._reducer.sync(False):
-            yield
+        return self._reducer.sync(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with the names of the plain model."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rankloom.base.scoped import temporarily
 from rankloom.world.group import Group
 
 ASKING, ENDED, SECTION, LAYER = range(4)
@@ -49,11 +50,8 @@ class Guide:
     @contextlib.contextmanager
     def leading(self, on: bool) -> Iterator[None]:
         """What runs inside tells the ranks that follow, if on."""
-        self.leads = on
-        try:
+        with temporarily(self, leads=on):
             yield
-        finally:
-            self.leads = False
         if on:
             self._say(Next(ENDED))
 
@@ -73,11 +71,8 @@ class Guide:
 
     def go_along(self, told: Next) -> None:
         """The part of a rank without rows in a layer of experts. It says with the others what comes inside."""
-        self.leads = True
-        try:
+        with temporarily(self, leads=True):
             self.layers[told.number](torch.empty(0, told.width, dtype=DTYPES[told.dtype], device=self.group.device))
-        finally:
-            self.leads = False
 
     def _say(self, following: Next) -> Next:
         message = torch.tensor(following, device=self.group.device)

@@ -9,9 +9,9 @@
 How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses the same, but sums, and divides once by the global count.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -65,11 +65,9 @@ class FullySharded(nn.Module):
         self._sharding.forget_landed()
         super().zero_grad(set_to_none)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate, in whole gradients; the first one outside reduces the sum."""
-        with self._sharding.sync(False):
-            yield
+        return self._sharding.sync(False)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.

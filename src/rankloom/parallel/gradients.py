@@ -19,84 +19,26 @@ used gets the sum, zeros standing in for the others. With accumulation only the 
 Read shard/flat.py before this file; parallel/data.py and train/engine.py use it.
 """
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.comm.choose import BACKEND, AllReduce
+from rankloom.base.scoped import temporarily
+from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.worker import Worker
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
 ONE_HOST_BYTES = 128 << 20   # where the cores that compute also move the bytes, overlap gains nothing and a message costs a millisecond
-
-
-class Pending(Protocol):
-    """Something on its way that can be waited for."""
-
-    def wait(self) -> Any:
-        """Block until it is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InThread:
-    """An all-reduce written in Python, running in the reducer's own thread beside backward."""
-
-    future: Future
-
-    def wait(self) -> Any:
-        return self.future.result()
-
-
-class _Worker:
-    """One thread that runs collectives in the order in which they are given to it.
-
-    A daemon, unlike an executor's: one that waits for a lost rank must not hold up the end of the program.
-    """
-
-    def __init__(self, name: str):
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        Thread(target=self._run, args=(self._jobs,), name=name, daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def submit(self, algorithm: AllReduce, flat: Tensor, group: Group) -> Future:
-        """Start `algorithm` when all that was submitted before has ended."""
-        future: Future = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(algorithm(flat, group))
-            except BaseException as error:   # raised where the future is waited for
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        return future
-
-    @staticmethod
-    def _run(jobs: SimpleQueue) -> None:
-        while job := jobs.get():
-            job()
-            del job
-
-
-class _Queued:
-    """An all-reduce whose kernels are in the GPU's queue: the stream keeps the order."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class Bucket:
@@ -115,7 +57,7 @@ class Bucket:
         self.flat, self.views, self.gaps = buffer.flat, buffer.views, buffer.gaps()
         self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in buffer.slots])
         self.waiting_for = set(owners)
-        self.pending: Pending | None = None
+        self.wait: Callable[[], Any] | None = None   # for its all-reduce, while that is on its way
         for name, owner in owners.items():
             gradient = gradients.pop(name)
             if gradient is not None:
@@ -177,18 +119,13 @@ class GradientReducer:
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
         self._launched = 0
-        self._worker = _Worker("all-reduce") if self.summing.in_python and group.device.type == "cpu" else None
+        self._worker = Worker("all-reduce") if self.summing.in_python and group.device.type == "cpu" else None
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(partial(self._land, name))
 
-    @contextlib.contextmanager
-    def sync(self, on: bool) -> Iterator[None]:
+    def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether backward passes inside launch full buckets; without, gradients only accumulate."""
-        before, self.syncing = self.syncing, on
-        try:
-            yield
-        finally:
-            self.syncing = before
+        return temporarily(self, syncing=on)
 
     def flat_gradients(self) -> list[Tensor]:
         """The summed gradients, each element once, in few tensors; zeros where a parameter was not used."""
@@ -250,17 +187,18 @@ class GradientReducer:
         # In bucket order on every rank, whatever order gradients came in here: collectives must match.
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting_for:
             bucket = self.buckets[self._launched]
-            bucket.pending = self._start(bucket, f"gradients of bucket {self._launched}")
+            bucket.wait = self._start(bucket, f"gradients of bucket {self._launched}")
             self._launched += 1
 
-    def _start(self, bucket: Bucket, label: str) -> Pending:
+    def _start(self, bucket: Bucket, label: str) -> Callable[[], Any]:
+        """Let the bucket leave. Returns a function that waits until its sum is there."""
         algorithm = self.summing.now(bucket.algorithm)
         if algorithm is None:
-            return self.group.all_reduce(bucket.flat, label=label, async_op=True)
+            return self.group.all_reduce(bucket.flat, label=label, async_op=True).wait   # type: ignore[no-any-return]
         if self._worker is not None:
-            return _InThread(self._worker.submit(algorithm, bucket.flat, self.group))
+            return self._worker.submit(partial(algorithm, bucket.flat, self.group))
         algorithm(bucket.flat, self.group)
-        return _Queued()
+        return lambda: None   # its kernels are in the GPU's queue, where the stream keeps the order
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -313,9 +251,9 @@ class GradientReducer:
 
     def _wait_for_buckets(self) -> None:
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                bucket.pending = None
+            if bucket.wait is not None:
+                bucket.wait()
+                bucket.wait = None
 
     def _reset(self) -> None:
         self._launched = 0

@@ -14,8 +14,8 @@ An accumulating backward (`sync(False)`) only lands gradients, and those of whol
 Read parallel/sections.py before this file; parallel/zero.py has the table of stages, parallel/fully_shard.py a front door of its own.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import largest_and_total
 from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
@@ -106,27 +107,18 @@ class Sharding:
 
     # ------------------------------------------------------------------ for whoever runs the steps
 
-    @contextlib.contextmanager
-    def sync(self, on: bool) -> Iterator[None]:
+    def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether this is a step's last backward, after which all gradients are reduced."""
-        before, self.syncing = self.syncing, on
-        try:
-            yield
-        finally:
-            self.syncing = before
+        return temporarily(self, syncing=on)
 
-    @contextlib.contextmanager
+    @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients of this rank alone, whatever that takes."""
-        each = [section.each for section in self.sections]
-        for section in self.sections:
-            section.each = False
-        try:
-            with self.sync(False):
-                yield
-        finally:
-            for section, before in zip(self.sections, each):
-                section.each = before
+        """Backward passes inside leave whole gradients of this rank alone, whatever memory that takes."""
+        with ExitStack() as until_here:
+            until_here.enter_context(self.sync(False))
+            for section in self.sections:
+                until_here.enter_context(temporarily(section, each=False))
+            yield
 
     def gradients(self) -> list[Gradient]:
         """Those of all units, in the order of the sections."""
@@ -187,7 +179,7 @@ class Sharding:
         """Whether a forward gathers, and lets go."""
         return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
-    @contextlib.contextmanager
+    @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
         """Forwards inside tell ranks that `follow` what they gather and send; a collective, if on."""
         with self.guide.leading(on):
@@ -297,7 +289,8 @@ class Sharding:
             if not other.calls and _is_over(other, section):
                 if not other.settled and other.forwards == 1:   # of more, gradients land when the last of them is over
                     self._settle(other)
-                self._let_go(other)
+                if self.gathering.let_go:
+                    other.release()
         self._gather(section)
         calls = [at for at, called in enumerate(self._order) if called is section] or [0]
         at = calls[min(section.calls, len(calls) - 1)]
@@ -328,10 +321,6 @@ class Sharding:
         """All gradients of the section that this backward makes have landed."""
         section.settled = True
         self._queue.settle(section, reduce_all=self.syncing)
-
-    def _let_go(self, section: Section) -> None:
-        if self.gathering.let_go:
-            section.release()
 
     def collect(self) -> None:
         """Without hooks, after the last backward of a step: land what is in `.grad`, and reduce."""
