@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from awkward import fingerprint, loss_sum, make_batches, make_model, share
 from rankloom.comm.canonical import Fold, Node, owned_leaves
 from rankloom.parallel.same_bits import CanonicalReducer
 
@@ -100,3 +101,17 @@ def test_a_step_may_have_fewer_leaves_than_the_one_before():
 
     truth = folded_here(3, step=0)["b"]
     assert all(torch.equal(mine, truth) for ranks in (1, 2, 3) for mine in rl.simulate(ranks, body))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bits_are_the_same_where_slices_lie_in_the_hosts_memory(stage):
+    """A slice there is no part of the whole gradient that ranks fold."""
+    def train(world, **options):
+        engine = rl.prepare(make_model(torch.float32), loss=loss_sum, world=world, deterministic=4, clip=1.0,
+                            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), **options)
+        losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_batches(steps=2)]
+        return fingerprint(engine.full_state_dict(), losses)
+
+    expected = rl.simulate(1, train)
+    for ranks in (1, 2, 3):
+        assert set(rl.simulate(ranks, lambda world: train(world, stage=stage, offload=True))) == set(expected)

@@ -12,7 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import DataError
+from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.loss import take_extra_loss
 from rankloom.base.rng import stream
 from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
@@ -168,7 +168,13 @@ class GPT(nn.Module):
 
     @property
     def tp_sequence_plan(self) -> dict[str, str]:
-        """The same, with the stream between attention and MLP cut by tokens. Not for a mixture of experts, whose routers see whole rows."""
+        """The same, with the stream between attention and MLP cut by tokens.
+
+        raises: ConfigError for a mixture of experts
+        """
+        if self.config.moe is not None:
+            raise ConfigError("tp_sequence_plan cuts the stream by tokens, but the routers of a mixture of experts look at whole rows; "
+                              "use tp_plan, or leave the plan out")
         dropouts = ("embedding_dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout") if self.config.dropout else ()
         return (self.tp_plan | dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), "sequence_parallel")
                 | dict.fromkeys(dropouts, "sequence_dropout"))

@@ -197,10 +197,12 @@ class Gradient:
     @torch.no_grad()
     def set_sum(self, total: Tensor) -> None:
         """Somebody else has summed the whole over all ranks: the slice is this rank's part of it."""
-        assert self.whole is not None and self._is_inside(), f"{self._label}: not kept"
+        assert self.whole is not None, f"{self._label}: not kept"
         self.whole.copy_(total)
-        self.slice = self._place()
-        self._hand_over(self.slice)
+        start, stop = self.unit.layout.span(self.unit.group.rank)
+        place = self._place()
+        place.copy_(self.whole[start:stop])   # onto itself, where the slice is a part of the whole
+        self._hand_over(place)
 
     def summed(self) -> dict[str, Tensor]:
         """After `set_sum`: the whole sums, by name, of parameters that some rank used."""

@@ -109,6 +109,11 @@ def test_a_sequence_that_does_not_split_over_the_ranks_is_refused_by_all():
         rl.simulate(2, body)
 
 
+def test_a_mixture_of_experts_has_no_plan_by_tokens_for_its_routers_look_at_whole_rows():
+    with pytest.raises(ConfigError, match="routers of a mixture of experts look at whole rows; use tp_plan"):
+        make(moe=MoEConfig(experts=4, ffn=8)).tp_sequence_plan
+
+
 @pytest.mark.parametrize(("ranks", "shape", "said"), [
     (4, dict(heads=6, kv_heads=6), "6 query heads do not divide by 4 ranks, and a head is never cut; choose tensor = 1, 2, 3 or 6"),
     (5, dict(heads=12), "12 query heads do not divide by 5 ranks"),
