@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.ranks import experts_of, pieces_of
+from rankloom.base.ranks import experts_of, modules_of
 from rankloom.layouts import find_hosts, layout_of, read, show
 from rankloom.train.paper import ranks_on_paper
 from rankloom.watch.boxes import FEW, GHOST, Scene, colour_of, draw, draw_bar, draw_slab, draw_strip
@@ -158,10 +158,10 @@ def test_a_mistake_is_refused_with_what_was_expected(words, options, message):
 
 def test_strip_square_and_bars_show_what_the_rank_holds():
     scene = scene_of(*MIXTURE, "--mesh.pipe", "2", "--mesh.tensor", "2", "--mesh.expert", "2", "--mesh.shard", "2")
-    every = list(dict.fromkeys(piece for part in scene.ranks for piece in pieces_of(part)))
+    every = list(dict.fromkeys(piece for part in scene.ranks for piece in modules_of(part)))
     for part in scene.ranks:
         strip = [mark.fill for mark in draw_strip(scene, part, 0, 0)]
-        assert [fill != GHOST for fill in strip] == [piece in pieces_of(part) for piece in every]
+        assert [fill != GHOST for fill in strip] == [piece in modules_of(part) for piece in every]
         own = [(mark.left, mark.top) for mark in draw_slab(scene, part, 0, 0) if mark.fill == colour_of(part)]
         assert own == [(part.coords["shard"] * scene.size.slab / 2, part.coords["tensor"] * scene.size.slab / 2)]
         there, of = experts_of(part)

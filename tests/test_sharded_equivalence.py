@@ -13,7 +13,7 @@ import rankloom as rl
 from awkward import adamw, fingerprint, share
 from blocky import Block, Inner, loss_of, make_blocky, make_turns, train_blocky_plainly
 from rankloom.train import prepare
-from rankloom.train.cut import CutCanonical
+from rankloom.train.sharded import ShardedCanonical
 from test_equivalence import expect_equal
 
 MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2), "(3,1)": rl.Mesh(replicate=3), "(1,2)": rl.Mesh(shard=2),
@@ -51,7 +51,7 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
     {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_option_equals_one_process(stage, options, reference):
-    if any(stage not in prepare.MEANING.get(option, (0, (1, 2, 3)))[1] for option in options):
+    if any(stage not in prepare.HAS_EFFECT.get(option, (0, (1, 2, 3)))[1] for option in options):
         with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
             rl.simulate(2, lambda world: train(world, stage, **options))
         return
@@ -107,7 +107,7 @@ def train_for_its_hash(world: rl.World, stage: int, precision: str = "fp32") -> 
     """Five deterministic steps with dropout on; the hash of all that came out."""
     engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_of, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
                         precision=precision, deterministic=True)
-    assert stage == 0 or isinstance(engine.placement, CutCanonical)
+    assert stage == 0 or isinstance(engine.placement, ShardedCanonical)
     losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns()]
     return fingerprint(engine.full_state_dict(), losses)
 

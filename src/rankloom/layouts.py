@@ -15,7 +15,7 @@ from rich.text import Text
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.layout import Layout, Span
 from rankloom.base.mesh import Mesh
-from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, pieces_of, say_numbers, say_pieces
+from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, modules_of, say_modules, say_numbers
 from rankloom.base.topology import Topology
 from rankloom.base.units import show_bytes
 from rankloom.data.tokenizer import load_tokenizer
@@ -154,7 +154,7 @@ def table_of_ranks(drawn: Drawn) -> Table:
         columns[", ".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
     if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
         columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
-    columns["modules"] = [say_pieces(pieces_of(part)) for part in drawn.ranks]
+    columns["modules"] = [say_modules(modules_of(part)) for part in drawn.ranks]
     if drawn.mesh.expert > 1:
         columns["experts"] = [f"{say_numbers(found[0])} of {found[1]}" if (found := experts_of(part)) else "-" for part in drawn.ranks]
     columns["rows"] = [say_numbers(part.rows) for part in drawn.ranks]

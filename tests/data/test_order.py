@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.errors import BatchError, DataError
-from rankloom.data.order import evaluation_share, permute, sample_at, samples_of_step, share
+from rankloom.data.order import permute, sample_at, samples_of_step, share
 
 FEW = settings(max_examples=60, deadline=None)
 
@@ -80,10 +80,9 @@ FROZEN = [151, 794, 606, 796, 609, 804]        # a change here changes the order
 @FEW
 @given(ranks=st.integers(1, 40), n=st.integers(0, 500))
 def test_shares_are_disjoint_complete_contiguous_and_even(ranks, n):
-    for cut in (share, evaluation_share):
-        parts = [cut(rank, ranks, n) for rank in range(ranks)]
-        assert [i for part in parts for i in part] == list(range(n))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    parts = [share(rank, ranks, n) for rank in range(ranks)]
+    assert [i for part in parts for i in part] == list(range(n))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @FEW

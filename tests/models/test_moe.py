@@ -14,7 +14,8 @@ from rankloom.base.loss import take_extra_loss
 from rankloom.models import moe
 from rankloom.models.config import GPTConfig, MoEConfig, model_flops_per_token, parameter_count
 from rankloom.models.gpt import GPT, initialize
-from rankloom.models.moe import MoE, balance_loss, grouped_product, moe_layers, within_capacity
+from rankloom.models.moe import MoE, balance_loss, grouped_product, within_capacity
+from rankloom.parallel.expert import expert_layers
 
 RTOL = 1e-12   # fp64: the same terms in another order
 SMALL = MoEConfig(experts=4, top_k=2, ffn=6, balance_loss=0.0)
@@ -144,7 +145,7 @@ def test_auxiliary_losses_are_sums_over_tokens_and_belong_to_training_only():
     plain, count = model.eval()(tokens, targets=tokens)
     assert take_extra_loss(model) is None and count == 24
     seen = {}
-    for name, layer in moe_layers(model).items():
+    for name, layer in expert_layers(model).items():
         layer.router.register_forward_hook(lambda _, args, choice, name=name: seen.update({name: choice}))
     total, _ = model.train()(tokens, targets=tokens)
     wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.spread.square().sum() for choice in seen.values())
@@ -161,7 +162,7 @@ def test_a_block_that_is_recomputed_is_counted_once_and_its_losses_too():
         block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
     for each in (model, twin):
         each(tokens, targets=tokens)[0].backward()
-    assert [layer.routed.sum().item() for layer in moe_layers(twin).values()] == [24, 24] and take_extra_loss(twin) is None
+    assert [layer.routed.sum().item() for layer in expert_layers(twin).values()] == [24, 24] and take_extra_loss(twin) is None
     for mine, ref in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, ref.grad, rtol=RTOL, atol=RTOL)
 
@@ -220,7 +221,7 @@ def test_who_holds_which_experts_does_not_change_their_initial_weights():
     whole = GPT(TINY)
     for first in (0, 2):
         part = GPT(TINY, device="meta")
-        for layer in moe_layers(part).values():
+        for layer in expert_layers(part).values():
             layer.experts.keep(first, 2)
         initialize(part, seed=0, device="cpu", dtype=torch.float32)
         for (name, mine), ref in zip(part.named_parameters(), whole.parameters(), strict=True):

@@ -14,7 +14,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError
 from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import GPT, GPTConfig
-from rankloom.models.moe import MoE, moe_layers
+from rankloom.models.moe import MoE
 from rankloom.parallel.context import context_parallel
 from rankloom.parallel.deal import deal_rows, deal_rows_bill
 from rankloom.parallel.expert import Load, expert_layers, expert_parallel, gradient_axes, rebalance
@@ -28,7 +28,7 @@ RANKS = [1, 2, 3, 4]
 def make_model(**changes):
     model = GPT(dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, **changes)), dtype=torch.float64)
     with torch.no_grad():
-        for layer in moe_layers(model).values():   # larger, so that tokens disagree and every term matters
+        for layer in expert_layers(model).values():   # larger, so that tokens disagree and every term matters
             for parameter in layer.parameters():
                 parameter.mul_(20)
     return model
@@ -68,7 +68,7 @@ def test_experts_over_ranks_give_the_loss_and_gradients_of_one_process(ranks, to
     model, (tokens, targets) = make_model(top_k=top_k, capacity=capacity), batch_of(rows=12)
     truth = copy.deepcopy(model)
     total, _ = train_once(truth, (tokens, targets))
-    dropped = sum(int(layer.dropped or 0) for layer in moe_layers(truth).values())
+    dropped = sum(int(layer.dropped or 0) for layer in expert_layers(truth).values())
     assert (dropped > 0) == (capacity > 0)
 
     def body(world):
@@ -121,7 +121,7 @@ def test_a_rank_holds_its_share_of_the_experts_and_no_more(ranks):
         for (name, whole), part in zip(model.named_parameters(), mine.parameters(), strict=True):
             expected = whole.chunk(ranks)[world.rank] if ".experts." in name else whole
             assert torch.equal(part, expected) and part.untyped_storage().nbytes() == expected.nbytes, name
-        return {layer.experts.first for layer in moe_layers(mine).values()}
+        return {layer.experts.first for layer in expert_layers(mine).values()}
 
     assert rl.simulate(ranks, body) == [{rank * 12 // ranks} for rank in range(ranks)]
 
@@ -129,7 +129,7 @@ def test_a_rank_holds_its_share_of_the_experts_and_no_more(ranks):
 def all_to(experts, model):
     """Routers that send every token to the named experts."""
     with torch.no_grad():
-        for layer in moe_layers(model).values():
+        for layer in expert_layers(model).values():
             layer.router.bias.fill_(0.0)[experts] = 9.0
     return model
 
@@ -144,7 +144,7 @@ def test_all_tokens_may_go_to_one_rank_and_the_others_stay_empty(experts):
         mine = expert_parallel(copy.deepcopy(model), world)
         train_once(mine, (tokens[world.rank::3], targets[world.rank::3]))
         expect_equal(summed_by_the_ledger(mine, world), truth)
-        for layer in moe_layers(mine).values():
+        for layer in expert_layers(mine).values():
             rested = [e - layer.experts.first for e in range(12) if e not in experts and 0 <= e - layer.experts.first < 4]
             assert layer.experts.down.grad[rested].abs().sum() == 0
         return rebalance(expert_layers(mine), world)
@@ -251,7 +251,7 @@ def test_biases_move_alike_on_all_ranks_by_the_tokens_of_all():
         mine = expert_parallel(copy.deepcopy(model), world)
         train_once(mine, (tokens[world.rank::2], targets[world.rank::2]))
         assert rebalance(expert_layers(mine), world) == loads
-        for layer, ref in zip(moe_layers(mine).values(), moe_layers(truth).values(), strict=True):
+        for layer, ref in zip(expert_layers(mine).values(), expert_layers(truth).values(), strict=True):
             assert torch.equal(layer.router.bias, ref.router.bias) and layer.router.bias.abs().sum() > 0
         quiet = rebalance(expert_layers(mine), world)   # counted anew: nothing since
         assert {sum(load.routed) for load in quiet.values()} == {0}
@@ -295,7 +295,7 @@ def test_recomputed_layers_trade_their_rows_again_and_are_counted_once():
 
 
 def test_a_compiled_layer_breaks_its_graph_where_ranks_talk_and_counts_as_before():
-    layer, x = moe_layers(make_model())["blocks.0.mlp"], torch.randn(2, 5, 16, dtype=torch.float64)
+    layer, x = expert_layers(make_model())["blocks.0.mlp"], torch.randn(2, 5, 16, dtype=torch.float64)
     truth = copy.deepcopy(layer)
     truth(x).sum().backward()
 

@@ -93,7 +93,7 @@ def test_a_layer_on_a_device_is_near_the_one_on_the_cpu():
     there = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256), nn.Linear(256, 16)).to(DEVICE)
     there.load_state_dict(here.state_dict())
     for model, device in ((here, "cpu"), (there, DEVICE)):
-        assert len(to_float8(model).names) == 2
+        assert len(to_float8(model).layers) == 2
         model(normal(128, 256, seed=1).to(device)).square().sum().backward()
     for a, b in zip(here.parameters(), there.parameters()):
         assert (a.grad - b.grad.cpu()).norm() < 0.02 * a.grad.norm()

@@ -67,7 +67,7 @@ class RankPart:
         return sum(self.held.values())
 
 
-def pieces_of(part: RankPart) -> list[str]:
+def modules_of(part: RankPart) -> list[str]:
     """The repeated blocks that a rank has something of, and the modules beside them, in the order of the model."""
     return list(dict.fromkeys(_piece(parameter.name) for parameter in part.parameters))
 
@@ -88,10 +88,10 @@ def kind_of(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def say_pieces(pieces: Iterable[str]) -> str:
+def say_modules(pieces: Iterable[str]) -> str:
     """In few words.
 
-    >>> say_pieces(["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"])
+    >>> say_modules(["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"])
     'embedding, blocks 0-2, norm'
     """
     said: list[str] = []

@@ -117,8 +117,8 @@ class Topology:
     """The ranks of each node, and the links. Equal on all ranks of a group, so that all decide the same.
 
     >>> cluster = Topology.even(nodes=2, ranks_per_node=2)
-    >>> cluster.node_of(2), cluster.leaders(), cluster.same_node(0, 1), cluster.same_node(1, 2)
-    (1, (0, 2), True, False)
+    >>> cluster.node_of(2)
+    1
     >>> cluster.among([1, 3]).nodes   # the same, as a group of ranks 1 and 3 numbers it
     ((0,), (1,))
     """
@@ -169,14 +169,6 @@ class Topology:
     def is_even(self) -> bool:
         """Whether all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
-
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of each node."""
-        return tuple(node[0] for node in self.nodes)
-
-    def same_node(self, one: int, other: int) -> bool:
-        """Whether two ranks share a node."""
-        return self.node_of(one) == self.node_of(other)
 
     def among(self, ranks: Sequence[int]) -> "Topology":
         """The topology of a group of `ranks`, each numbered by its place in it."""

@@ -7,7 +7,7 @@ Where nodes differ in size, the first rank of each sums for its node.
 
 All-to-all: the ranks of a node first collect all that goes to one other node, one message carries it, and the ranks there
 deal it out: everything travels twice inside nodes, but a pair of nodes exchanges one message each way.
-Read `comm/part.py` first.
+Read `comm/subgroup.py` first.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,6 @@ from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.comm.broadcast import binomial_broadcast, binomial_broadcast_bill, binomial_broadcast_path
 from rankloom.comm.operands import chunk_sizes, require_rows, summand, summing_dtype
-from rankloom.comm.part import Part
 from rankloom.comm.ring import (
     ring_all_gather,
     ring_all_gather_bill,
@@ -32,6 +31,7 @@ from rankloom.comm.ring import (
     ring_reduce_scatter_bill,
     ring_reduce_scatter_path,
 )
+from rankloom.comm.subgroup import Subgroup
 from rankloom.comm.tree import tree_reduce, tree_reduce_bill, tree_reduce_path
 from rankloom.world.group import Group
 
@@ -56,18 +56,18 @@ def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
     """
     flat = summand(x, group, "hierarchical_all_reduce")
     node = nodes[_node_of(group, nodes)]
-    sums, part, place = flat.to(summing_dtype(x.dtype)), Part(group, node), node.index(group.rank)
+    sums, peers, place = flat.to(summing_dtype(x.dtype)), Subgroup(group, node), node.index(group.rank)
     if _are_even(nodes):
         reduce_scatter, all_gather = inside
-        mine = reduce_scatter(sums, part)
+        mine = reduce_scatter(sums, peers)
         if len(nodes) > 1:
-            mine = between(mine, Part(group, [other[place] for other in nodes]))
-        all_gather(mine.to(x.dtype), part, out=flat)
+            mine = between(mine, Subgroup(group, [other[place] for other in nodes]))
+        all_gather(mine.to(x.dtype), peers, out=flat)
         return x
-    tree_reduce(sums, part)
+    tree_reduce(sums, peers)
     if place == 0:
-        flat.copy_(between(sums, Part(group, [other[0] for other in nodes])))
-    binomial_broadcast(flat, part)
+        flat.copy_(between(sums, Subgroup(group, [other[0] for other in nodes])))
+    binomial_broadcast(flat, peers)
     return x
 
 
@@ -87,13 +87,13 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
         raise ShapeMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} cannot be cut in {p} equal slices "
                             "along dim 0; pad it")
     here = _node_of(group, nodes)
-    node, part, place = nodes[here], Part(group, nodes[here]), nodes[here].index(group.rank)
+    node, peers, place = nodes[here], Subgroup(group, nodes[here]), nodes[here].index(group.rank)
     blocks = x.view(p, x.numel() // p)   # [to rank, what]
     partners = [_partners(nodes, here, at) for at in range(len(node))]
 
     # Inside: whoever writes to a node collects what all ranks here have for it.
     targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
-    collected = part.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
+    collected = peers.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
                                 recv_rows=[len(targets[place])] * len(node), label=label)
     by_node = collected.view(len(node), len(targets[place]), blocks.shape[1]).split([len(nodes[there]) for there in partners[place]], dim=1)
     # Between: [from rank, to rank, what] there and back.
@@ -101,7 +101,7 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     # Inside: to each rank here what has come for it, and this rank's own.
     to_deal = [rows for at in range(len(node)) for rows in [*(bundle[:, at] for bundle in arrived), blocks[node[at]].unsqueeze(0)]]
     sources = [[*(rank for there in partners[at] for rank in nodes[there]), node[at]] for at in range(len(node))]
-    dealt = part.all_to_all(torch.cat(to_deal), send_rows=[len(sources[place])] * len(node),
+    dealt = peers.all_to_all(torch.cat(to_deal), send_rows=[len(sources[place])] * len(node),
                             recv_rows=[len(ranks) for ranks in sources], label=label)
     out = torch.empty_like(x)
     out.view(blocks.shape)[list(chain(*sources))] = dealt

@@ -18,8 +18,8 @@ from rankloom.comm.blockwise import Blockwise, staggered
 from rankloom.comm.hierarchical import hierarchical_all_reduce, hierarchical_all_reduce_bill
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.comm.messages import post
-from rankloom.comm.part import Part
 from rankloom.comm.quantize import Floats
+from rankloom.comm.subgroup import Subgroup
 from rankloom.world.group import Group
 
 
@@ -40,8 +40,8 @@ class TwoLevels(Compressed):
         if not _overlaps(group):
             hierarchical_all_reduce(values, group, nodes, between=self.between)
             return
-        inside = Part(group, nodes[node])
-        across = Part(group, [other[inside.rank] for other in nodes])
+        inside = Subgroup(group, nodes[node])
+        across = Subgroup(group, [other[inside.rank] for other in nodes])
         step = self.between.step(across.size)   # values of a slice
         pieces = [[values[start:end] for start, end in spans] for spans in cut(len(values), step, inside.size)]
         self.between.remember(sum(len(slices[inside.rank]) for slices in pieces), across)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankloom.base.errors import BatchError, DataError, RankloomError
-from rankloom.data.order import evaluation_share, samples_of_step, share
+from rankloom.data.order import samples_of_step, share
 
 Batch = tuple[Tensor, Tensor]
 
@@ -168,8 +168,9 @@ def evaluation_batches(samples: Samples, *, rows: int, rank: int = 0, ranks: int
 
     The samples are cut in batches of `rows`, the last one shorter, and whole batches are dealt to ranks: so which samples
     share a batch, and with it every bit of a batch's loss, does not depend on the number of ranks.
+    Some ranks may have fewer batches than others, or none.
     """
-    for batch in evaluation_share(rank, ranks, -(-len(samples) // rows)):
+    for batch in share(rank, ranks, -(-len(samples) // rows)):
         ids = range(batch * rows, min((batch + 1) * rows, len(samples)))
         try:
             tokens, targets = samples.batch(ids)

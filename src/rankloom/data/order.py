@@ -89,11 +89,3 @@ def share(rank: int, ranks: int, n: int) -> range:
     each, more = divmod(n, ranks)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
-
-
-def evaluation_share(rank: int, ranks: int, n: int) -> range:
-    """The batches that this rank evaluates: each on exactly one rank, none padded, some ranks maybe none.
-
-    The engine adds sums and counts, so ranks may have different numbers of batches.
-    """
-    return share(rank, ranks, n)

@@ -121,7 +121,7 @@ class MoE(nn.Module):
     """A layer of experts in place of a block's MLP.
 
     dispatch: how rows get to their experts; replaced where experts are on other ranks
-    extra:    the auxiliary losses of the last training forward, a sum over tokens; see `take_extra_loss`
+    extra:    the auxiliary losses of the last training forward, a sum over tokens; see `take_extra`
     taken:    those that were taken, added up, without gradients; see `taken_extra_loss`
     routed:   tokens sent to each expert [E] in training, since `rebalance`; dropped ones included
     dropped:  choices that exceeded a capacity
@@ -150,7 +150,7 @@ class MoE(nn.Module):
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def take_extra(self) -> Tensor | None:
-        """The auxiliary losses of the last training forward, once. A pipeline asks every layer of a stage that has this method."""
+        """The auxiliary losses of the last training forward, once; see `take_extra_loss` in base/loss.py."""
         extra, self.extra = self.extra, None
         if extra is not None:
             self.taken = extra.detach() if self.taken is None else self.taken + extra.detach()
@@ -223,11 +223,6 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
     used = torch.zeros(row.shape[0], experts, dtype=scores.dtype, device=scores.device)
     used.scatter_add_(1, asked, torch.ones_like(asked, dtype=scores.dtype))
     return (used * (experts / asked.shape[1]) * scores.sum(1)).sum()
-
-
-def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """The layers of experts in a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:

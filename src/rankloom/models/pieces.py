@@ -5,12 +5,19 @@ Whatever replaces modules of the model (tensor parallel) comes before.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from rankloom.models.gpt import GPT, Rotary
 from rankloom.models.part import WHOLE, Part
+
+
+class BeforeOutput(NamedTuple):
+    """What the last piece of a GPT gives. Its loss computes the logits, in chunks, so these are no output of the model yet."""
+
+    hidden: Tensor   # [B, T, W]
+    weight: Tensor   # [V, W], the output matrix
 
 
 def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE,
@@ -26,7 +33,7 @@ def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE,
     return [({"embedding": embedding, "embedding_dropout": dropout}, lambda tokens: dropout(embedding(tokens))),
             *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part, inputs))
               for i, block in enumerate(model.blocks)),
-            ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: (norm(x), head.weight))]
+            ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: BeforeOutput(norm(x), head.weight))]
 
 
 def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], inputs: Callable[[], Tensor] | None, x: Tensor) -> Tensor:
@@ -36,14 +43,14 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], input
     return block(x, cos, sin, part=now)   # type: ignore[no-any-return]
 
 
-def gpt_loss(model: GPT) -> Callable[[tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]:
-    """loss(what the last piece gives: hidden [B, T, W] and the output matrix [V, W], targets [B, T]) -> (sum, count).
+def gpt_loss(model: GPT) -> Callable[[BeforeOutput, Tensor], tuple[Tensor, Tensor]]:
+    """loss(what the last piece gives, targets [B, T]) -> (sum, count).
 
     The auxiliary losses of routers are not in it: they stand in the stages, whose layers are asked for them.
     """
     output, kernel = model.output, model.loss_kernel
 
-    def loss(given: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(given: BeforeOutput, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = output(*given, targets, kernel)
         return total, count
 

@@ -37,13 +37,11 @@ from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
 from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
+KEYED_DROPOUT = (nn.Dropout, TokenDropout)     # what rl.prepare lets draw by position
+TellPositions = Callable[[Spans, int], None]   # is told the positions of the tokens that are here, and the length of their rows
 
 
-KEYED = (nn.Dropout, TokenDropout)    # what rl.prepare lets draw by position
-Told = Callable[[Spans, int], None]   # the positions of the tokens that are here, in rows of how many
-
-
-def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: Told | None = None) -> nn.Module:
+def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: TellPositions | None = None) -> nn.Module:
     """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
 
     model: one whose forward takes `tokens` [B, T], `targets` and a `part`, as models/gpt.py does; logits and (sum, count) that it
@@ -59,7 +57,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
                           "attention about tokens on other ranks; see Part in models/part.py")
-    expect_no_dropout(model, group, but=() if tell is None else KEYED)
+    expect_no_dropout(model, group, but=() if tell is None else KEYED_DROPOUT)
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
     model.register_forward_pre_hook(_OwnTokens(group, kind, signature, tell), with_kwargs=True)
@@ -94,7 +92,7 @@ class _OwnTokens:
     group: Group
     kind: str
     signature: inspect.Signature
-    tell: Told | None
+    tell: TellPositions | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers

@@ -28,8 +28,7 @@ def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
     """What `full_values` gathers, to be gathered one by one, by all ranks in this order."""
-    units = {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
-    entries = []
+    units, entries = _unit_of(sharding), []
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in units:
             unit, own_name = units[id(value)]
@@ -38,6 +37,11 @@ def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> 
             here = partial(_copy_of, value) if rank in (None, sharding.group.rank) else _nothing
             entries.append(Entry(name, value.dtype, value.shape, here))
     return entries
+
+
+def _unit_of(sharding: Sharding) -> dict[int, tuple[Unit, str]]:
+    """The id of a parameter -> its unit, and its name there; a tied one may have several in a state dict."""
+    return {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
 
 
 def _copy_of(value: Tensor) -> Tensor:
@@ -64,10 +68,10 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
 
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
-    units = {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
-    mine = model.state_dict(keep_vars=True)
-    shapes = {name: units[id(value)][0].layout.slot(units[id(value)][1]).shape if id(value) in units else value.shape
-              for name, value in mine.items()}
+    units, mine = _unit_of(sharding), model.state_dict(keep_vars=True)
+    shapes = {name: value.shape for name, value in mine.items()}
+    shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
+               for unit, own_name in [units[id(value)]]}
     problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
     problems = sharding.group.all_gather_object(problem, label="load a state dict")
     sharding.replicas.agree("\n".join(filter(None, problems)) or None, error=ModelMismatch, label="load a state dict")
@@ -94,7 +98,7 @@ def _shown(value: Any) -> str:
     return "missing" if value is None else str(tuple(value.shape))
 
 
-def pieces_of(sharding: Sharding) -> dict[str, Piece]:
+def owned_pieces(sharding: Sharding) -> dict[str, Piece]:
     """What this rank owns of each trainable parameter."""
     return {name: Piece(name, slot.shape, *unit.layout.piece(name, unit.group.rank)) for section in sharding.sections
             for unit in section.units if unit.trainable for slot in unit.layout.slots for name in [slot.name]}

@@ -71,13 +71,6 @@ def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[st
     return {section: members for section, members in result.items() if members}
 
 
-def describe(sections: dict[str, list[str]], model: nn.Module) -> str:
-    """One line for each section: its name, its parameters, how many elements."""
-    sizes = {name: param.numel() for name, param in model.named_parameters()}
-    return "\n".join(f"{section or '(root)'}: {len(names)} parameters, {sum(sizes[name] for name in names):,} elements"
-                     for section, names in sections.items())
-
-
 def _chain(prefix: str, known: set[str]) -> list[str]:
     """The sections that contain module `prefix`, outermost first."""
     parts = prefix.split(".") if prefix else []

@@ -19,7 +19,7 @@ from torch import nn
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError
-from rankloom.comm.part import Part
+from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
 from rankloom.parallel.sharding import Apart, Gathering, Sharding
@@ -112,7 +112,7 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     if n < 1 or group.size % n:
         raise ConfigError(f"keep_gathered={n} is no number of neighbours that divides the {group.size} ranks of the shard axis")
     first = group.rank // n * n
-    return Part(group, range(first, first + n))
+    return Subgroup(group, range(first, first + n))
 
 
 def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, all_do: bool) -> None:

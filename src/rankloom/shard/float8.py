@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from rankloom.base.float8 import E4M3, Float8, cast, magnitude, scale_of
-from rankloom.shard.layout import Layout
+from rankloom.shard.layout import FlatLayout
 
 
 @torch.no_grad()
-def piece_amaxes(own: Tensor, layout: Layout, rank: int) -> Tensor:
+def piece_amaxes(own: Tensor, layout: FlatLayout, rank: int) -> Tensor:
     """The largest magnitude of what this rank owns of each weight, 0 where that is nothing.
 
     own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
@@ -33,7 +33,7 @@ def piece_amaxes(own: Tensor, layout: Layout, rank: int) -> Tensor:
 
 
 @torch.no_grad()
-def encode_slice(own: Tensor, layout: Layout, rank: int, amaxes: Tensor, out: Tensor) -> None:
+def encode_slice(own: Tensor, layout: FlatLayout, rank: int, amaxes: Tensor, out: Tensor) -> None:
     """Write this rank's slice to `out` in E4M3, each weight scaled by its amax over all ranks.
 
     own: [slice], as in `piece_amaxes`   amaxes: fp32 [weights], of the whole weights   out: uint8 [slice]; gaps become zeros
@@ -44,7 +44,7 @@ def encode_slice(own: Tensor, layout: Layout, rank: int, amaxes: Tensor, out: Te
         room.copy_(cast(piece[None], E4M3, amaxes[at].view(1, 1)).data[0])
 
 
-def decode(whole: Tensor, layout: Layout, amaxes: Tensor) -> dict[str, Float8]:
+def decode(whole: Tensor, layout: FlatLayout, amaxes: Tensor) -> dict[str, Float8]:
     """The gathered weights by name, as views of `whole`, with scales of their own.
 
     whole: uint8 [total]   amaxes: fp32 [weights]
@@ -54,7 +54,7 @@ def decode(whole: Tensor, layout: Layout, amaxes: Tensor) -> dict[str, Float8]:
             for at, slot in enumerate(layout.slots)}
 
 
-def _pieces(own: Tensor, layout: Layout, rank: int) -> Iterator[tuple[int, Tensor]]:
+def _pieces(own: Tensor, layout: FlatLayout, rank: int) -> Iterator[tuple[int, Tensor]]:
     """The weights that lie in a rank's slice: (number of the weight, its part of `own`)."""
     begin, _ = layout.span(rank)
     for at, slot in enumerate(layout.slots):

@@ -6,14 +6,15 @@ A buffer of `total` elements is cut in equal spans, one a rank. A tensor may be 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from rankloom.shard.flat import ALIGN, Slot, lay_out
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+@dataclass(frozen=True)
+class FlatLayout:
     """Tensors end to end in `total` elements, cut in spans for `ranks` ranks.
 
     >>> layout = lay_out_evenly({"a": torch.Size([3]), "b": torch.Size([5, 8])}, itemsize=4, ranks=2)
@@ -31,9 +32,13 @@ class Layout:
         each = self.total // self.ranks
         return rank * each, (rank + 1) * each
 
+    @cached_property
+    def _by_name(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.slots}
+
     def slot(self, name: str) -> Slot:
         """Where the tensor `name` lies."""
-        return next(slot for slot in self.slots if slot.name == name)
+        return self._by_name[name]
 
     def gaps(self) -> list[tuple[int, int]]:
         """The elements of the flat buffer that belong to no tensor."""
@@ -47,7 +52,7 @@ class Layout:
         return (first - slot.start, last - slot.start) if first < last else (0, 0)
 
 
-def lay_out_evenly(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> Layout:
+def lay_out_evenly(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> FlatLayout:
     """Tensors in the order given, each aligned; cut wherever a span ends, at multiples of 64 bytes.
 
     The alignment is for bits, not only for speed: a vector kernel treats the last few elements of a tensor apart, and so a
@@ -56,4 +61,4 @@ def lay_out_evenly(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) 
     """
     slots, end = lay_out(shapes, itemsize)
     step = ranks * max(1, ALIGN // itemsize)
-    return Layout(tuple(slots), -(-end // step) * step, ranks)
+    return FlatLayout(tuple(slots), -(-end // step) * step, ranks)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from rankloom.shard.flat import ALIGN, Slot
-from rankloom.shard.layout import Layout
+from rankloom.shard.layout import FlatLayout
 
 
-def lay_out_matrices(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> Layout:
+def lay_out_matrices(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> FlatLayout:
     """Each tensor whole on one rank, aligned: the longest first, to the rank that has the least so far.
 
     A rank's tensors lie in the order given, ties go to the lower rank, and so every rank finds the same layout.
@@ -36,4 +36,4 @@ def lay_out_matrices(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int
         for name in (name for name in shapes if home[name] == rank):
             slots.append(Slot(name, shapes[name], at))
             at += sizes[name]
-    return Layout(tuple(slots), ranks * each, ranks, whole_tensors=True)
+    return FlatLayout(tuple(slots), ranks * each, ranks, whole_tensors=True)

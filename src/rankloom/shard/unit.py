@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
 from rankloom.shard.frames import Frames, Standing, Window
-from rankloom.shard.layout import Layout, lay_out_evenly
+from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.world.group import Group, Handle
 
-LayOut = Callable[[Mapping[str, torch.Size], int, int], Layout]
+LayOut = Callable[[Mapping[str, torch.Size], int, int], FlatLayout]
 Fill = Callable[[str, Tensor], None]
 
 

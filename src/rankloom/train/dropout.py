@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.rng import stream
-from rankloom.parallel.context import KEYED
+from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
 
 SLAB = 256   # tokens whose mask is drawn at a time
@@ -146,7 +146,7 @@ def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     """Replace every `nn.Dropout` inside `model` by a keyed one; returns how many there were."""
     # One module may hang in several places; each place has its own name, so its own masks.
-    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KEYED]
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KEYED_DROPOUT]
     for name, module in found:
         parent, _, child = name.rpartition(".")
         keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))

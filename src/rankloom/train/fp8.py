@@ -213,11 +213,6 @@ class Float8Layers:
         self.layers, self.history = layers, history
         self._cast: list[InFloat8] = []   # in this step
 
-    @property
-    def names(self) -> list[str]:
-        """Of the layers, in the order of the model."""
-        return list(self.layers)
-
     def readers(self, model: nn.Module) -> dict[str, list[InFloat8]]:
         """Weights of `model` that can travel in eight bits (shard/float8_unit.py): by name, the layers that multiply by each.
 

@@ -20,10 +20,10 @@ from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
 from rankloom.parallel.parts import Parts
 from rankloom.shard.optimizer import Piece
-from rankloom.train.cut import Cut, CutParts
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
 from rankloom.train.sections import Config
+from rankloom.train.sharded import Sharded, ShardedParts
 from rankloom.train.split import ROW_AXES
 from rankloom.train.stages import PipelineEngine
 from rankloom.world.paper import NO_MEMORY, PaperWorld
@@ -53,7 +53,7 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
 def step_on_paper(engine: Engine) -> None:
     """A step without a forward. Memory is then as after a real one: parameters have had gradients, and the optimizer has its state."""
     placement, leaves = engine.placement, engine.settings.leaves
-    if isinstance(placement, Cut):
+    if isinstance(placement, Sharded):
         placement.sharding.make_ready()
     totals = torch.zeros(2, dtype=torch.float64, device=NO_MEMORY)
     if leaves:
@@ -80,7 +80,7 @@ def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
     """engine: of this rank, or of one that holds equally much."""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
     parts = None
-    if isinstance(placement, CutParts):
+    if isinstance(placement, ShardedParts):
         parts = replace(placement.parts, tensor=world.group("tensor"), expert=world.group("expert"))
     pieces = placement.pieces()
     return RankPart(

@@ -5,7 +5,7 @@ answers its one call with what the last piece gave.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.pieces import BeforeOutput, gpt_loss, gpt_pieces
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.layers import layer_pieces
@@ -41,7 +41,7 @@ class Pipe:
     chunks: int | None = None
 
     @classmethod
-    def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss) -> "Cutting":
+    def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss, precision: Precision) -> "ChosenPipe":
         """What was asked for, with nothing left open.
 
         loss:   that of one process
@@ -49,19 +49,20 @@ class Pipe:
         """
         pipe = asked if isinstance(asked, Pipe) else cls() if asked is None else cls(schedule=asked)
         pieces = pipe.pieces or (gpt_pieces if isinstance(model, GPT) else layer_pieces)
-        make = pipe.loss
-        if make is None and pieces is gpt_pieces:
-            if loss is not language_model_loss:
-                raise ConfigError("the last piece of our GPT gives hidden states and the output matrix, so with pipe ranks a loss of your "
-                                  "own must take these: give pipe=rl.Pipe(loss=...), model -> loss(these two, targets) -> (sum, count)")
-            make = gpt_loss
-        if make is None:
-            return Cutting(pieces, lambda _model: partial(answered, loss), pipe.schedule, pipe.chunks)
-        return Cutting(pieces, lambda model: partial(_of_targets, make(model)), pipe.schedule, pipe.chunks)
+        if pieces is gpt_pieces and pipe.loss is None and loss is not language_model_loss:
+            raise ConfigError("the last piece of our GPT gives hidden states and the output matrix, so with pipe ranks a loss of your "
+                              "own must take these: give pipe=rl.Pipe(loss=...), model -> loss(these two, targets) -> (sum, count)")
+        make = pipe.loss or (gpt_loss if pieces is gpt_pieces else None)
+
+        def loss_of(model: Any) -> Loss:
+            whole = partial(answered, loss) if make is None else partial(_of_targets, make(model))
+            return partial(_in_format, whole, precision)
+
+        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class ChosenPipe:
     """A `Pipe` for one model. loss: model -> loss(what the last piece gives, the whole micro-batch) -> (sum, count)"""
 
     pieces: Callable[..., Sequence[Piece]]
@@ -69,16 +70,10 @@ class Cutting:
     schedule: str
     chunks: int | None
 
-    def in_formats(self, precision: Precision) -> "Cutting":
-        """The same; the loss is given what the last piece gives in the output format. That of our GPT is no output of the model yet."""
-        if self.pieces is gpt_pieces:
-            return self
 
-        def make(model: Any) -> Loss:
-            loss = self.loss(model)
-            return lambda output, microbatch: loss(cast_outputs(output, precision), microbatch)
-
-        return replace(self, loss=make)
+def _in_format(loss: Loss, precision: Precision, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
+    """A loss is given the model's output in the output format."""
+    return loss(output if isinstance(output, BeforeOutput) else cast_outputs(output, precision), microbatch)
 
 
 def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:

@@ -3,7 +3,7 @@
 The engine runs a step over either, and does not know which:
 
     stage 0      Whole      masters and buckets; parallel/gradients.py, or parallel/same_bits.py where every bit must be the same
-    stages 1-3   Cut        units and slices; train/cut.py
+    stages 1-3   Sharded    units and slices; train/sharded.py
 
 `owners` are what the optimizer updates: parameters, their fp32 masters, or slices of these.
 """

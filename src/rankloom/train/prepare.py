@@ -24,6 +24,7 @@ from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, expect_exact_steps
 from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
 from rankloom.parallel.context import RING, expect_kind
+from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
@@ -35,7 +36,6 @@ from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
 from rankloom.train.compiled import compile_blocks
-from rankloom.train.cut import Cut, CutCanonical, CutParts
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
@@ -45,15 +45,16 @@ from rankloom.train.placement import Optimizer, Placement, Whole
 from rankloom.train.precision import Precision, cast_activations, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
-from rankloom.train.split import PART_AXES, ROW_AXES, TOKEN_AXES, is_split, split
-from rankloom.train.stages import CutStages, LocalStages, PipelineEngine, Turn, make_local
+from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
+from rankloom.train.split import PART_AXES, ROW_AXES, is_split, split
+from rankloom.train.stages import LocalStages, PipelineEngine, ShardedStages, Turn, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
 
 Build = Callable[[list[nn.Parameter]], Any]
 
-MEANING: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which it changes anything
+HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which it changes anything
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
     "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
     "gradient_memory": (0, (2, 3)), "keep_gathered": (False, (3,)), "ahead": (1, (3,))}
@@ -132,9 +133,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         local = None
         if world.mesh.pipe > 1:
             turn = Turn(dropout, world.group("context"), context)
-            cutting = Pipe.of(pipe, model, loss).in_formats(settings.precision)
-            local = make_local(model, cutting, world.group("pipe"), accumulate, units, turn,
-                               sparing=recompute != NONE)
+            chosen = Pipe.of(pipe, model, loss, settings.precision)
+            local = make_local(model, chosen, world.group("pipe"), accumulate, units, turn, sparing=recompute != NONE)
         placement, made = _cut(model, axes, plan, optimizer, settings, fill=fill, local=local)
     kind = Engine if world.mesh.pipe == 1 else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
@@ -244,11 +244,11 @@ def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Setti
     if values is not None:
         axes.everyone.agree(values.problem(local.pipeline.group if local else axes.shard.alone()), label="initial values")
     if local is not None and axes.parts is not None:
-        placement: Placement = CutStages(sharding, axes.holders, axes.parts, local)
+        placement: Placement = ShardedStages(sharding, axes.holders, axes.parts, local)
     elif axes.parts is not None:
-        placement = CutParts(model, sharding, axes.holders, axes.parts)
+        placement = ShardedParts(model, sharding, axes.holders, axes.parts)
     else:
-        placement = (CutCanonical if settings.leaves else Cut)(model, sharding, axes.everyone)
+        placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, axes.everyone)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
 
@@ -297,7 +297,7 @@ def _check_stage(stage: int, **asked: Any) -> None:
     """Nothing is accepted and then ignored."""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
-    for name, (default, stages) in MEANING.items():
+    for name, (default, stages) in HAS_EFFECT.items():
         if asked[name] != default and stage not in stages:
             raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])

@@ -25,8 +25,6 @@ KEPT = frozenset({   # dear to compute for their size
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
 })
-
-
 HEAD = 256   # the widest head whose scores are taken for scores
 
 

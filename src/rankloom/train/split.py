@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from rankloom.parallel.context import KEYED, RING, Told, context_parallel, expect_no_dropout
-from rankloom.parallel.expert import TOKEN_AXES, expert_parallel
+from rankloom.parallel.context import KEYED_DROPOUT, RING, TellPositions, context_parallel, expect_no_dropout
+from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.parts import Parts
 from rankloom.parallel.tensor.apply import tensor_parallel
 from rankloom.world.connect import World
@@ -20,8 +20,6 @@ from rankloom.world.connect import World
 DATA_AXES = ("replicate", "shard")
 ROW_AXES = ("replicate", "shard", "expert")
 PART_AXES = ("pipe", "shard", "tensor", "expert")   # along which ranks hold different elements
-REPLICA_AXES = ("replicate", "context", "expert")   # over which a slice is summed; experts, not over expert
-__all__ = ["DATA_AXES", "PART_AXES", "REPLICA_AXES", "ROW_AXES", "TOKEN_AXES", "is_split", "split"]
 
 
 def is_split(world: World) -> bool:
@@ -29,7 +27,8 @@ def is_split(world: World) -> bool:
     return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
 
 
-def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING, tell: Told | None = None) -> Parts:
+def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
+          tell: TellPositions | None = None) -> Parts:
     """Apply what the mesh asks for, in place; what this rank holds from then on.
 
     model:  it may be on the meta device, where only shapes are cut
@@ -44,5 +43,5 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
     if sizes["context"] > 1 and sizes["pipe"] == 1:
         context_parallel(model, world.group("context"), context, tell=tell)
     elif sizes["context"] > 1:   # stages are told their tokens by the engine (stages.py)
-        expect_no_dropout(model, world.group("context"), but=KEYED)
+        expect_no_dropout(model, world.group("context"), but=KEYED_DROPOUT)
     return Parts.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

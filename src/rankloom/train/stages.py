@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,11 +24,10 @@ from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.parts import Goal, Parts
-from rankloom.parallel.pipeline.cut import Piece, Stage, balance
+from rankloom.parallel.pipeline.cut import Piece, Stage, balance, in_runs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES
-from rankloom.parallel.pipeline.search import named_plan
+from rankloom.parallel.pipeline.search import named_plan, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
@@ -37,12 +35,12 @@ from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import Piece as Owned
 from rankloom.shard.optimizer_state import Entry
 from rankloom.train.batches import cut
-from rankloom.train.cut import CutParts
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.modes import evaluating
-from rankloom.train.pipe import Cutting
+from rankloom.train.pipe import ChosenPipe
 from rankloom.train.precision import UNMEASURED, cast_inputs
+from rankloom.train.sharded import ShardedParts
 from rankloom.world.group import Group
 
 
@@ -123,7 +121,7 @@ class LocalStages:
         return frozenset(name for name, ranks in self.where.items() if len(ranks) > 1)
 
 
-def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: int, units: Policy, turn: Turn, *,
+def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches: int, units: Policy, turn: Turn, *,
                sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
 
@@ -133,32 +131,30 @@ def make_local(model: nn.Module, cutting: Cutting, group: Group, microbatches: i
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
-    pieces = _pieces(cutting, model, turn)
-    chunks = cutting.chunks or (SCHEDULES[cutting.schedule].fewest if cutting.schedule in SCHEDULES else 1)
-    plan = named_plan(cutting.schedule, group.size * chunks, microbatches, cutting.chunks)
+    pieces, count = _pieces(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
+    plan = named_plan(chosen.schedule, count, microbatches, chosen.chunks)
     plan = plan if sparing else send_gradients_first(plan)
-    sizes = balance([1.0] * len(pieces), group.size * chunks)
-    runs = [_under_first_names(pieces[end - size : end], model) for size, end in zip(sizes, accumulate(sizes))]
+    runs = [_under_first_names(run, model) for run in in_runs(pieces, balance([1.0] * len(pieces), count))]
     stages = [Stage(run) for run in runs]
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
             where.setdefault(name, set()).add(plan.owner[number])
     mine = plan.held_by(group.rank)
-    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, cutting.loss(model),
+    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, chosen.loss(model),
                         hooks=Hooks(before=turn.move_on_to, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 
 
-def _pieces(cutting: Cutting, model: nn.Module, turn: Turn) -> list[Piece]:
+def _pieces(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
     offered = {"part": turn.part, "inputs": turn.inputs}
-    asked = inspect.signature(cutting.pieces).parameters
+    asked = inspect.signature(chosen.pieces).parameters
     turn.packs = "part" in asked
     if turn.context.size > 1 and not turn.packs:
         raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so nobody can tell "
                           "their attention about tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
-    return list(cutting.pieces(model, **{name: offered[name] for name in offered if name in asked}))
+    return list(chosen.pieces(model, **{name: offered[name] for name in offered if name in asked}))
 
 
 def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]:
@@ -170,7 +166,7 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
     return [({name: param for name, param in named.items() if name not in here} | dict(parts), run), *others]
 
 
-class CutStages(CutParts):
+class ShardedStages(ShardedParts):
     """Slices of the parts of the stages that this rank holds.
 
     Gradients of 16 bits are added up in the format that they are reduced in, so they land after every backward. So do those of tied
@@ -278,11 +274,10 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8) if x.numel() else x.view(-1)
 
 
-
 class PipelineEngine(Engine):
     """An engine whose step is a schedule over the stages of all pipe ranks."""
 
-    placement: CutStages
+    placement: ShardedStages
 
     @property
     def pipeline(self) -> Pipeline:

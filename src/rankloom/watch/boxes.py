@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rankloom.base.mesh import Mesh
-from rankloom.base.ranks import RankPart, experts_of, pieces_of, say_pieces
+from rankloom.base.ranks import RankPart, experts_of, modules_of, say_modules
 from rankloom.base.units import show_bytes
 from rankloom.watch.canvas import Box, Mark, Sheet, Word
 
@@ -154,7 +154,7 @@ def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
     yield from draw_memory(scene, part, slab + size.slab + size.gap, at)
     at += size.slab + size.gap * 0.6
     if large:
-        yield Word(left + size.gap, at + 8, say_pieces(pieces_of(part)), size.words, INK)
+        yield Word(left + size.gap, at + 8, say_modules(modules_of(part)), size.words, INK)
         at += size.bar
     for number, bar in enumerate(scene.bars):
         yield from draw_bar(scene, part, bar, (left + size.gap, at + number * size.bar))
@@ -162,8 +162,8 @@ def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
 
 def draw_strip(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
     """The blocks of the model, one below the other."""
-    every = list(dict.fromkeys(piece for rank in scene.ranks for piece in pieces_of(rank)))
-    here, each = set(pieces_of(part)), scene.size.slab / len(every)
+    every = list(dict.fromkeys(piece for rank in scene.ranks for piece in modules_of(rank)))
+    here, each = set(modules_of(part)), scene.size.slab / len(every)
     gap = 1.0 if each > 3 else 0.0
     for number, piece in enumerate(every):
         fill = colour_of(part) if piece in here else GHOST

@@ -80,7 +80,7 @@ def test_holdings_say_how_every_parameter_lies_and_who_holds_the_same():
         held = holdings(model)
         assert {name: value.local_shape for name, value in held.items()} == {name: tuple(p.shape) for name, p in model.named_parameters()}
         assert {name: value.shape for name, value in held.items()} == {name: tuple(p.shape) for name, p in make().named_parameters()}
-        owed = sorted(name for name, value in held.items() if value.sum_over)
+        owed = sorted(name for name, value in held.items() if value.owed)
         return owed, held["blocks.0.attention.key.weight"].same(world.rank, world.size), held["norm.weight"].same(world.rank, world.size), (
             held["blocks.0.mlp.up.weight"].same(world.rank, world.size))
 

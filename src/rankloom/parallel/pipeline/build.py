@@ -8,8 +8,7 @@ from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stage
 from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES
-from rankloom.parallel.pipeline.search import named_plan
+from rankloom.parallel.pipeline.search import named_plan, stages_a_rank
 from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.world.group import Group
 
@@ -29,7 +28,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
 
     The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
     """
-    stages = group.size * (SCHEDULES[schedule].fewest if chunks is None and schedule in SCHEDULES else chunks or 1)
+    stages = group.size * stages_a_rank(schedule, chunks)
     plan, times = named_plan(schedule, stages, microbatches, chunks), [1.0] * len(pieces)
     if example is not None:
         measured = measure_pieces(pieces, example, loss, group)

@@ -7,13 +7,14 @@ that of the next piece and returns one for both, or None; a stage asks for it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.runtime import Tied
 
+T = TypeVar("T")
 Piece = tuple[Mapping[str, nn.Module | nn.Parameter], Callable[..., Any]]
 
 
@@ -51,8 +52,16 @@ def make_stages(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[Stage]:
     """Stages of so many pieces each. raises: ConfigError"""
     if sum(sizes) != len(pieces) or min(sizes) < 1:
         raise ConfigError(f"stages of {list(sizes)} pieces: expected {len(pieces)} pieces in all, and one or more in each")
-    ends = list(accumulate(sizes))
-    return [Stage(pieces[end - size:end]) for size, end in zip(sizes, ends)]
+    return [Stage(run) for run in in_runs(pieces, sizes)]
+
+
+def in_runs(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """The items in their order, in runs of these lengths.
+
+    >>> in_runs([5, 6, 7, 8, 9], [2, 3])
+    [[5, 6], [7, 8, 9]]
+    """
+    return [items[end - size:end] for size, end in zip(sizes, accumulate(sizes))]
 
 
 def find_tied(stages: Sequence[nn.Module]) -> list[Tied]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
-from rankloom.parallel.pipeline.cut import Piece, Stage
+from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
 from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
@@ -73,8 +73,7 @@ def measure_message(x: Tensor, group: Group) -> float:
 
 def stage_costs(measured: Sequence[Measured], sizes: Sequence[int], message: float = 0.0) -> Costs:
     """What stages of so many pieces should take, for `simulate_plan`. message: seconds from one rank to another"""
-    ends = [sum(sizes[:number + 1]) for number in range(len(sizes))]
-    parts = [[sum(times) for times in zip(*(piece[:3] for piece in measured[end - size:end]))] for size, end in zip(sizes, ends)]
+    parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
     forward, back, weight = zip(*parts)
     return Costs(forward, back, weight, message)
 

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.actions import Action, Plan
-from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
 from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
 
 SEARCHED = {"zb-1p": 1.0, "zb-2p": 2.0}   # names, and memory as a multiple of that of 1F1B
@@ -29,6 +29,11 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
     plans = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
     plans += [make_plan(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
     return min(plans, key=lambda plan: simulate_plan(plan, costs).own_bubble)
+
+
+def stages_a_rank(name: str, chunks: int | None) -> int:
+    """How many stages each rank holds under a schedule: `chunks`; left out, as few as it allows."""
+    return chunks or (SCHEDULES[name].fewest if name in SCHEDULES else 1)
 
 
 def named_plan(name: str, stages: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None) -> Plan:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
-from rankloom.parallel.tensor.moves import AXIS
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
@@ -41,11 +40,6 @@ class Holding:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of every rank's part."""
         return self.shape if self.dim is None else (*self.shape[:self.dim], self.length, *self.shape[self.dim + 1:])
-
-    @property
-    def sum_over(self) -> tuple[str, ...]:
-        """Mesh axes over which the gradient must be summed before it is used, among the ranks that hold the same."""
-        return (AXIS,) if self.owed else ()
 
     def same(self, rank: int, ranks: int) -> tuple[int, ...]:
         """The ranks of the tensor axis that hold the same elements as `rank`, itself included: a norm counts them once."""

@@ -98,20 +98,19 @@ class VocabularyOutput(nn.Module):
         self.rows, self.group, self.enter, self.label = rows, group, enter, label
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, kernel: object = None) -> Any:
-        """hidden [..., W], weight [c, W] -> logits [..., V]; with targets [...] -> (sum of the loss, number of targets counted)."""
+        """hidden [..., W], weight [c, W] -> logits [..., V]; with targets [...] -> (sum of the loss, number of targets counted).
+
+        sent: without targets, an all-gather of [..., c]; with them, see `split_cross_entropy`
+        """
         if kernel is not None:
             raise ConfigError(f"{self.group.where(self.label)}: loss_kernel computes the loss of whole logits, which no rank holds here; "
                               "set it to None")
         hidden = entered(hidden, self.enter, self.group, self.label)
         if targets is None:
-            return gather_logits(F.linear(hidden, weight), self.rows, self.group, self.label)
+            columns = F.linear(hidden, weight)   # [..., c], of which the last may be padding
+            return redistribute(columns, BY_WIDTH, WHOLE, self.group, label=self.label)[..., :self.rows.vocabulary]
         total = split_cross_entropy(hidden, weight, targets, self.rows, self.group, label=self.label)
         return total, (targets != IGNORE).sum()
-
-
-def gather_logits(logits: Tensor, rows: Rows, group: Group, label: str) -> Tensor:
-    """This rank's columns [..., c] -> all [..., V], without the padding.   sent: an all-gather of [..., c]"""
-    return redistribute(logits, BY_WIDTH, WHOLE, group, label=label)[..., :rows.vocabulary]
 
 
 @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph

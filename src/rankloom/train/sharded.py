@@ -17,7 +17,7 @@ from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.fully_shard import norm_of
 from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.values import full_values, load_values, pieces_of, value_entries
+from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
 from rankloom.shard.optimizer import Optimizers, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.apply import global_norm
@@ -26,7 +26,7 @@ from rankloom.world.group import Group
 Optimizer = torch.optim.Optimizer | Optimizers
 
 
-class Cut:
+class Sharded:
     """Stages 1 to 3: see parallel/zero.py."""
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
@@ -73,7 +73,7 @@ class Cut:
         return self.sharding.without_reduction()
 
     def begin_leaves(self, leaves: int) -> None:
-        """Only `CutCanonical` has logical shards."""
+        """Only `ShardedCanonical` has logical shards."""
         raise AssertionError("logical shards need canonical gradients")
 
     def take_leaf(self, index: int, totals: Tensor) -> None:
@@ -126,10 +126,10 @@ class Cut:
 
     def pieces(self) -> dict[str, Piece]:
         """One for each parameter, maybe empty."""
-        return pieces_of(self.sharding)
+        return owned_pieces(self.sharding)
 
     def part(self, name: str, value: Any) -> Any:
-        """Only `CutParts` are split."""
+        """Only `ShardedParts` are split."""
         return value
 
     def held(self) -> tuple[int, int, int]:
@@ -141,7 +141,7 @@ class Cut:
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
 
 
-class CutCanonical(Cut):
+class ShardedCanonical(Sharded):
     """Slices of sums whose bits do not depend on the ranks (comm/canonical.py).
 
     Whole gradients are folded leaf by leaf, then over all ranks, and only then cut. Ranks may run different numbers of leaves, so
@@ -179,7 +179,7 @@ class CutCanonical(Cut):
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
 
 
-class CutParts(Cut):
+class ShardedParts(Sharded):
     """Slices of the parts of a model that is split over tensor and expert ranks (parallel/parts.py).
 
     everyone: all ranks that hold different elements: along shard, tensor and expert

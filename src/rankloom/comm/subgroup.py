@@ -16,7 +16,7 @@ from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_sca
 from rankloom.world.group import Group, Handle
 
 
-class Part(Group):
+class Subgroup(Group):
     """The ranks `members` of `whole`, in that order; made on each of them, and on no other.
 
     Its collectives are those of `Group`, except that they block: with `async_op=True` the handle comes back finished.

@@ -6,13 +6,13 @@ import torch
 import rankloom as rl
 from rankloom.base.cost import all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.comm.algorithms import ALGORITHMS
-from rankloom.comm.part import Part
+from rankloom.comm.subgroup import Subgroup
 
 PARTS = [(4, 1, 2), (0, 3)]   # of five ranks, in no order
 
 
-def part_of(world: rl.Group) -> Part:
-    return Part(world, next(members for members in PARTS if world.rank in members))
+def part_of(world: rl.Group) -> Subgroup:
+    return Subgroup(world, next(members for members in PARTS if world.rank in members))
 
 
 def test_a_part_knows_its_own_numbers_and_those_of_the_world():
@@ -29,8 +29,8 @@ def test_a_part_of_a_part_counts_its_members_in_the_part():
     def body(world):
         if world.rank == 3:
             return None
-        part = Part(world, (4, 2, 1, 0))
-        inner = Part(part, (3, 1) if world.rank in (0, 2) else (0, 2))
+        part = Subgroup(world, (4, 2, 1, 0))
+        inner = Subgroup(part, (3, 1) if world.rank in (0, 2) else (0, 2))
         return inner.ranks, inner.all_gather(torch.tensor([world.rank])).tolist()
 
     assert rl.simulate(5, body) == [((0, 2), [0, 2]), ((4, 1), [4, 1]), ((0, 2), [0, 2]), None, ((4, 1), [4, 1])]
@@ -117,12 +117,12 @@ def test_messages_reach_members_only_and_keep_their_tags():
 @pytest.mark.parametrize("members", [(0, 0, 1), (1, 2), (0, 3), (-1, 0)])
 def test_what_is_no_part_with_this_rank_in_it_is_refused(members):
     with pytest.raises(rl.ConfigError, match=r"rank 0: part in group 'world': .* is no part of ranks 0..2 with rank 0 in it"):
-        rl.simulate(3, lambda world: Part(world, members) if world.rank == 0 else None)
+        rl.simulate(3, lambda world: Subgroup(world, members) if world.rank == 0 else None)
 
 
 def test_a_part_refuses_what_it_cannot_do_by_name():
     def body(world):
-        part = Part(world, (0, 1))
+        part = Subgroup(world, (0, 1))
         with pytest.raises(rl.ConfigError, match="op 'max' is not one of sum, mean"):
             part.all_reduce(torch.zeros(1), "max")
         with pytest.raises(rl.ConfigError, match="the mean of torch.int64"):
@@ -142,7 +142,7 @@ def test_a_part_refuses_what_it_cannot_do_by_name():
 
 def test_a_part_of_one_rank_needs_nobody():
     def body(world):
-        part = Part(world, (world.rank,))
+        part = Subgroup(world, (world.rank,))
         return part.all_reduce(torch.ones(2)).tolist(), part.all_gather(torch.ones(2)).tolist(), part.all_gather_object("a"), \
             part.reduce_scatter(torch.ones(2)).tolist(), part.all_to_all(torch.ones(2)).tolist(), world.ledger.messages
 
