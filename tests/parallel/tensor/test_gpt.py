@@ -111,7 +111,7 @@ def test_a_sequence_that_does_not_split_over_the_ranks_is_refused_by_all():
 
 def test_a_mixture_of_experts_has_no_plan_by_tokens_for_its_routers_look_at_whole_rows():
     with pytest.raises(ConfigError, match="routers of a mixture of experts look at whole rows; use tp_plan"):
-        make(moe=MoEConfig(experts=4, ffn=8)).tp_sequence_plan
+        dict(make(moe=MoEConfig(experts=4, ffn=8)).tp_sequence_plan)
 
 
 @pytest.mark.parametrize(("ranks", "shape", "said"), [
