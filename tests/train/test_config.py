@@ -112,6 +112,11 @@ def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, messa
         (["--model.mooe.experts", "4"], "--model.mooe.experts: unknown key 'mooe'. Did you mean 'moe'?"),
         (["--model.mooe.experts", "none"], "--model.mooe.experts: unknown section [model.mooe]. Did you mean 'model.moe'?"),
         (["--model.moe", "4"], "--model.moe: must be a section"),
+        (["--train.global_batch_size.x", "4"], "--train.global_batch_size.x: unknown section [train.global_batch_size]"),
+        (["--train.steps", "--train.seq_len", "4"], "--train.steps: needs a value"),
+        (["--train.recompute", "ful"], "--train.recompute: recompute = 'ful': must be 'none', 'selective', 'full', or the bytes"),
+        (["--train.recompute", "3 oxen"], "--train.recompute: recompute = '3 oxen': size '3 oxen': expected a number of bytes"),
+        (["--mesh.pipe", "1" * 30], "--mesh.pipe: pipe = 1111"),
     ],
 )
 def test_a_mistake_in_an_override_names_the_flag(file, flags, message):
@@ -216,6 +221,15 @@ def test_a_file_that_is_not_utf_8_names_the_byte(tmp_path):
     (tmp_path / "bad.toml").write_bytes(b"[run]\nname = '\xff'\n")
     with pytest.raises(ConfigError, match=r"not UTF-8 text .byte 14."):
         load_config(tmp_path / "bad.toml")
+
+
+def test_a_byte_order_mark_at_the_front_is_no_mistake(file):
+    assert load_config(file("\ufeff" + MINIMAL)).train.global_batch_size == 8
+
+
+def test_brackets_in_brackets_are_a_config_error_too(file):
+    with pytest.raises(ConfigError, match="train.toml: not a config: brackets in brackets"):
+        load_config(file("x = " + "[" * 5000 + "]" * 5000))
 
 
 def test_a_written_config_is_read_back_equal(file, tmp_path):

@@ -79,6 +79,31 @@ def test_a_port_in_use_is_said_to_be_in_use(monkeypatch):
             rl.init(timeout=2, device="cpu")
 
 
+def test_a_service_that_takes_the_connection_and_says_nothing_is_rank_lost_within_the_time_out(monkeypatch):
+    """torch itself waits for it without end."""
+    monkeypatch.setattr("rankloom.world.join.SLACK", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(foreign.getsockname()[1]))
+        with pytest.raises(rl.RankLost, match="within 0.1 s: what answers there is not the store of a job"):
+            rl.init(timeout=0.1, device="cpu")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 0, -1, 1e9])
+def test_a_time_out_that_cannot_be_counted_is_refused(monkeypatch, timeout):
+    def refused():
+        return pytest.raises(rl.ConfigError, match=r"timeout = [-+\w]+: expected seconds above 0 and up to 2,000,000")
+
+    with refused():
+        rl.init(timeout=timeout, device="cpu")
+    with refused():
+        rl.simulate(2, bool, timeout=timeout)
+    with refused():
+        rl.spawn(2, bool, timeout=timeout)
+    launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with refused():
+        rl.init(timeout=timeout, device="cpu")
+
+
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_meeting_point_is_named(monkeypatch, missing):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -1,10 +1,12 @@
 """Bytes and seconds as people write them, and the two bandwidths of a collective as nccl-tests defines them."""
 
 import re
+from datetime import timedelta
 
 from rankloom.base.errors import ConfigError
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 << 20, "G": 1 << 30, "GIB": 1 << 30}
+LONGEST_TIMEOUT = 2_000_000   # seconds, 23 days: sockets count milliseconds in 31 bits
 HALF = ("reduce_scatter", "all_gather", "all_to_all")   # collectives in which a byte crosses once, not twice
 
 
@@ -51,6 +53,13 @@ def show_seconds(seconds: float) -> str:
             value = seconds / size
             return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
     raise AssertionError("the last unit takes all")
+
+
+def seconds(timeout: float) -> timedelta:
+    """A time-out as torch.distributed wants it; raises ConfigError for one that cannot be counted."""
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ConfigError(f"timeout = {timeout:g}: expected seconds above 0 and up to {LONGEST_TIMEOUT:,}, which is 23 days")
+    return timedelta(seconds=timeout)
 
 
 def parse_size(text: str) -> int:

@@ -90,7 +90,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
         if not (flag.startswith("--") and section and dot and key):
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value")
         if not equals:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{flag}: needs a value, as in {flag} 4")
             text = rest.pop(0)
         found.append(Override(flag, section, key, text))
@@ -105,9 +105,11 @@ def _several(text: str) -> list[tuple[str, str]]:
 
 def _read(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))   # some editors put a mark at the front
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not a config: brackets in brackets, too many to read") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a config is a TOML file") from None
     except FileNotFoundError:
@@ -132,6 +134,7 @@ def _lay_over(table: Table, flag: Override) -> None:
     for name in flag.section.split("."):
         section = section.get(name, {}) if removes else section.setdefault(name, {})
         if not isinstance(section, dict):
+            _expect_section(flag)
             return   # the check of the whole table says what is wrong with it
     if removes:
         section.pop(flag.key, None)
@@ -142,10 +145,14 @@ def _lay_over(table: Table, flag: Override) -> None:
 
 def _expect_known(flag: Override) -> None:
     """`none` removes a key, so the check of the table would not see a typo in it."""
-    if not _keys_of(flag.section):
-        raise ConfigError(_unknown((flag.section,), flag.flag))
+    _expect_section(flag)
     if flag.key not in _keys_of(flag.section):
         raise ConfigError(_unknown((flag.section, flag.key), flag.flag))
+
+
+def _expect_section(flag: Override) -> None:
+    if not _keys_of(flag.section):
+        raise ConfigError(_unknown((flag.section,), flag.flag))
 
 
 def _value(flag: Override) -> object:

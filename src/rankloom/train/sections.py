@@ -13,17 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rankloom.base.compression import EXACT, POWERSGD, split_compression
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
+from rankloom.base.units import LONGEST_TIMEOUT, parse_size
 from rankloom.models.config import GPTConfig, MoEConfig, preset
 from rankloom.train.batch import LOGICAL_SHARDS, Batch, solve_batch
+from rankloom.train.budget import CHOICES, NONE
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+LARGEST = (1 << 63) - 1   # what tensors can count
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
 BYTES_VOCAB = 257   # 256 bytes and the end of a text
-LONGEST_TIMEOUT = 2_000_000   # seconds, 23 days: sockets count milliseconds in 31 bits
 MOE = MoEConfig()
 
 
@@ -165,7 +167,7 @@ class Train(Section):
     deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
     threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
     stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters
-    recompute: str = Field(default="none", pattern=r"^(none|selective|full|\d.*)$")   # or the bytes that activations may take: 24 GiB
+    recompute: str = NONE               # selective, full, or the bytes that activations may take: 24 GiB
     offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in the host's memory
     offload_activations: bool = False
     compile: bool = False              # blocks, by torch.compile
@@ -175,6 +177,15 @@ class Train(Section):
     eval_every: Whole = 0   # 0: only after the last step
     samples: Whole = 3
     sample_tokens: Count = 128
+
+    @field_validator("recompute")
+    @classmethod
+    def _known_recompute(cls, policy: str) -> str:
+        if policy[:1].isdigit():
+            parse_size(policy)
+        elif policy not in CHOICES:
+            raise ValueError("must be 'none', 'selective', 'full', or the bytes that activations may take, such as '24 GiB'")
+        return policy
 
     def logical_shards(self) -> int:
         """Into how many a batch is cut so that bits do not depend on the ranks; 0 where they may."""

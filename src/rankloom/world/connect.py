@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, MeshError, RankLost, did_you_mean
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
+from rankloom.base.units import seconds
 from rankloom.world.debug import Inspector
-from rankloom.world.group import Group, seconds
+from rankloom.world.group import Group
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import Router

@@ -8,7 +8,6 @@ A group of one rank has no connection at all: every collective is the identity.
 Read `world/connect.py` for how groups come to be, `base/cost.py` for the bills.
 """
 
-import datetime
 import json
 import time
 import weakref
@@ -23,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
+from rankloom.base.units import seconds
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.direct import add_in_order, start_dealing, start_gather
 from rankloom.world.ledger import Ledger as Ledger
@@ -75,7 +75,7 @@ class Group:
                  device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
                  inspector: Inspector | None = None, topology: Topology | None = None):
         self.rank, self.ranks, self.name, self.one_host = rank, tuple(ranks), name, one_host
-        self.device, self.timeout = torch.device(device), timeout
+        self.device, self.timeout = torch.device(device), seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
@@ -391,8 +391,3 @@ class Group:
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
-
-
-def seconds(timeout: float) -> datetime.timedelta:
-    """A time-out as torch.distributed wants it."""
-    return datetime.timedelta(seconds=timeout)

@@ -2,8 +2,11 @@
 
 import itertools
 import socket
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -11,11 +14,12 @@ import torch.distributed as dist
 from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import GPU_LINKS, Links
+from rankloom.base.units import seconds
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.group import seconds
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught, restarts
 
+SLACK = 2.0   # seconds that torch's own time-out may come late: its message says more
 _worlds_built = itertools.count()   # by this process; its peers have built as many
 # Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
 # meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
@@ -52,18 +56,38 @@ def _meet(place: Place, timeout: float) -> dist.Store:
 
     Without it a rebuilt group would read the addresses of the one before.
     """
-    host, port = meeting_point(place)
+    (host, port), patience = meeting_point(place), seconds(timeout)
     try:
         if host is not None:
             _wait_for_name(host, timeout)
-        meeting = dist.rendezvous("env://", place.rank, place.size, timeout=seconds(timeout))
-        store, _, _ = next(meeting)
+        store = _rendezvous(place, patience)
     except (ValueError, RuntimeError, OSError, dist.DistError) as error:
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
-    store.set_timeout(seconds(timeout))
+    store.set_timeout(patience)
     _kept_open.append(store)
     return dist.PrefixStore(f"rankloom/{restarts()}/{next(_worlds_built)}", store)
+
+
+def _rendezvous(place: Place, patience: timedelta) -> dist.Store:
+    """Through torch, in a thread: a service that takes the connection and says nothing is waited for without end there,
+    and no signal gets through."""
+    found: SimpleQueue[dist.Store | Exception] = SimpleQueue()
+
+    def meet() -> None:
+        try:
+            found.put(next(dist.rendezvous("env://", place.rank, place.size, timeout=patience))[0])
+        except Exception as error:   # raised by the thread that waits
+            found.put(error)
+
+    threading.Thread(target=meet, daemon=True, name="rankloom-meet").start()
+    try:
+        answer = found.get(timeout=patience.total_seconds() + SLACK)
+    except Empty:
+        raise TimeoutError("what answers there is not the store of a job") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _wait_for_name(host: str, timeout: float) -> None:

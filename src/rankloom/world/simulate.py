@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
+from rankloom.base.units import seconds
 from rankloom.world.connect import GLOO, World, as_mesh
-from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
+from rankloom.base.units import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
-from rankloom.world.group import seconds
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     device:  where the ranks compute, "cpu" or "cuda"; with more ranks than GPUs, several share one
     raises:  ConfigError when `body` cannot be pickled
     """
-    mesh = as_mesh(ranks)
+    mesh, patience = as_mesh(ranks), seconds(timeout)
     try:
         work = pickle.dumps(body)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -51,7 +51,8 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=patience,
+                          master_listen_fd=listener.detach())
     children = _start(mesh, work, partial(_join, port, ranks, timeout=timeout, backend=backend, device=device,
                                                   debug=debug_mode()))
     try:
