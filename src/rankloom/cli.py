@@ -4,7 +4,7 @@ Importing it, and `rankloom --help`, imports neither torch nor pydantic: each co
 runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM.
+143 after SIGTERM, 129 when the terminal was closed.
 """
 
 import os
@@ -112,7 +112,7 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
             config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic)
         )
     finally:
-        if code:   # rank 0, which says this at its end, may not have come that far
+        if code and not (run / "summary.json").exists():   # rank 0, which says this at its end, has not come that far
             print(f"run folder: {run}", flush=True)
     raise SystemExit(code)
 

@@ -236,6 +236,19 @@ def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
     assert not (Path(summary.folder) / "samples.txt").exists()
 
 
+def test_a_signal_after_the_last_step_waits_for_the_weights(table, monkeypatch):
+    real = loop.save_weights
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*args)
+
+    monkeypatch.setattr(loop, "save_weights", interrupted)
+    summary = loop.train(table(), init(device="cpu"), list().append)
+    assert summary.stopped_by == signal.SIGINT and summary.validation_loss is not None, "which had been measured"
+    assert load_model(Path(summary.folder)) and not (Path(summary.folder) / "samples.txt").exists()
+
+
 def test_a_signal_cuts_an_evaluation_short_and_its_loss_is_not_told(table, monkeypatch):
     real, sent = loop.evaluation_batches, []
 

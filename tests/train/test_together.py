@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from rankloom.base.errors import ConfigError, DataError, RankLost
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.train.together import while_others_wait
 from rankloom.world.simulate import simulate
 
@@ -38,12 +38,25 @@ def test_what_the_work_raised_is_raised_on_every_rank():
 
         try:
             while_others_wait(world, work if world.rank == 1 else None, label="work")
-        except (ConfigError, DataError) as error:
+        except ConfigError as error:
             return type(error).__name__, str(error)
 
     assert simulate(3, body) == [
         ("ConfigError", "no such thing"), ("ConfigError", "no such thing"), ("ConfigError", "no such thing")
     ]
+
+
+def test_an_error_that_is_not_the_user_s_is_raised_where_it_was_and_the_others_lost_that_rank():
+    """Else the launcher would take one that only heard of it for the cause, and the line of the error would be lost."""
+    def body(world):
+        try:
+            while_others_wait(world, (lambda: 1 / 0) if world.rank == 1 else None, label="tokenise")
+        except (ZeroDivisionError, RankLost) as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert simulate(3, body) == ["RankLost: rank 0: tokenise: rank 1, which did it, failed: ZeroDivisionError: division by zero",
+                                 "ZeroDivisionError: division by zero",
+                                 "RankLost: rank 2: tokenise: rank 1, which did it, failed: ZeroDivisionError: division by zero"]
 
 
 def test_an_error_without_a_text_is_not_taken_for_success():

@@ -126,6 +126,11 @@ def test_the_box_tells_all_and_is_a_box():
     assert "stopped      because of it: ranks 0, 3" in text, "rank 4 was done before"
 
 
+def test_an_error_without_a_text_is_named_without_a_colon():
+    text = render([raised(0, "MemoryError", 1.0, "")], raised(0, "MemoryError", 1.0, ""))
+    assert "MemoryError " in text and "MemoryError:" not in text
+
+
 def test_the_box_of_a_crash_names_the_signal_and_what_a_neighbour_saw():
     endings = [raised(0, "RankLost", 2.0, "rank 0: lost rank 1"), Ending(1, -signal.SIGSEGV, 1.0)]
     text = render(endings, endings[1])

@@ -40,16 +40,18 @@ class Summary:
     stopped_by: int                  # the signal that ended the run early, or 0
 
 
-def finish(job: Job, engine: Engine, outcome: Mapping[str, Any]) -> Summary:
-    """Write what is left of a run; `outcome` has the fields of Summary that the steps know.
-
-    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended keeps its weights and
-    leaves the rest out.
-    raises: ConfigError, on all ranks, when the weights cannot be written
-    """
+def save_weights(job: Job, engine: Engine) -> None:
+    """Rank 0 writes the weights, the others wait; raises ConfigError, on all ranks, when they cannot be written."""
     weights = engine.full_state_dict(rank=0)["model"]
     save = (lambda: _save(job, weights)) if job.world.rank == 0 else None
     while_others_wait(job.world, save, label="save the weights")
+
+
+def finish(job: Job, outcome: Mapping[str, Any]) -> Summary:
+    """Write what is left of a run once the weights are on disk; `outcome` has the fields of Summary that the steps know.
+
+    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended leaves the rest out.
+    """
     trigram = None
     if job.world.rank == 0 and not outcome["stopped_by"]:
         trigram = _compare(job, outcome["validation_loss"])

@@ -16,7 +16,7 @@ from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import with_ranks
 from rankloom.train.engine import Engine
-from rankloom.train.finish import Summary, finish
+from rankloom.train.finish import Summary, finish, save_weights
 from rankloom.train.job import Job, introduce, open_corpus, open_run
 from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
@@ -50,8 +50,10 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         if config.train.evaluate:
             job.samples(corpus.validation)   # too little of it is told now, and not after the last step
         stepper = Stepper(job, journal)
-        stepper.run()
-        return finish(job, stepper.engine, stepper.outcome())
+        with stepper.stop:   # a signal after the last step waits for the weights, too
+            stepper.run()
+            save_weights(job, stepper.engine)
+        return finish(job, stepper.outcome())
 
 
 class Stepper:
@@ -73,7 +75,7 @@ class Stepper:
             job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=self.engine.group.rank,
             ranks=self.engine.group.size, seed=job.config.run.seed, steps=train.steps, device=job.world.device,
         )
-        with loader, self.stop:
+        with loader:
             self._steps(loader)
             if train.evaluate and not self.signal:
                 self._evaluate()
@@ -83,7 +85,7 @@ class Stepper:
         return {
             "steps": self.engine.steps_done, "tokens": self.tokens, "training_seconds": self.seconds,
             "training_loss": self.loss, "validation_loss": None if self.signal else self.validation,
-            "stopped_by": self.signal,
+            "stopped_by": self.signal or self.stop.number,
         }
 
     def _steps(self, loader: Iterator[Batch]) -> None:

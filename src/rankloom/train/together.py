@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from rankloom.base import errors
-from rankloom.base.errors import DataError
+from rankloom.base.errors import RankLost
 from rankloom.world.connect import World
 
 SECONDS_BETWEEN_SIGNS = 0.05
@@ -35,7 +35,8 @@ class _Worker(threading.Thread):
 def while_others_wait(world: World, work: Callable[[], object] | None, *, label: str) -> None:
     """Run `work`, where a rank has any, in a thread; returns on every rank when all of it is done.
 
-    raises: what `work` raised on the rank that ran it; on the others the same, or DataError where it is not rankloom's own
+    raises: what `work` raised on the rank that ran it; on the others the same where it is the user's to mend, else RankLost:
+            that rank is the cause, and knows the line
     """
     worker = _Worker(work) if work else None
     if worker:
@@ -46,9 +47,15 @@ def while_others_wait(world: World, work: Callable[[], object] | None, *, label:
     told = world.all_gather_object([type(error).__name__, str(error) or repr(error)] if error else None, label=label)
     if error is not None:
         raise error
-    for name, text in filter(None, told):
-        kind = getattr(errors, name, DataError)
-        raise (kind if isinstance(kind, type) and issubclass(kind, ValueError) else DataError)(text)
+    for rank, said in enumerate(told):
+        if said:
+            raise _retold(*said, f"rank {world.rank}: {label}: rank {rank}, which did it, failed")
+
+
+def _retold(name: str, text: str, where: str) -> Exception:
+    kind = getattr(errors, name, None)
+    ours = isinstance(kind, type) and issubclass(kind, ValueError)
+    return kind(text) if ours else RankLost(f"{where}: {name}: {text}")
 
 
 def _any_alive(world: World, worker: threading.Thread | None, label: str) -> bool:

@@ -108,12 +108,16 @@ def _what(cause: Ending) -> list[tuple[str, str]]:
     if cause.failure:
         failure = cause.failure
         at = [("at", f"{failure.place}\n    {failure.source}")] if failure.place else []
-        return [("error", f"{failure.type}: {_first_lines(failure.message)}"), *at, *log]
+        return [("error", _error(failure)), *at, *log]
     if cause.code < 0:
         return [("killed", _signal_text(-cause.code)), *log]
     if cause.part == "left":
         return [("ended", f"with exit code {cause.code}, while other ranks still needed it"), *log]
     return [("ended", f"with exit code {cause.code}{_last_words(cause.log)}"), *log]
+
+
+def _error(failure: Failure, limit: int = MAX_LINES) -> str:
+    return ": ".join(filter(None, (failure.type, _first_lines(failure.message, limit))))   # Python's own MemoryError has no text
 
 
 def _signal_text(number: int) -> str:
@@ -141,7 +145,7 @@ def _waited(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
     if cause.failure or not missed:
         return []
     first = min(missed, key=lambda ending: ending.time)
-    return [(f"rank {first.rank}", f"{first.failure.type}: {_first_lines(first.failure.message)}")] if first.failure else []
+    return [(f"rank {first.rank}", _error(first.failure))] if first.failure else []
 
 
 def _others(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
@@ -156,7 +160,7 @@ def _others(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
 
 def _short(ending: Ending) -> str:
     if ending.failure:
-        return f"{ending.failure.type}: {_first_lines(ending.failure.message, 1)}"
+        return _error(ending.failure, 1)
     return _what(ending)[0][1].splitlines()[0]
 
 
