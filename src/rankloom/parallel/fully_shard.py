@@ -25,15 +25,11 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import Plan, expect_counts, shard
+from rankloom.shard.norm import norm_of
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
 
 CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
-
-
-def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
-    """The norm of all elements, summed in fp64; of complex numbers, of their magnitudes."""
-    return torch.linalg.vector_norm(x, order, dtype=torch.complex128 if x.is_complex() else torch.float64)
 
 
 class FullySharded(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rankloom.parallel.fully_shard import CLIP_EPSILON
+from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizers, parts_of
 from rankloom.world.group import Group
 
@@ -25,12 +26,10 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     group: ranks that hold equal flats, to share the work with where there is much of it; None: everybody does all
     """
     shared = group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE
-    flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
     parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
-    wide = torch.float64 if any(flat.dtype == torch.float64 for flat in flats) else torch.float32
     if not parts:   # a rank whose pieces are all empty
         return torch.zeros((), dtype=torch.float64)
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in parts]).to(torch.float64))
+    norm = torch.linalg.vector_norm(torch.stack([norm_of(part) for part in parts]))
     return group.all_reduce(norm.square(), label="gradient norm").sqrt() if group is not None and shared else norm
 
 

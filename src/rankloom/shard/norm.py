@@ -1,0 +1,24 @@
+"""The norm of much: right at any size, at the speed of memory.
+
+On the CPU torch adds a tensor up in few running sums of its own number format: of 4e8 elements in fp32 the norm comes out 4 % too small, and
+16 bits are converted at a fifth of the speed. So large tensors go in rows, some of which fit the cache; their norms are added in fp64.
+"""
+
+import torch
+from torch import Tensor
+
+ROW, TOGETHER = 1 << 12, 1 << 5   # elements of a running sum; rows that are converted together
+
+
+def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
+    """The norm of all elements, fp64; of complex numbers, of their magnitudes."""
+    if x.is_complex():
+        x = torch.view_as_real(x) if order == 2.0 else x.abs()
+    flat, wide = x.reshape(-1), torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.device.type != "cpu" or x.numel() <= ROW:
+        return torch.linalg.vector_norm(flat, order, dtype=wide).double()
+    whole = flat.numel() // ROW * ROW
+    rows, rest = flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+    parts = [*rows.split(len(rows) if x.dtype == wide else TOGETHER), *([rest] if rest.numel() else [])]
+    norms = [torch.linalg.vector_norm(part.to(wide), order, dim=1).double() for part in parts]
+    return torch.linalg.vector_norm(torch.cat(norms), order)
