@@ -18,9 +18,7 @@ For rankloom "arena" are tensors from `group.buffer` through `Group`, "rankloom"
 """
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,11 +27,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch.distributed as dist
 from common import RESULTS, busy_cores, keep, machine, show
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from pool import Pool
 
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parent / "build" / "openmpi"
@@ -52,79 +50,20 @@ Case = tuple[str, int]
 Times = dict[str, list[list[float]]]   # way -> for each turn, seconds per call of each loop
 
 
-class Library:
-    """The rank processes of one library: started once, asleep between questions."""
-
-    def __init__(self, name: str, ranks: int, folder: Path, huge_pages: bool):
-        self.name, self.ranks, self._log = name, ranks, folder / f"{name}.log"
-        self._env = {"OMP_NUM_THREADS": "1"} | dict.fromkeys(("NUMPY_MADVISE_HUGEPAGE", "THP_MEM_ALLOC_ENABLE"), str(int(huge_pages)))
-        address = str(folder / f"{name}.socket")
-        library = name.split(",")[0]
-        few = ranks <= (os.cpu_count() or 1)   # with more ranks than cores, the scheduler knows best
-        pin = "pinned" if few and name != "gloo, free" else "free"
-        command = [str(HERE / "collective_rank.py"), library, address, str(ranks), str(max(SIZES)), pin]
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            listener.listen(ranks)
-            start = self._start_open_mpi if library == "Open MPI" else self._start_torch
-            self._processes = start(command)
-            wires = sorted((self._accept(listener) for _ in range(ranks)), key=lambda ranked: ranked[0])
-        self._wires = [wire for _, wire in wires]
-
-    def ask(self, **question: object) -> list[list[float]]:
-        """Put a question to all ranks; their answers in rank order."""
-        for wire in self._wires:
-            print(json.dumps(question), file=wire, flush=True)
-        answers = [json.loads(wire.readline() or json.dumps({"error": self._log.read_text()})) for wire in self._wires]
-        for answer in answers:
-            if "error" in answer:
-                raise SystemExit(f"{self.name}: {question} failed:\n{answer['error']}")
-        return [answer["seconds"] for answer in answers]
-
-    def end(self) -> None:
-        """Close the wires, which ends the ranks."""
-        for wire in self._wires:
-            wire.close()
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-    def _start_torch(self, command: list[str]) -> list[subprocess.Popen]:
-        # As under torchrun, the store belongs to who starts the ranks.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                  "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
-        return [self._run([sys.executable, *command], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(self.ranks)]
-
-    def _start_open_mpi(self, command: list[str]) -> list[subprocess.Popen]:
-        few = self.ranks <= (os.cpu_count() or 1)
-        settings = (RING if self.name == "Open MPI, ring" else {}) | {"mpi_yield_when_idle": int(not few)}
-        mpiexec = [str(OPEN_MPI / "bin" / "mpiexec"), "-n", str(self.ranks), "--bind-to", "core" if few else "none"]
-        mpiexec += [] if few else ["--oversubscribe"]
-        mpiexec += [word for name, value in settings.items() for word in ("--mca", name, str(value))]
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return [self._run([*mpiexec, str(OPEN_MPI / "bin" / "python"), *command], as_root)]
-
-    def _run(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
-        env = os.environ | self._env | env
-        with self._log.open("a") as log:
-            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def _accept(self, listener: socket.socket) -> tuple[int, "socket.SocketIO"]:
-        listener.settimeout(1.0)
-        for _ in range(60):
-            try:
-                wire = listener.accept()[0]
-            except TimeoutError:
-                if any(process.poll() for process in self._processes):
-                    break
-                continue
-            wire.settimeout(300.0)
-            lines = wire.makefile("rw")
-            return int(lines.readline()), lines
-        raise SystemExit(f"{self.name}: its ranks did not start:\n{self._log.read_text()}")
+def start(name: str, ranks: int, folder: Path, huge_pages: bool) -> Pool:
+    """The rank processes of one library."""
+    library, few = name.split(",")[0], ranks <= (os.cpu_count() or 1)   # with more ranks than cores, the scheduler knows best
+    pin = "pinned" if few and name != "gloo, free" else "free"
+    arguments = [str(HERE / "collective_rank.py"), library, str(ranks), str(max(SIZES)), pin]
+    env = dict.fromkeys(("NUMPY_MADVISE_HUGEPAGE", "THP_MEM_ALLOC_ENABLE"), str(int(huge_pages)))
+    if library != "Open MPI":
+        return Pool(name, ranks, folder, [sys.executable, *arguments], env)
+    settings = (RING if name == "Open MPI, ring" else {}) | {"mpi_yield_when_idle": int(not few)}
+    mpiexec = [str(OPEN_MPI / "bin" / "mpiexec"), "-n", str(ranks), "--bind-to", "core" if few else "none"]
+    mpiexec += [] if few else ["--oversubscribe"]
+    mpiexec += [word for key, value in settings.items() for word in ("--mca", key, str(value))]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return Pool(name, ranks, folder, [str(OPEN_MPI / "bin" / "python"), *arguments], env | as_root, launcher=mpiexec)
 
 
 def make_open_mpi() -> None:
@@ -144,7 +83,7 @@ def cases(sizes: Iterable[int]) -> list[Case]:
     return [(op, size) for op in OPS for size in sizes] + [("ping_pong", SIZES[0])]
 
 
-def measure(libraries: dict[str, Library], turns: int, seconds: float, loops: int, sizes: list[int]) -> dict[Case, Times]:
+def measure(libraries: dict[str, Pool], turns: int, seconds: float, loops: int, sizes: list[int]) -> dict[Case, Times]:
     """Every case on every library, in turns."""
     found: dict[Case, Times] = {}
     for case in cases(sizes):
@@ -160,7 +99,7 @@ def measure(libraries: dict[str, Library], turns: int, seconds: float, loops: in
     return found
 
 
-def check_and_size(libraries: dict[str, Library], case: Case, way: str, seconds: float) -> int:
+def check_and_size(libraries: dict[str, Pool], case: Case, way: str, seconds: float) -> int:
     """Check the results of a case, and find how many calls take about `seconds`."""
     library, kind = WAYS[way]
     libraries[library].ask(do="check", way=kind, op=case[0], bytes=case[1])
@@ -168,7 +107,7 @@ def check_and_size(libraries: dict[str, Library], case: Case, way: str, seconds:
     return max(3, min(5000, round(seconds / once)))
 
 
-def loop(libraries: dict[str, Library], case: Case, way: str, calls: int, batches: int) -> list[float]:
+def loop(libraries: dict[str, Pool], case: Case, way: str, calls: int, batches: int) -> list[float]:
     """Seconds per call of each loop, of the rank that took longest; of a ping-pong, one way."""
     library, kind = WAYS[way]
     answers = libraries[library].ask(do="measure", way=kind, op=case[0], bytes=case[1], calls=calls, batches=batches)
@@ -266,12 +205,12 @@ def label(axes: Axes, op: str, sizes: list[int]) -> None:
 
 def run(ranks: int, args: argparse.Namespace) -> dict[Case, Times]:
     """Start all libraries on `ranks` ranks, measure, end them."""
-    libraries: dict[str, Library] = {}
+    libraries: dict[str, Pool] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in dict.fromkeys(library for library, _ in WAYS.values()):
                 if name.split(",")[0] in args.libraries and not (name == "gloo, free" and ranks > (os.cpu_count() or 1)):
-                    libraries[name] = Library(name, ranks, Path(folder), args.huge_pages)
+                    libraries[name] = start(name, ranks, Path(folder), args.huge_pages)
             return measure(libraries, args.turns, args.seconds, args.loops, [size for size in SIZES if size <= args.largest << 20])
         finally:
             for library in libraries.values():

@@ -1,6 +1,6 @@
 """One rank of one library for benchmarks/all_reduce.py: sleeps until it is told a case, measures it, answers.
 
-    python collective_rank.py LIBRARY SOCKET RANKS BYTES pinned|free
+    python collective_rank.py LIBRARY RANKS BYTES pinned|free SOCKET
 
 Open MPI's ranks live in an environment of their own, without torch, so this file imports only what its library needs.
 Every library is called as its users call it: gloo and rankloom through torch.distributed, rankloom also through its own
@@ -8,17 +8,15 @@ Every library is called as its users call it: gloo and rankloom through torch.di
 """
 
 import itertools
-import json
 import os
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from serve import serve
 
 Call = Callable[[], Any]
 
@@ -175,22 +173,13 @@ def answer(question: dict, ways: dict[str, Way], rank: int, p: int) -> list[floa
 
 
 def main() -> None:
-    """Join, then serve questions, one JSON line each, until the other side closes."""
-    library, address, ranks, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    """Join, then answer questions until the other side closes."""
+    library, ranks, size, address = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[5]
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
-    if sys.argv[5] == "pinned":
+    if sys.argv[4] == "pinned":
         os.sched_setaffinity(0, {rank})
     rank, ways = {"gloo": gloo, "Open MPI": open_mpi, "rankloom": rankloom}[library](size // 4)
-    with socket.socket(socket.AF_UNIX) as wire:
-        wire.connect(address)
-        lines = wire.makefile("rw")
-        print(json.dumps(rank), file=lines, flush=True)
-        for line in lines:
-            try:
-                said = {"seconds": answer(json.loads(line), ways, rank, ranks)}
-            except Exception:   # not hidden: the other side shows it and ends all
-                said = {"error": traceback.format_exc()}
-            print(json.dumps(said), file=lines, flush=True)
+    serve(address, rank, lambda question: answer(question, ways, rank, ranks))
     if library != "Open MPI":
         os._exit(0)   # all ranks end at once, and a group whose peers have gone may wait for them in its clean-up
 

@@ -1,16 +1,16 @@
 """Rank processes that sleep in a read until they are asked something, so that several libraries can take turns on the same cores.
 
-The one who measures makes a `Pool` for each library and asks; a rank calls `serve` with a function that answers. Questions and answers
-are JSON, one line each.
+The one who measures makes a `Pool` for each library and asks; a rank calls `serve` (serve.py) with a function that answers. Questions and
+answers are JSON, one line each.
 """
 
 import json
 import os
 import socket
 import subprocess
+import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,21 @@ Answer = Any
 
 
 class Pool:
-    """`ranks` processes of one host, as torchrun would start them: `python script ARGUMENTS SOCKET`, asleep between questions.
+    """`ranks` processes of one host, each of which runs `command SOCKET`: started as by torchrun, asleep between questions.
 
-    python: of the environment in which they live
+    launcher: the command that starts all of them, such as mpiexec; left out, each is started here
     """
 
-    def __init__(self, name: str, ranks: int, folder: Path, command: list[str], env: dict[str, str] | None = None):
+    def __init__(self, name: str, ranks: int, folder: Path, command: Sequence[str], env: dict[str, str] | None = None,
+                 launcher: Sequence[str] = ()):
         self.name, self._log = name, folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(ranks)
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)   # belongs to who starts the ranks
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                      "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            self._processes = [self._start([*command, address], shared | (env or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                               for rank in range(ranks)]
+            one_core = {"OMP_NUM_THREADS": "1"} | (env or {})
+            self._processes = ([self._start([*launcher, *command, address], one_core)] if launcher else
+                               [self._start([*command, address], one_core | place) for place in self._places(ranks)])
             self._wires = [wire for _, wire in sorted((self._accept(listener) for _ in range(ranks)), key=lambda ranked: ranked[0])]
 
     @property
@@ -66,8 +65,15 @@ class Pool:
                 process.kill()
                 process.wait()
 
+    def _places(self, ranks: int) -> list[dict[str, str]]:
+        """What torchrun tells each rank. The store belongs to who starts them."""
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                  "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
-        on_a_leash = [command[0], leash.__file__, str(os.getpid()), *command]   # nothing is left behind by one who is killed
+        on_a_leash = [sys.executable, leash.__file__, str(os.getpid()), *command]   # nothing is left behind by one who is killed
         with self._log.open("a") as log:
             return subprocess.Popen(on_a_leash, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -85,17 +91,3 @@ class Pool:
         for process in self._processes:
             process.kill()
         raise SystemExit(f"{self.name}: its ranks did not start:\n{self._log.read_text()}")
-
-
-def serve(address: str, rank: int, answer: Callable[[dict], Answer]) -> None:
-    """Answer questions until the other side closes. An exception is an answer too: the other side shows it and ends all."""
-    with socket.socket(socket.AF_UNIX) as wire:
-        wire.connect(address)
-        lines = wire.makefile("rw")
-        print(json.dumps(rank), file=lines, flush=True)
-        for line in lines:
-            try:
-                said = {"answer": answer(json.loads(line))}
-            except Exception:
-                said = {"error": traceback.format_exc()}
-            print(json.dumps(said), file=lines, flush=True)

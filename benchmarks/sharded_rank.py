@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from common import pin_to_core
 from data_parallel import CLIP, adamw, make_plain_step
-from pool import serve
+from serve import serve
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
