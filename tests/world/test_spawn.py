@@ -25,6 +25,10 @@ def whoami(world):
     return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
 
 
+def has_the_compiler(world):
+    return "torch._dynamo" in sys.modules
+
+
 def is_debugged(world):
     return world.debug
 
@@ -87,9 +91,14 @@ def listening() -> set[int]:
     return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.fixture(scope="module")
+def fork_server():
+    """Is started by the first call, and stays."""
+    rl.spawn(1, whoami)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    rl.spawn(1, whoami)   # starts the fork-server, which stays
+def nothing_is_left_behind(fork_server):
     children, ports = grandchildren(), listening()
     yield
     deadline = time.monotonic() + 3
@@ -105,6 +114,11 @@ def test_results_come_in_rank_order_each_from_a_process_of_its_own(p):
     assert [result[:2] for result in results] == [(rank, p) for rank in range(p)]
     assert [result[3] for result in results] == [sum(range(p))] * p
     assert len({pid for _, _, pid, _ in results} | {os.getpid()}) == p + 1
+
+
+def test_a_rank_starts_with_what_the_first_optimizer_would_import():
+    """In each of them that would take as long as the import of torch."""
+    assert rl.spawn(2, has_the_compiler) == [True, True]
 
 
 def test_the_body_may_carry_arguments_as_a_partial_function():

@@ -68,7 +68,7 @@ Join = Callable[[int], World]
 
 def _start(mesh: Mesh, work: bytes, join: Join) -> list[Child]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.optim", "rankloom.world.spawn"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "rankloom.world.spawn"])   # the first optimizer imports the second
     children = []
     for rank in range(mesh.size):
         ours, theirs = context.Pipe(duplex=True)
