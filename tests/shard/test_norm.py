@@ -18,7 +18,7 @@ def test_the_norm_of_much_in_fp32_is_as_exact_as_that_of_little():
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
 def test_every_norm_of_every_format_is_that_of_the_numbers_in_fp64(dtype, order):
-    x = torch.randn(3, ROW * TOGETHER + 1, generator=torch.Generator().manual_seed(0)).to(dtype)[:, :-1]   # several pieces, and not contiguous
+    x = torch.randn(3, ROW * TOGETHER + 1, generator=torch.Generator().manual_seed(0)).to(dtype)[:, :-1]   # in pieces, not contiguous
     exact = torch.linalg.vector_norm(x.abs().double() if x.is_complex() else x.double(), order)
     assert norm_of(x, order).dtype == torch.float64
     assert norm_of(x, order).item() == pytest.approx(exact.item(), rel=1e-12 if dtype in (torch.float64, torch.complex128) else CLOSE)

@@ -1,6 +1,6 @@
 """The norm of much: right at any size, at the speed of memory.
 
-On the CPU torch adds a tensor up in few running sums of its own number format: of 4e8 elements in fp32 the norm comes out 4 % too small, and
+On the CPU torch adds a tensor up in few running sums of its own format: of 4e8 elements in fp32 the norm comes out 4 % too small, and
 16 bits are converted at a fifth of the speed. So large tensors go in rows, some of which fit the cache; their norms are added in fp64.
 """
 
