@@ -12,6 +12,14 @@ def test_bills_add_field_by_field():
     assert rl.Bill() + total == total
 
 
+def test_a_bill_is_equal_to_what_a_ledger_counts_where_it_asks_for_nothing_else():
+    counted, bill = (2, 8), rl.Bill(sent=8, messages=2)
+    assert counted == bill == counted and hash(counted) == hash(bill)
+    assert bill != (8, 2) and bill != (2, 8, 0, 0) and bill != 8
+    for more in (rl.Bill(8, 2, flops=1), rl.Bill(8, 2, memory=1)):
+        assert counted != more != bill
+
+
 def test_paths_add_field_by_field():
     assert Path(1, 2, 3) + Path(10, 20, 30) == Path(steps=11, bytes=22, added=33)
     assert Path() + Path(1, 2, 3) == Path(1, 2, 3)

@@ -12,8 +12,12 @@ from functools import cache
 class Bill:
     """What one rank pays. Bills add; a planner only adds and compares.
 
+    A bill of a collective alone is equal to the pair that a ledger counts: `(ledger.messages, ledger.bytes) == bill`.
+
     >>> Bill(sent=8, messages=1) + Bill(sent=4, messages=2)
     Bill(sent=12, messages=3, flops=0, memory=0)
+    >>> (3, 12) == Bill(sent=12, messages=3)
+    True
     """
 
     sent: int = 0       # bytes
@@ -23,6 +27,15 @@ class Bill:
 
     def __add__(self, other: "Bill") -> "Bill":
         return Bill(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __eq__(self, other: object) -> bool:
+        same = (self.messages, self.sent, self.flops, self.memory)
+        if isinstance(other, tuple):
+            return same == (*other, 0, 0)
+        return same == (other.messages, other.sent, other.flops, other.memory) if isinstance(other, Bill) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.messages, self.sent))
 
 
 @dataclass(frozen=True, slots=True)

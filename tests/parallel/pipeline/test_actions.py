@@ -17,7 +17,8 @@ def test_every_kind_is_parsed_as_it_is_printed(kind):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("F3", "expected a kind, a micro-batch and a stage"), ("F@1", "expected a kind, a micro-batch"), ("GATHER3@1", "have no micro-batch"),
+    ("F3@", "expected a kind, a micro-batch and a stage, such as F3@1, or F3 where the rank has one stage"),
+    ("F@1", "expected a kind, a micro-batch"), ("GATHER3@1", "have no micro-batch"),
     ("SENF_F3@1", "Did you mean 'SEND_F'?"), ("X1@2", "there is no kind 'X'"), ("", "expected a kind"), ("F3@1 ", "expected a kind"),
 ])
 def test_a_word_that_is_no_action_is_refused_with_what_was_expected(text, message):
@@ -30,6 +31,11 @@ def test_a_plan_is_parsed_as_it_is_printed_and_comments_are_not_read():
     assert parse_plan(f"# by hand\n\n{plan}  # the last rank\n") == plan
     with pytest.raises(ConfigError, match="the schedule is empty"):
         parse_plan("# nothing\n\n")
+
+
+def test_actions_that_name_no_stage_are_of_the_rank_s_own():
+    assert (parse_action("F3"), str(Action("F", microbatch=3))) == (Action("F", microbatch=3), "F3")
+    assert parse_plan("F0 F1 B0 B1\nF0 B0 F1 B1") == make_plan("1f1b", 2, 2)
 
 
 def test_a_plan_knows_its_stages_and_who_holds_them():

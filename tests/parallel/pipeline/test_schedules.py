@@ -3,10 +3,10 @@
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.actions import COMPUTES
+from rankloom.parallel.pipeline.actions import COMPUTES, Plan
 from rankloom.parallel.pipeline.check import check, peak_live
 from rankloom.parallel.pipeline.passes import add_gathers, apply_pass
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES, breadth_first, gpipe, make_plan, one_f_one_b, zero_bubble_h1
 
 CASES = [(name, chunks) for name, schedule in SCHEDULES.items()
          for chunks in range(schedule.fewest, (schedule.most or 4) + 1)]
@@ -33,11 +33,17 @@ def test_micro_batches_go_through_a_stage_in_order(name, chunks):
                 assert numbers == sorted(numbers) and len(numbers) == 9
 
 
+def test_a_rank_with_one_stage_need_not_name_it():
+    assert repr(one_f_one_b(stage=1, stages=3, microbatches=4)) == "[F0, F1, B0, F2, B1, F3, B2, B3]"
+    assert str(gpipe(0, 2, 2)) == "[F0, F1, B0, B1]" and " ".join(map(str, zero_bubble_h1(0, 1, 1))) == "F0 I0 W0"
+    assert str(breadth_first(rank=1, ranks=2, microbatches=1)) == "[F0@1, F0@3, B0@3, B0@1]"
+    check(Plan.of(*(one_f_one_b(stage, 3, 4) for stage in range(3))))
+
+
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_gpipe_keeps_everything_and_1f1b_at_most_stages_minus_stage(microbatches):
-    gpipe, one_f_one_b = make_plan("gpipe", 4, microbatches), make_plan("1f1b", 4, microbatches)
-    assert [peak_live(actions) for actions in gpipe.ranks] == [microbatches] * 4
-    assert [peak_live(actions) for actions in one_f_one_b.ranks] == [min(4 - stage, microbatches) for stage in range(4)]
+    assert [peak_live(gpipe(stage, 4, microbatches)) for stage in range(4)] == [microbatches] * 4
+    assert [peak_live(one_f_one_b(stage, 4, microbatches)) for stage in range(4)] == [min(4 - stage, microbatches) for stage in range(4)]
 
 
 @pytest.mark.parametrize(("name", "chunks", "peaks"), [

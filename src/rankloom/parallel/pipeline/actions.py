@@ -1,7 +1,8 @@
 """The words of a pipeline schedule: what a rank does, one action after another, and what an action waits for.
 
 A model is cut into stages 0..s-1; a rank holds one of them or several. An action is written `F3@1`: the forward of
-micro-batch 3 through stage 1. A plan is every rank's list of actions, written one rank a line. Read schedules.py after this.
+micro-batch 3 through stage 1; `F3` where the rank holds one stage only. A plan is every rank's list of actions, written one rank a
+line. Read schedules.py after this.
 """
 
 import re
@@ -20,21 +21,22 @@ MEANING = {
 }
 COMPUTES = ("F", "B", "I", "W")
 WHOLE_STAGE = ("GATHER", "REDUCE")   # of no micro-batch
+OWN = -1                             # in place of a stage: the only one of the rank, whose number the plan fills in
 
 
 class Action(NamedTuple):
     """One thing that one rank does.
 
-    >>> Action("F", stage=1, microbatch=3), Action("REDUCE", stage=1)
-    (F3@1, REDUCE@1)
+    >>> Action("F", stage=1, microbatch=3), Action("REDUCE", stage=1), Action("F", microbatch=3)
+    (F3@1, REDUCE@1, F3)
     """
 
     kind: str
-    stage: int
+    stage: int = OWN
     microbatch: int | None = None
 
     def __repr__(self) -> str:
-        return f"{self.kind}{'' if self.microbatch is None else self.microbatch}@{self.stage}"
+        return f"{self.kind}{'' if self.microbatch is None else self.microbatch}{'' if self.stage == OWN else f'@{self.stage}'}"
 
 
 def parse_action(text: str) -> Action:
@@ -43,20 +45,20 @@ def parse_action(text: str) -> Action:
     >>> parse_action("SEND_F12@3")
     SEND_F12@3
     """
-    match = re.fullmatch(r"([A-Z_]+)(\d*)@(\d+)", text)
+    match = re.fullmatch(r"([A-Z_]+)(\d*)(?:@(\d+))?", text)
     if not match or (match[1] in WHOLE_STAGE) == bool(match[2]):
-        raise ConfigError(f"action {text!r}: expected a kind, a micro-batch and a stage, such as F3@1; "
+        raise ConfigError(f"action {text!r}: expected a kind, a micro-batch and a stage, such as F3@1, or F3 where the rank has one stage; "
                           "GATHER@1 and REDUCE@1 have no micro-batch")
     if match[1] not in MEANING:
         raise ConfigError(f"action {text!r}: there is no kind {match[1]!r}. {did_you_mean(match[1], MEANING)}")
-    return Action(match[1], int(match[3]), int(match[2]) if match[2] else None)
+    return Action(match[1], int(match[3]) if match[3] else OWN, int(match[2]) if match[2] else None)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What every rank does, in its order.
 
-    >>> plan = Plan.of([parse_action("F0@0"), parse_action("B0@0")], [parse_action("F0@1"), parse_action("B0@1")])
+    >>> plan = Plan.of([parse_action("F0"), parse_action("B0")], [parse_action("F0@1"), parse_action("B0@1")])
     >>> print(plan)
     F0@0 B0@0
     F0@1 B0@1
@@ -68,8 +70,9 @@ class Plan:
 
     @classmethod
     def of(cls, *ranks: Iterable[Action]) -> "Plan":
-        """From a list of actions for each rank."""
-        return cls(tuple(tuple(actions) for actions in ranks))
+        """From a list of actions for each rank; those that name no stage are of stage `rank`."""
+        return cls(tuple(tuple(action._replace(stage=rank) if action.stage == OWN else action for action in actions)
+                         for rank, actions in enumerate(ranks)))
 
     @cached_property
     def owner(self) -> Mapping[int, int]:

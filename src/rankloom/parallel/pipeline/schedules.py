@@ -1,7 +1,8 @@
 """The known schedules, each a function from a rank to its list of actions. No communication yet: passes.py adds it.
 
-p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are made for one v). Looped: rank r holds
-stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r, so that a micro-batch ends on the rank where it began.
+p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are made for one v). With one, stage is rank,
+and its actions need not name it. Looped: rank r holds stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r, so that a
+micro-batch ends on the rank where it began.
 
 Where a schedule wants more micro-batches than there are, or a multiple of p, it is written for those, and the actions of
 those that do not exist are left out. That never makes a deadlock: whatever is left waits for fewer things than before.
@@ -13,33 +14,45 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.parallel.pipeline.actions import Action, Plan
+from rankloom.parallel.pipeline.actions import OWN, Action, Plan
 
 
-def gpipe(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """All forwards, then all backwards; with several stages on a rank, one stage after the other: looped breadth-first.
+def gpipe(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """All forwards, then all backwards.
 
-    bubble: (p-1)/v of a stage's forward and backward   keeps: m activations of each stage
-    source: Huang et al. 2019 (GPipe); Lamy-Poirier 2023 (breadth-first)
+    bubble: (p-1) forwards and backwards   keeps: m activations
+    source: Huang et al. 2019
 
-    >>> gpipe(rank=0, ranks=2, microbatches=2)
-    [F0@0, F1@0, B0@0, B1@0]
+    >>> gpipe(stage=0, stages=2, microbatches=2)
+    [F0, F1, B0, B1]
+    """
+    return [*_sweep("F", [OWN], microbatches), *_sweep("B", [OWN], microbatches)]
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """Warm up, alternate, drain.
+
+    bubble: (p-1) forwards and backwards   keeps: at most `stages - stage` activations
+    source: Harlap et al. 2018; Narayanan et al. 2021
+
+    >>> one_f_one_b(stage=1, stages=3, microbatches=4)
+    [F0, F1, B0, F2, B1, F3, B2, B3]
+    """
+    forwards, backwards = _sweep("F", [OWN], microbatches), _sweep("B", [OWN], microbatches)
+    return _alternate(forwards, backwards, warmup=stages - stage - 1)
+
+
+def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+    """GPipe over v stages on each rank, one stage after the other.
+
+    bubble: (p-1)/v forwards and backwards of a rank   keeps: m activations of each stage
+    source: Lamy-Poirier 2023
+
+    >>> breadth_first(rank=0, ranks=2, microbatches=2)
+    [F0@0, F1@0, F0@2, F1@2, B0@2, B1@2, B0@0, B1@0]
     """
     stages = _looped(rank, ranks, chunks)
     return [*_sweep("F", stages, microbatches), *_sweep("B", stages[::-1], microbatches)]
-
-
-def one_f_one_b(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """Warm up, alternate, drain.
-
-    bubble: (p-1) forwards and backwards   keeps: at most p - rank activations
-    source: Harlap et al. 2018; Narayanan et al. 2021
-
-    >>> one_f_one_b(rank=1, ranks=3, microbatches=4)
-    [F0@1, F1@1, B0@1, F2@1, B1@1, F3@1, B2@1, B3@1]
-    """
-    forwards, backwards = _sweep("F", [rank], microbatches), _sweep("B", [rank], microbatches)
-    return _alternate(forwards, backwards, warmup=ranks - rank - 1)
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
@@ -54,25 +67,25 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> li
     return _existing(_alternate(forwards, backwards, warmup=(chunks - 1) * ranks + 2 * (ranks - rank - 1)), microbatches)
 
 
-def zero_bubble_h1(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def zero_bubble_h1(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
     """1F1B with the backward in two parts: the one that others wait for at once, the weights' later, where a bubble was.
 
     bubble: (p-1)(F + I - W)   keeps: p activations, of which r wait for their weights only
     source: Qi et al. 2023, ZB-H1
 
-    >>> zero_bubble_h1(rank=1, ranks=2, microbatches=3)
-    [F0@1, I0@1, F1@1, I1@1, W0@1, F2@1, I2@1, W1@1, W2@1]
+    >>> zero_bubble_h1(stage=1, stages=2, microbatches=3)
+    [F0, I0, F1, I1, W0, F2, I2, W1, W2]
     """
-    return _split_backward(rank, microbatches, warmup=ranks - rank - 1, lag=rank)
+    return _split_backward(microbatches, warmup=stages - stage - 1, lag=stage)
 
 
-def zero_bubble_h2(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def zero_bubble_h2(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
     """ZB-H1 with twice the warm-up and twice the lag of the weights: no bubble if F = I = W and no rank waits for the others' last.
 
     bubble: (p-1)(F + I - 2W)   keeps: 2p - 1 activations
     source: Qi et al. 2023, ZB-H2
     """
-    return _split_backward(rank, microbatches, warmup=2 * (ranks - rank - 1), lag=2 * rank)
+    return _split_backward(microbatches, warmup=2 * (stages - stage - 1), lag=2 * stage)
 
 
 def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
@@ -152,11 +165,11 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     return forwards[:warmup] + list(steady) + backwards[len(backwards) - warmup:]
 
 
-def _split_backward(rank: int, microbatches: int, warmup: int, lag: int) -> list[Action]:
+def _split_backward(microbatches: int, warmup: int, lag: int) -> list[Action]:
     """As `_alternate`, with the weights of a micro-batch `lag` backwards behind its input."""
     def steps() -> Iterator[Action]:
         for m in range(-warmup, microbatches + lag):
-            yield from (Action(kind, rank, number) for kind, number in (("F", m + warmup), ("I", m), ("W", m - lag)) if number >= 0)
+            yield from (Action(kind, OWN, number) for kind, number in (("F", m + warmup), ("I", m), ("W", m - lag)) if number >= 0)
     return _existing(list(steps()), microbatches)
 
 
@@ -178,7 +191,7 @@ SCHEDULES = {
     "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
     "1f1b": Schedule(one_f_one_b, "a forward, a backward; the least memory"),
     "interleaved": Schedule(interleaved, "1F1B over several stages on each rank: smaller bubble, more messages", 2, None),
-    "breadth-first": Schedule(gpipe, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
+    "breadth-first": Schedule(breadth_first, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
     "zb-h1": Schedule(zero_bubble_h1, "1F1B with the weights' gradients in the bubbles; its memory, a third of its bubble"),
     "zb-h2": Schedule(zero_bubble_h2, "nearly no bubble, for twice the memory"),
     "zb-v": Schedule(zero_bubble_v, "two stages on each rank, folded: nearly no bubble in 1F1B's memory", 2, 2),
