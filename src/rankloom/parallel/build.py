@@ -1,9 +1,10 @@
 """Models on the meta device: built without memory, given values where and when there is memory for them.
 
-    InitialValues    made before the model is split: fills whole tensors by their names in the plain model
-    FirstValues      fills what a rank holds: whole on the first of some ranks, told to the others, and cut by each
-    put_stand_ins    parameters get a shape and no memory, for whoever cuts them into units (shard/unit.py)
-    give_memory      what is in no unit: buffers, and the parameters that stay whole
+    InitialValues    fills a whole tensor, by its name in the plain model; made before the model is split
+    FirstValues      fills a rank's part: the first rank makes the whole tensor and broadcasts it, every rank cuts its part out
+    SharedValues     does that, and compares what several stages of a pipeline were given
+    put_stand_ins    replaces parameters by stand-ins, which have a shape and no memory until units (shard/unit.py) give them some
+    give_memory      gives memory to what is in no unit: buffers, and parameters that stay whole
 
 A model that is bigger than one rank's memory is cut while it is filled: a tensor exists whole only until its part has been taken.
 """
@@ -31,15 +32,15 @@ _drawing = threading.Lock()   # torch's generator is one for the process; ranks 
 class InitialValues:
     """Gives whole tensors of a model on the meta device their values, by name: as the user's function or the modules' own do.
 
-    Make it before the model is split. Tensors that are not on the meta device keep the values they have; a tied parameter has those of
-    its first name, whichever it is asked by.
+    Make it before the model is split. Tensors that are not on the meta device keep their values. A tied parameter is filled under its
+    first name, whichever of its names is asked for.
     raises: ConfigError when there is neither a function nor a `reset_parameters` for some tensor
     """
 
     def __init__(self, model: nn.Module, initialize: Fill | None, seed: int):
         self.initialize, self.seed = initialize, seed
         self.problems: list[str] = []
-        self._without: list[str] = []   # names of those that got no values
+        self._unfilled: list[str] = []
         firsts: dict[int, str] = {}
         places = [(f"{prefix}.{key}" if prefix else key, _copy(module), key, tensor)
                   for prefix, module in model.named_modules(remove_duplicate=False)
@@ -66,9 +67,9 @@ class InitialValues:
     @property
     def problem(self) -> str | None:
         """What was wrong so far, all in one."""
-        names = ", ".join(self._without[:SHOWN]) + (" ..." if len(self._without) > SHOWN else "")
-        missing = [f"`initialize` gave {len(self._without)} tensors no values, or not all: {names}. It must write into the tensor that it "
-                   "is given, for every name"] if self._without else []
+        names = ", ".join(self._unfilled[:SHOWN]) + (" ..." if len(self._unfilled) > SHOWN else "")
+        missing = [f"`initialize` gave {len(self._unfilled)} tensors no values, or not all: {names}. It must write into the tensor that it "
+                   "is given, for every name"] if self._unfilled else []
         return "\n".join((*self.problems, *missing)) or None
 
     def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
@@ -79,14 +80,14 @@ class InitialValues:
             self.problems.append(f"`initialize` made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must write "
                                  f"into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
         elif whole.is_floating_point() and whole.sum().isnan():
-            self._without.append(name)
+            self._unfilled.append(name)
 
 
 class FirstValues:
-    """Gives what a rank holds of a model its values: the same on all ranks, whatever they draw.
+    """Fills this rank's part of each tensor, such that all ranks hold parts of one whole: that which the first rank makes.
 
     make:   fills whole tensors
-    groups: together the ranks that hold something of the same tensors: all, or those of one stage; what the first of all makes counts
+    groups: along them, one after the other, a whole reaches all ranks that hold a part of it; the rank that is first in each makes it
     parts:  how the model is split over them, if it is
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it
@@ -109,7 +110,7 @@ class FirstValues:
 
 
 class SharedValues:
-    """Notes what some tensors are given that stand in several stages of a pipeline, which each give it themselves."""
+    """Fills as `fill` does, and compares what `shared` tensors were given: several stages of a pipeline have them, each fills its own."""
 
     def __init__(self, fill: FirstValues, shared: frozenset[str]):
         self.fill, self.shared = fill, shared
@@ -131,7 +132,7 @@ class SharedValues:
 
 
 def digest(x: Tensor) -> str:
-    """Of every bit: equal tensors are told by it."""
+    """A hash of every bit, to compare tensors by."""
     return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
@@ -166,7 +167,7 @@ def put_stand_ins(model: nn.Module, device: torch.device) -> None:
 
 
 def _hooked(stand_in: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
-    """With the hooks that whoever has split the model has put on `param`."""
+    """`stand_in`, with the hooks that tensor parallel has put on `param`."""
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(stand_in, hooks, getattr(param, hooks))
     return stand_in
@@ -174,7 +175,7 @@ def _hooked(stand_in: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def give_memory(model: nn.Module, fill: Fill, device: torch.device, wanted: Callable[[nn.Parameter], bool]) -> None:
-    """Memory and values for all buffers, and for the parameters that are wanted, stand-ins so far. A collective of all that `fill`."""
+    """Give memory and values to all buffers, and to those stand-ins that are `wanted`. A collective of all ranks that fill."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:

@@ -20,7 +20,7 @@ from rankloom.world.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The one rank that gets a whole: its places among the ranks of the axes that cut tensors."""
+    """The one rank that gets a whole tensor: where it stands along each axis that cuts tensors."""
 
     shard: int
     tensor: int
@@ -50,7 +50,7 @@ class Parts:
         return cls(tensor, expert, context, holdings(model), spread)
 
     def copies(self, name: str) -> int:
-        """On how many ranks of the two axes the elements lie that this rank holds."""
+        """How many ranks of the tensor and expert axes, this one included, hold the elements that this one holds."""
         alike = len(self.held[name].same(self.tensor.rank, self.tensor.size)) if self.tensor.size > 1 else 1
         return alike * (1 if name in self.experts else self.expert.size)
 
@@ -72,7 +72,7 @@ class Parts:
         return part if goal is None or self.expert.rank == goal.expert else None
 
     def is_asked(self, name: str, goal: Goal | None) -> bool:
-        """Whether what lies here of `name` is needed for the whole on the rank of `goal`, which may have the same itself."""
+        """Whether this rank takes part in joining `name` for the rank of `goal`: not where it only repeats what that rank has."""
         return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
                                 and (self._is_cut(name) or self.tensor.rank == goal.tensor))
 

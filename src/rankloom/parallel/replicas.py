@@ -68,7 +68,8 @@ class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
     Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
-    some ranks changed is no hang. Constants (rotary tables) never travel. It watches frozen parameters too, which nobody sums.
+    some ranks changed is no hang. Constants (rotary tables) never travel.
+    It also knows which parameters were frozen: nobody would sum the gradient of one that is thawed later.
     """
 
     def __init__(self, model: nn.Module, group: Group):

@@ -8,6 +8,7 @@ Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,8 +21,17 @@ from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
-# Where in the model a parameter hangs; how often it has been written; its address, where that stays.
-Place = tuple[nn.Module, str, nn.Parameter, Unit, str, int, int | None]
+
+class Place(NamedTuple):
+    """A parameter as it was when the model was sharded."""
+
+    module: nn.Module     # in which it hangs
+    key: str              # under which name
+    param: nn.Parameter
+    unit: Unit
+    name: str             # its name in the whole model
+    version: int          # how often it had been written
+    address: int | None   # of its memory; None where that comes and goes
 
 
 class Section:
@@ -73,7 +83,7 @@ class Section:
     @property
     def holders(self) -> set[nn.Module]:
         """The modules in which its parameters hang."""
-        return {module for module, *_ in self._places}
+        return {place.module for place in self._places}
 
     @property
     def may_go_early(self) -> bool:
@@ -99,7 +109,7 @@ class Section:
             unit.expect_gathered()
 
     def forget_pass(self) -> None:
-        """Before a pass after a backward."""
+        """A new pass begins: its calls are counted from none."""
         self.first_call, self.calls, self.forwards = None, 0, 0
 
     def enter_backward(self) -> None:
@@ -109,7 +119,7 @@ class Section:
 
 
 def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[Place]:
-    return [(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None) for part in module.modules()
+    return [Place(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None) for part in module.modules()
             for key, param in part._parameters.items() if param is not None and param in units for unit, name in [units[param]]]
 
 

@@ -125,7 +125,7 @@ class Sharding:
         return [gradient for section in self.sections for gradient in section.gradients]
 
     def forget_landed(self) -> None:
-        """What backward passes have left in whole gradients, and not been reduced, counts no more."""
+        """Forget what backward passes have accumulated and nobody has reduced yet."""
         for gradient in self.gradients():
             gradient.landed.clear()
 
@@ -176,7 +176,7 @@ class Sharding:
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether a forward gathers, and lets go."""
+        """Whether a forward gathers parameters, and lets them go."""
         return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Buffers that are there now and then, and share the memory of those that are not.
+"""Buffers that need memory now and then only: an open one uses that of those that are closed.
 
 A window is a buffer that keeps its address: views of it, those included that autograd keeps for backward, mean the same elements
 whenever it is open. The memory behind it, in frames of one size, comes when it is opened, and goes on to the next window that is.

@@ -25,6 +25,7 @@ from rankloom.world.group import Group
 
 Told = dict[str, tuple[int, int, dict[str, list[Any]]]]   # name -> start, stop, key -> [dtype, shape, fits the piece, value]
 HOW = ("params", "fused", "foreach", "capturable", "differentiable")   # of a group: how this run computes, not what it has learned
+BETWEEN = "\n"   # in the name of an entry, between parameter and key
 PLAIN_VALUES = (int, float, str, type(None))   # and bool, which is an int
 
 
@@ -54,10 +55,15 @@ class Entry:
     shape: torch.Size
     get: Callable[[], Any]
 
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter, or buffer, that it is, or belongs to."""
+        return self.name.partition(BETWEEN)[0]
+
 
 def state_entries(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
                   group: Group, *, rank: int | None) -> list[Entry]:
-    """What `gather_optimizer_state` gathers, to be gathered one by one; named "parameter\\nkey". A collective.
+    """What `gather_optimizer_state` gathers, to be gathered one by one; named by parameter and key. A collective.
 
     raises:  ConfigError, ModelMismatch, on all ranks
     """
@@ -73,7 +79,7 @@ def state_entries(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping
             kind, own_shape, _, _ = about[min(about)][2]
             shape = pieces[name].shape if all(fits for _, _, (_, _, fits, _) in about.values()) else torch.Size(own_shape or ())
             get = partial(_gather_value, mine.get(key), about, shape, group, rank=rank, label=f"optimizer state {key} of {name}")
-            entries.append(Entry(f"{name}\n{key}", None if kind is None else getattr(torch, kind), shape, get))
+            entries.append(Entry(f"{name}{BETWEEN}{key}", None if kind is None else getattr(torch, kind), shape, get))
     return entries
 
 
@@ -82,7 +88,7 @@ def whole_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[s
     """The state of an optimizer in the plain names, of the values of its entries by name."""
     names, state = {id(owner): name for name, owner in owners.items()}, dict[str, dict[str, Any]]()
     for joint, value in values.items():
-        name, key = joint.split("\n")
+        name, _, key = joint.partition(BETWEEN)
         state.setdefault(name, {})[key] = value
     groups = [{key: [names[id(owner)] for owner in value] if key == "params" else _copied(value) for key, value in part.items()}
               for part in optimizer.param_groups]

@@ -234,7 +234,7 @@ class Float8Layers:
         return self.history.misfit(saved) if self.history and saved else None
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with what another run remembers; with nothing, as a new run begins. Who does not scale by it, leaves it."""
+        """Go on with what another run remembers; given nothing, as a new run begins. Without delayed scaling it changes nothing."""
         if self.history:
             self.history.load_state_dict(saved)
 
@@ -326,7 +326,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None) -> None:
-    """Nobody lets such a layer stay in bf16 unasked: then the numbers of a run would follow from its layout."""
+    """Raise where a part of a layer does not divide. To let it stay in bf16 unasked would make a run's numbers depend on its layout."""
     shapes = {name: tuple(weight.shape) for name, layer in layers.items() if isinstance(weight := layer.weight, Tensor)}
     found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % STEP for n in shape)]
     told = [found] if elsewhere is None else elsewhere.all_gather_object(found, label="parts of layers in fp8")   # parts may differ

@@ -43,7 +43,7 @@ class Placement(Protocol):
 
     @property
     def group(self) -> Group:
-        """Over which pieces make the whole."""
+        """The ranks whose pieces together make the whole."""
 
     @property
     def waited(self) -> float:
@@ -95,10 +95,10 @@ class Placement(Protocol):
         """The inverse of `values`; raises ModelMismatch."""
 
     def pieces(self) -> Mapping[str, Piece]:
-        """What this rank's owners are of its part of the model."""
+        """For each owner, which elements it holds of its parameter, as that lies on this rank."""
 
     def part(self, name: str, value: Any) -> Any:
-        """What this rank takes of a value of the whole state of a parameter's optimizer."""
+        """This rank's part of a value that the optimizer remembers of parameter `name`."""
 
     def held(self) -> tuple[int, int, int]:
         """Bytes in memory on this rank now: parameters and masters, gathered parameters beyond these, gradients."""

@@ -71,8 +71,9 @@ def precision_named(name: str | Precision | None) -> Precision:
 
 
 def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
-    """The ids of parameters that compute in the master format: running statistics want that, and whom `full` names; and of those that are
-    no floats, which no format casts.
+    """The ids of parameters that compute in the master format, not in 16 bits.
+
+    They are those beside running statistics (batch norm), those of modules that `full` names, and those that are no floats.
 
     raises: ConfigError for a pattern that no module has
     """

@@ -174,7 +174,10 @@ def _along(world: World, *axes: str) -> Group:
 
 
 def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
-    """From the block outwards; hooks that gather parameters come around all of them. Blocks are the units, where these are classes."""
+    """Recompute, offload and compile, from the block outwards; hooks that gather parameters come around all three.
+
+    Where units are module classes, these are the blocks.
+    """
     blocks = units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
     chosen = recompute_blocks(model, recompute, blocks=blocks, group=_along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe"))
                               ) if recompute != NONE else None

@@ -238,8 +238,7 @@ class ShardedParts(Sharded):
 
     def _join(self, entry: Entry, goal: Goal | None) -> Any:
         """The whole before the model was split; where the value is no tensor that lies like the parameter, the part's."""
-        name = entry.name.partition("\n")[0]
-        name = name if self._lies_alike(name, entry.shape) else ""
+        name = entry.parameter if self._lies_alike(entry) else ""
         if entry.dtype is None or not self.parts.is_asked(name, goal):
             return entry.get() if entry.dtype is None else None
         value = entry.get()
@@ -247,11 +246,12 @@ class ShardedParts(Sharded):
         return None if whole is None else whole.cpu()
 
     def _whole_shape(self, entry: Entry) -> torch.Size:
-        name = entry.name.partition("\n")[0]
-        return self.parts.whole_shape(name, entry.shape) if self._lies_alike(name, entry.shape) else entry.shape
+        return self.parts.whole_shape(entry.parameter, entry.shape) if self._lies_alike(entry) else entry.shape
 
-    def _lies_alike(self, name: str, shape: torch.Size) -> bool:
-        return len(shape) > 0 and name in self.parts.held and self.parts.held[name].local_shape == shape
+    def _lies_alike(self, entry: Entry) -> bool:
+        """Whether it is a tensor that lies on the ranks as its parameter does."""
+        held = self.parts.held.get(entry.parameter)
+        return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces of its parts."""

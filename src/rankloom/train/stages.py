@@ -125,8 +125,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
                sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
 
-    sparing: activations are dear: no product waits for a gradient to leave
-
+    sparing: activations are dear, so a backward keeps nothing until its gradient has left (`send_gradients_first`)
     raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.parallel.tensor.moves import BY_TOKENS
-from rankloom.parallel.tensor.overlap import BusyRowLinear
+from rankloom.parallel.tensor.overlap import OverlappedRowLinear
 from split_model import expect_equal
 
 from .test_gpt import late, make, run
@@ -137,7 +137,7 @@ def test_what_cannot_be_cut_in_pieces_is_refused():
 
     def body(world):
         weight = nn.Parameter(torch.zeros(3, 4))
-        layer = BusyRowLinear(weight, None, world, BY_TOKENS, transposed=False, slices=False, label="row", pieces=2)
+        layer = OverlappedRowLinear(weight, None, world, BY_TOKENS, transposed=False, slices=False, label="row", pieces=2)
         layer(torch.zeros(1, 7, 4))
 
     with pytest.raises(ShapeMismatch, match="row: forward in group 'world': the 7 tokens of .* cannot be split over 2 ranks; pad to 8"):

@@ -34,7 +34,7 @@ class _Live(NamedTuple):
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    own: list[Tensor]          # losses that end here
+    losses: list[Tensor]       # that end in this stage
     products: list[Product]
 
 
@@ -70,7 +70,7 @@ class Pipeline:
         # What each kind of action does; whoever measures may put a clock around it.
         self.do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
                     "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
-                    "GATHER": self._whole_stage, "REDUCE": self._whole_stage}
+                    "GATHER": self._call_hook, "REDUCE": self._call_hook}
         self._tied = [each for each in tied if len({self.plan.owner[stage] for stage, _ in each}) > 1]
         self._messages = Messages(group, self.plan)
         self._step: Sequence[MicroBatch] = ()
@@ -125,9 +125,9 @@ class Pipeline:
         inputs = _as_list(self._border.pop(("F", stage, m)) if stage else self._step[m][0], "a micro-batch")
         products: list[Product] = []
         with deferring(products) if stage in self.plan.split else nullcontext():
-            outputs, own = self._compute(stage, m, inputs)
+            outputs, losses = self._compute(stage, m, inputs)
         if torch.is_grad_enabled():
-            self._live[stage, m] = _Live(inputs, outputs, own, products)
+            self._live[stage, m] = _Live(inputs, outputs, losses, products)
         if stage < self.plan.stages - 1:
             self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
 
@@ -137,11 +137,11 @@ class Pipeline:
             self.hooks.before(m)
         output = self.stages[stage](*inputs)
         extra = take_extra_loss(self.stages[stage])
-        own = [] if extra is None else [extra]
+        losses = [] if extra is None else [extra]
         if stage == self.plan.stages - 1:
-            own.append(self._loss(output, m))
-        self._totals[0] += sum(loss.detach().double() for loss in own)
-        return ([] if stage == self.plan.stages - 1 else _as_list(output, f"stage {stage}")), own
+            losses.append(self._loss(output, m))
+        self._totals[0] += sum(loss.detach().double() for loss in losses)
+        return ([] if stage == self.plan.stages - 1 else _as_list(output, f"stage {stage}")), losses
 
     def _loss(self, output: Any, m: int) -> Tensor:
         returned = self.loss(output, self._step[m][1])
@@ -159,21 +159,21 @@ class Pipeline:
         live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
         grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else []
         ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None]
-        ends += [(own, torch.full_like(own, scale)) for own in live.own]
+        ends += [(loss, torch.full_like(loss, scale)) for loss in live.losses]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
         if ends:
             backward = partial(backward_to_inputs, live.products) if stage in self.plan.split else torch.autograd.backward
             backward([y for y, _ in ends], [grad for _, grad in ends])
         if stage:
             self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
-        self._live[stage, m] = live._replace(inputs=[], outputs=[], own=[])
+        self._live[stage, m] = live._replace(inputs=[], outputs=[], losses=[])
         if action.kind == "B":
             self._weights(action)
 
     def _weights(self, action: Action) -> None:
         finish(self._live.pop((action.stage, action.microbatch)).products)
 
-    def _whole_stage(self, action: Action) -> None:
+    def _call_hook(self, action: Action) -> None:
         hook = self.hooks.gather if action.kind == "GATHER" else self.hooks.reduce
         if hook:   # as `_expect_fit` has seen to
             hook(action.stage)

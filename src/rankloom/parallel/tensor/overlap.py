@@ -26,12 +26,12 @@ from rankloom.world.group import Group
 Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input
 
 
-class BusyEntrance(Entrance):
+class OverlappedEntrance(Entrance):
     """An entrance that computes the gradients of its layers' weights while that of the input is summed."""
 
     def __init__(self, group: Group, label: str):
         super().__init__(group, label)
-        self.layers: list[BusyColumnLinear] = []
+        self.layers: list[OverlappedColumnLinear] = []
         self.notes: list[Note] = []
 
     def enter(self, x: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ class BusyEntrance(Entrance):
         return entered
 
 
-class BusyColumnLinear(ColumnLinear):
+class OverlappedColumnLinear(ColumnLinear):
     """A `ColumnLinear` whose weight's gradient is left to the entrance."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.at: int | None = None   # its place at the entrance
-        if isinstance(self.enter, BusyEntrance):
+        if isinstance(self.enter, OverlappedEntrance):
             self.at = len(self.enter.layers)
             self.enter.layers.append(self)
 
@@ -59,7 +59,7 @@ class BusyColumnLinear(ColumnLinear):
         """x: [..., in], whole -> [..., out / p]."""
         if self.at is None or self.group.size == 1:
             return super().multiply(x)
-        assert isinstance(self.enter, BusyEntrance), "a layer with a place has an entrance"
+        assert isinstance(self.enter, OverlappedEntrance), "a layer with a place has an entrance"
         entered = self.enter(x)
         way = (self.at, self.enter.notes, self.transposed)
         y: Tensor = _Column.apply(*_cast(entered, self.weight.detach()), way)   # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class BusyColumnLinear(ColumnLinear):
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entrance: BusyEntrance, notes: list[Note], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, entrance: OverlappedEntrance, notes: list[Note], *weights: Tensor) -> Tensor:
         ctx.group, ctx.label, ctx.notes = entrance.group, entrance.label, notes
         ctx.transposed = [layer.transposed for layer in entrance.layers]
         ctx.dtypes = [weight.dtype for weight in weights]
@@ -102,7 +102,7 @@ class _Column(Function):
         return _input_gradient(slope, weight, transposed), None, None
 
 
-class BusyRowLinear(RowLinear):
+class OverlappedRowLinear(RowLinear):
     """A `RowLinear` that sends its sum off in `pieces`, each while the next is multiplied."""
 
     def __init__(self, *args: Any, pieces: int, **options: Any):

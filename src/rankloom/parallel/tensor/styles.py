@@ -41,7 +41,7 @@ from rankloom.parallel.tensor.layers import (
     sum_over_experts,
 )
 from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, WHOLE, Entrance
-from rankloom.parallel.tensor.overlap import BusyColumnLinear, BusyEntrance, BusyRowLinear
+from rankloom.parallel.tensor.overlap import OverlappedColumnLinear, OverlappedEntrance, OverlappedRowLinear
 from rankloom.parallel.tensor.tags import Ends, declare
 from rankloom.parallel.tensor.vocabulary import Rows, VocabularyOutput, look_up_own_rows
 from rankloom.world.group import Group
@@ -89,7 +89,7 @@ class Cutting:
             return None
         if parent not in self.entrances:
             module = self.model.get_submodule(parent)
-            kind = BusyEntrance if self.pieces > 1 else Entrance
+            kind = OverlappedEntrance if self.pieces > 1 else Entrance
             self.entrances[parent] = kind(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
         return self.entrances[parent]
 
@@ -187,7 +187,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
     held = _of_outputs(site, transposed, length, spans, owed)
-    kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
+    kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
     parts, enter = site.parts(held), cutting.entrance(site.parent)
     site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=features if gathers else 0, label=site.name), held,
                  _ends_of_column(parts[0], transposed, enter, WHOLE if gathers else BY_WIDTH))
@@ -220,7 +220,7 @@ def packed_column(site: Site, *, qkv: bool) -> None:
     else:
         spans = cut_evenly(features, ranks, site.name, parts=2)
     held = _of_outputs(site, transposed, _length(spans), spans)
-    kind = BusyColumnLinear if cutting.pieces > 1 else ColumnLinear
+    kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
     parts, enter = site.parts(held), cutting.entrance(site.parent)
     site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=0, label=site.name), held,
                  _ends_of_column(parts[0], transposed, enter))
@@ -235,7 +235,7 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
     held = {"weight": Holding(tuple(weight.shape), _length(spans), dim, spans)}      # type: ignore[arg-type, union-attr]
     if bias is not None:
         held["bias"] = Holding(tuple(bias.shape), owed=cutting.sequence)             # type: ignore[arg-type, union-attr]
-    kind = partial(BusyRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
+    kind = partial(OverlappedRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
     width = weight.shape[dim] if slices else held["weight"].length   # type: ignore[union-attr, index]
     site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held,
                  Ends(WHOLE if slices else BY_WIDTH, cutting.stream, width=width))   # type: ignore[arg-type]
