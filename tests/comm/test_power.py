@@ -166,9 +166,10 @@ def test_a_change_of_units_rescales_what_is_remembered(path):
 def test_c_refuses_buffers_of_the_wrong_size_and_unknown_ranks():
     x, p, q = (noise(*shape).numpy() for shape in ((4, 6), (4, 2), (2, 6)))
     for call, text in (
-        (lambda: power._lowrank.absorb(x, x, p, q, q, q, 4, 6, 2), "argument 6 has 48 bytes, expected 8 floats"),
-        (lambda: power._lowrank.combine(x, p, p, 4, 6, 2), "argument 3 has 32 bytes, expected 12 floats"),
-        (lambda: power._lowrank.spread(p, q, x, 4, 5, 2), "argument 2 has 48 bytes, expected 10 floats"),
+        (lambda: power._lowrank.absorb(x, x, p, q, q, q, 4, 6, 2), "argument 6 has 48 bytes, expected 4 x 2 floats"),
+        (lambda: power._lowrank.combine(x, p, p, 4, 6, 2), "argument 3 has 32 bytes, expected 2 x 6 floats"),
+        (lambda: power._lowrank.spread(p, q, x, 4, 5, 2), "argument 2 has 48 bytes, expected 2 x 5 floats"),
+        (lambda: power._lowrank.combine(b"", b"", q, 1 << 62, 4, 4), f"argument 1 has 0 bytes, expected {1 << 62} x 4 floats"),
         (lambda: power._lowrank.combine(x, p, q, 4, 6, power.IN_C + 1), "rank 17 is not in 1 to 16"),
         (lambda: power._lowrank.absorb(x, x, p, q, q, p, 4, 6, 17), "rank 17 is not in 1 to 16"),
         (lambda: power._lowrank.spread(p, q, x, 4, 6, 0), "rank 0 is not in 1 to"),

@@ -195,6 +195,8 @@ def test_c_refuses_buffers_of_the_wrong_size():
         (lambda: q._quantize.quantise(8, x, x[:1], out(258)), "error has 4 bytes, expected 1024"),
         (lambda: q._quantize.quantise(3, x, None, out(258)), "no format of 3 bits"),
         (lambda: q._quantize.fold(8, out(258), 2, None, out(258)), "inbox has 258 bytes, expected 516"),
+        (lambda: q._quantize.fold(8, out(0), 1 << 63 - 2, None, out(4 * 258)), f"there is no inbox of {1 << 61} ranks"),
+        (lambda: q._quantize.fold(8, out(0), -1, None, out(0)), "there is no inbox of -1 ranks"),
         (lambda: q._quantize.fold(8, out(516), 2, x[:5], out(258)), "error has 20 bytes, expected 1024"),
         (lambda: q._quantize.fold(8, out(514), 2, None, out(257)), "out has 257 bytes, expected 0"),
         (lambda: q._quantize.dequantise(4, out(66), x), "wire has 66 bytes, expected 132"),

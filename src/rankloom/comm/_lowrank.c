@@ -246,15 +246,15 @@ static void release(Buffers *buffers)
         PyBuffer_Release(&buffers->held[--buffers->count]);
 }
 
-static int take(Buffers *buffers, PyObject *given, int writable, Size floats)
+static int take(Buffers *buffers, PyObject *given, int writable, Size rows, Size columns)
 {
     Py_buffer *const held = &buffers->held[buffers->count];
     if (PyObject_GetBuffer(given, held, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)))
         return 0;
     buffers->count++;
-    if (held->len == floats * (Size)sizeof(float))
+    if (rows >= 0 && columns >= 0 && (!columns || rows <= held->len / columns) && held->len == rows * columns * (Size)sizeof(float))
         return 1;
-    PyErr_Format(PyExc_ValueError, "argument %d has %zd bytes, expected %zd floats", buffers->count, held->len, floats);
+    PyErr_Format(PyExc_ValueError, "argument %d has %zd bytes, expected %zd x %zd floats", buffers->count, held->len, rows, columns);
     return 0;
 }
 
@@ -274,8 +274,8 @@ static PyObject *py_absorb(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOOOOOnni", &x, &kept, &left, &right, &q, &p, &rows, &columns, &rank) || !known_rank(rank, HIGHEST_RANK))
         return NULL;
-    const int fine = take(&b, x, 0, rows * columns) && take(&b, kept, 1, rows * columns) && take(&b, left, 0, rows * rank)
-        && take(&b, right, 0, rank * columns) && take(&b, q, 0, rank * columns) && take(&b, p, 1, rows * rank);
+    const int fine = take(&b, x, 0, rows, columns) && take(&b, kept, 1, rows, columns) && take(&b, left, 0, rows, rank)
+        && take(&b, right, 0, rank, columns) && take(&b, q, 0, rank, columns) && take(&b, p, 1, rows, rank);
     if (fine) {
         Py_BEGIN_ALLOW_THREADS
         absorb(b.held[0].buf, b.held[1].buf, b.held[2].buf, b.held[3].buf, b.held[4].buf, b.held[5].buf, rows, columns, rank);
@@ -294,7 +294,7 @@ static PyObject *py_combine(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOOnni", &m, &p, &out, &rows, &columns, &rank) || !known_rank(rank, HIGHEST_RANK))
         return NULL;
-    const int fine = take(&b, m, 0, rows * columns) && take(&b, p, 0, rows * rank) && take(&b, out, 1, rank * columns);
+    const int fine = take(&b, m, 0, rows, columns) && take(&b, p, 0, rows, rank) && take(&b, out, 1, rank, columns);
     if (fine) {
         Py_BEGIN_ALLOW_THREADS
         combine(b.held[0].buf, b.held[1].buf, b.held[2].buf, rows, columns, rank);
@@ -313,7 +313,7 @@ static PyObject *py_spread(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOOnni", &p, &q, &x, &rows, &columns, &rank) || !known_rank(rank, INT_MAX))
         return NULL;
-    const int fine = take(&b, p, 0, rows * rank) && take(&b, q, 0, rank * columns) && take(&b, x, 1, rows * columns);
+    const int fine = take(&b, p, 0, rows, rank) && take(&b, q, 0, rank, columns) && take(&b, x, 1, rows, columns);
     if (fine) {
         Py_BEGIN_ALLOW_THREADS
         spread(b.held[0].buf, b.held[1].buf, b.held[2].buf, rows, columns, rank);

@@ -281,7 +281,10 @@ static PyObject *py_fold(PyObject *module, PyObject *args)
     const Py_ssize_t blocks = format ? out.len / format->record : 0;
     int fine = format && optional_buffer(remembered, &error);
     if (fine) {
-        fine = expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)
+        fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* else the bytes expected would wrap */
+        if (!fine)
+            PyErr_Format(PyExc_ValueError, "there is no inbox of %zd ranks", ranks);
+        fine = fine && expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)
             && (!error.buf || expect_bytes("error", &error, blocks * format->block * (Py_ssize_t)sizeof(float)));
         if (fine) {
             Py_BEGIN_ALLOW_THREADS

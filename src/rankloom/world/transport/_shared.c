@@ -55,7 +55,7 @@ enum { BLOCK = 8 << 10 };           /* bytes that are reduced at a time: stays i
 /* ------------------------------------------------------------------ what lies in the shared segment */
 
 enum Kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER };
-enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, TOO_SHORT };
+enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED };
 
 typedef struct {
     uint32_t kind, dtype, op, root;
@@ -70,7 +70,6 @@ typedef struct {
     _Alignas(LINE) _Atomic uint32_t epoch, sleepers;
     _Alignas(LINE) _Atomic uint32_t arrivals;
     _Alignas(LINE) _Atomic uint32_t broken;   /* why << 16 | the rank that is to blame; 0: whole */
-    uint32_t ranks, ring_bytes;
 } Control;
 
 typedef struct {
@@ -95,8 +94,7 @@ typedef struct Op {
     struct Op *next;
     uint64_t ticket;
     int kind, dtype, op, root;
-    const char *in;
-    char *out;
+    uintptr_t in, out;              /* 0 where the table holds whole addresses */
     uint64_t nbytes;                /* of one lane, where all are equal */
     uint64_t *table;                /* else four rows of p: where and how long, in and out */
     double timeout;
@@ -144,7 +142,8 @@ typedef struct {
     uint64_t issued;
     _Atomic uint64_t finished;
     uint64_t failed;                /* the first ticket whose collective did not succeed */
-    int running, has_worker, closing;
+    int running, has_worker;
+    _Atomic int closing;            /* this rank has left */
     pthread_t worker;
     pthread_mutex_t post;           /* the messages */
     pthread_cond_t posted;
@@ -165,6 +164,13 @@ static _Atomic int forks;           /* a forked child must not use its parent's 
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 static int is_forked(Link *l) { return l->generation != atomic_load(&forks); }
 
+/* NULL is no address, not even of no bytes: an empty tensor has it. */
+static void copy(char *to, const char *from, uint64_t n)
+{
+    if (n)
+        memcpy(to, from, n);
+}
+
 static double now(void)
 {
     struct timespec t;
@@ -175,13 +181,13 @@ static double now(void)
 /* ------------------------------------------------------------------ addresses */
 
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-static uint64_t ring_stride(uint64_t ring_bytes) { return sizeof(Ring) + ring_bytes; }
 static uint64_t lens_at(int p) { return sizeof(Control) + p * sizeof(Rank); }
 static uint64_t slots_at(int p) { return round_up(lens_at(p) + 4 * sizeof(uint64_t) * p * p, 4096); }
 static uint64_t rings_at(int p) { return slots_at(p) + (uint64_t)p * 3 * SLOT; }
 
 static uint64_t ring_size(int p) { return p <= 8 ? 256 << 10 : p <= 32 ? 64 << 10 : 16 << 10; }
-static uint64_t segment_size(int p) { return rings_at(p) + (uint64_t)p * p * ring_stride(ring_size(p)); }
+static uint64_t ring_stride(int p) { return sizeof(Ring) + ring_size(p); }
+static uint64_t segment_size(int p) { return rings_at(p) + (uint64_t)p * p * ring_stride(p); }
 
 static Control *control(Link *l) { return (Control *)l->base; }
 static Rank *rank_of(Link *l, int r) { return (Rank *)(l->base + sizeof(Control)) + r; }
@@ -191,7 +197,7 @@ static char *slot_of(Link *l, int r, int turn) { return l->base + slots_at(l->ra
 static char *result_of(Link *l, int r, int turn) { return slot_of(l, r, 2) + turn * (SLOT / 2); }
 static Ring *ring_of(Link *l, int from, int to)
 {
-    return (Ring *)(l->base + rings_at(l->ranks) + ((uint64_t)from * l->ranks + to) * ring_stride(control(l)->ring_bytes));
+    return (Ring *)(l->base + rings_at(l->ranks) + ((uint64_t)from * l->ranks + to) * ring_stride(l->ranks));
 }
 
 /* ------------------------------------------------------------------ waiting */
@@ -540,7 +546,7 @@ static uint64_t longest_lane(Plan *plan)
     return longest;
 }
 
-static int overlap(const char *a, const char *b, uint64_t n) { return a < b + n && b < a + n; }
+static int overlap(uintptr_t a, uintptr_t b, uint64_t n) { return a < b + n && b < a + n; }
 
 /* Whether others may read the input where it lies: it is worth it, nothing is written to it, its lanes lie end to end. */
 static int may_stay(Link *l, const Op *op, const Plan *plan)
@@ -562,11 +568,11 @@ static void find_region(Link *l, const Op *op, const Plan *plan, Descriptor *d)
     int stays = may_stay(l, op, plan);
     pthread_mutex_lock(&l->lock);
     for (int i = 0; i < l->region_count; i++) {
-        const char *mine = l->regions[i].base + l->rank * l->regions[i].stride;
+        uintptr_t mine = (uintptr_t)l->regions[i].base + l->rank * l->regions[i].stride;
         d->known |= 1ull << l->regions[i].id;
         if (stays && op->in >= mine && op->in < mine + l->regions[i].stride) {
             d->region = l->regions[i].id;
-            d->offset = (uint64_t)(op->in - mine);
+            d->offset = op->in - mine;
         }
     }
     pthread_mutex_unlock(&l->lock);
@@ -625,36 +631,39 @@ static void stage(Link *l, const Op *op, Plan *plan, uint64_t window)
     char *slot = slot_of(l, l->rank, (l->meetings + 1) & 1);
     for (int d = 0; plan->publishes && d < plan->lanes; d++)
         if (plan->lanes == 1 || d != l->rank)
-            memcpy(slot + d * c, op->in + plan->in_at[d] + from, part(plan->in_len[d], from, c));
+            copy(slot + d * c, (const char *)(op->in + plan->in_at[d] + from), part(plan->in_len[d], from, c));
 }
 
-static const char *part_of_region(Link *l, uint32_t id, int r)
+/* Where in a shared region `r` has what this rank takes of it, or NULL: `said` lies in memory that others write, so it is read
+ * once, and nothing outside r's part is touched, whatever it says. */
+static const char *direct_source(Link *l, const Plan *plan, const Descriptor *said, int r)
 {
-    const char *found = NULL;
+    uint32_t id = said->region;
+    uint64_t at = said->offset, n = plan->out_len[r], stride = 0;
+    const char *begin = NULL;
+    for (int d = 0; plan->lanes > 1 && d < l->rank; d++)   /* lanes of another rank may be of other lengths than ours */
+        at += lens_of(l, r, l->meetings & 1)[d];
     pthread_mutex_lock(&l->lock);   /* the list may grow in another thread; what is in use is not dropped */
     for (int i = 0; i < l->region_count; i++)
-        if (l->regions[i].id == id)
-            found = l->regions[i].base + r * l->regions[i].stride;
+        if (l->regions[i].id == id) {
+            stride = l->regions[i].stride;
+            begin = l->regions[i].base + r * stride;
+        }
     pthread_mutex_unlock(&l->lock);
-    return found;
+    return at <= stride && n <= stride - at ? begin + at : NULL;
 }
 
 /* Where this rank finds what `r` has for it: its own input, a region, or `r`'s slot of the last meeting. */
-static const char *source_of(Link *l, const Op *op, Plan *plan, int r, const Descriptor *direct)
+static const char *source_of(Link *l, const Op *op, const Plan *plan, int r, const char *direct)
 {
     int lane = plan->lanes > 1 ? l->rank : 0;
     if (r == l->rank)
-        return op->in + plan->in_at[lane];
-    if (!direct)
-        return slot_of(l, r, l->meetings & 1) + lane * lane_window(l, plan->lanes);
-    uint64_t before = 0;   /* lanes of another rank may be of other lengths than ours */
-    for (int d = 0; d < lane; d++)
-        before += lens_of(l, r, l->meetings & 1)[d];
-    return part_of_region(l, direct->region, r) + direct->offset + before;
+        return (const char *)(op->in + plan->in_at[lane]);
+    return direct ? direct : slot_of(l, r, l->meetings & 1) + lane * lane_window(l, plan->lanes);
 }
 
 /* Take bytes [from, from + most) of every lane that is for this rank. */
-static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most, const Descriptor **direct)
+static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most, const char **direct)
 {
     const char *in[MAX_RANKS];
     for (int r = 0; r < l->ranks; r++) {
@@ -662,12 +671,12 @@ static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most
         if (!source)
             continue;
         in[r] = source_of(l, op, plan, r, direct ? direct[r] : NULL) + (direct || r == l->rank ? from : 0);
-        char *out = op->out + plan->out_at[r] + from;
+        char *out = (char *)(op->out + plan->out_at[r] + from);
         if (!plan->reduces && in[r] != out)
-            memcpy(out, in[r], part(plan->out_len[r], from, most));
+            copy(out, in[r], part(plan->out_len[r], from, most));
     }
     if (plan->reduces && plan->takes == ALL)
-        reduce(op->dtype, op->op, op->out + plan->out_at[l->rank] + from, in, l->ranks, part(plan->out_len[0], from, most));
+        reduce(op->dtype, op->op, (char *)(op->out + plan->out_at[l->rank] + from), in, l->ranks, part(plan->out_len[0], from, most));
 }
 
 static int take_staged(Link *l, const Op *op, Plan *plan, uint64_t longest, int restage, Wait *w)
@@ -699,18 +708,18 @@ static int all_reduce_in_shares(Link *l, const Op *op, Plan *plan, int restage, 
             return why;
         for (int d = 0; t && d < l->ranks; d++)
             if (d != l->rank)
-                memcpy(op->out + plan->in_at[d] + (t - 1) * c, result_of(l, d, (t - 1) & 1), part(plan->in_len[d], (t - 1) * c, c));
+                copy((char *)(op->out + plan->in_at[d] + (t - 1) * c), result_of(l, d, (t - 1) & 1), part(plan->in_len[d], (t - 1) * c, c));
         uint64_t n = part(plan->in_len[l->rank], t * c, c);
         for (int r = 0; r < l->ranks; r++)
             in[r] = source_of(l, op, plan, r, NULL) + (r == l->rank ? t * c : 0);
         reduce(op->dtype, op->op, result_of(l, l->rank, t & 1), in, l->ranks, n);
-        memcpy(op->out + plan->in_at[l->rank] + t * c, result_of(l, l->rank, t & 1), n);
+        copy((char *)(op->out + plan->in_at[l->rank] + t * c), result_of(l, l->rank, t & 1), n);
     }
     return FINE;
 }
 
 /* All inputs lie in shared regions: add up this rank's share where it lies, and write it to all. */
-static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const Descriptor **direct)
+static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const char **direct)
 {
     uint64_t share = share_of(l, op->nbytes), n = part(op->nbytes, l->rank * share, share);
     const char *in[MAX_RANKS];
@@ -730,6 +739,21 @@ static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const Descrip
     }
 }
 
+/* All inputs are read where they lie. */
+static int run_direct(Link *l, const Op *op, Plan *plan, Wait *w)
+{
+    const char *direct[MAX_RANKS] = {NULL};
+    for (int r = 0; r < l->ranks; r++)
+        if (r != l->rank && publishes(op->kind, op->root, r)
+            && !(direct[r] = direct_source(l, plan, &rank_of(l, r)->said[l->meetings & 1], r)))
+            return break_group(l, r, DAMAGED);
+    if (op->kind == ALL_REDUCE)
+        all_reduce_in_place(l, op, plan, direct);
+    else
+        take(l, op, plan, 0, UINT64_MAX, direct);
+    return rendezvous(l, w);   /* only now may an input change */
+}
+
 static int run(Link *l, const Op *op, Wait *w)
 {
     Plan plan;
@@ -741,27 +765,22 @@ static int run(Link *l, const Op *op, Wait *w)
         stage(l, op, &plan, 0);
     if ((why = rendezvous(l, w)) || (why = compare_calls(l, &plan)) || op->kind == BARRIER)
         return why;
-    const Descriptor *said[MAX_RANKS];
     uint64_t longest = 0, used = 0, known = ~0ull;
     int regions = 0, sources = 0;
     for (int r = 0; r < l->ranks; r++) {
-        said[r] = &rank_of(l, r)->said[l->meetings & 1];
-        longest = said[r]->longest > longest ? said[r]->longest : longest;
-        known &= said[r]->known;
+        const Descriptor *said = &rank_of(l, r)->said[l->meetings & 1];
+        longest = said->longest > longest ? said->longest : longest;
+        known &= said->known;
         if (publishes(op->kind, op->root, r)) {
             sources++;
-            regions += said[r]->region != 0;
-            used |= 1ull << said[r]->region;
+            regions += said->region != 0;
+            used |= 1ull << (said->region & 63);
         }
     }
     if (regions < sources || used & ~known)   /* someone's input is private, or someone has given that memory back */
         return plan.in_shares ? all_reduce_in_shares(l, op, &plan, regions > 0, w)
                               : take_staged(l, op, &plan, longest, regions > 0, w);
-    if (op->kind == ALL_REDUCE)
-        all_reduce_in_place(l, op, &plan, said);
-    else
-        take(l, op, &plan, 0, UINT64_MAX, said);
-    return rendezvous(l, w);   /* only now may an input change */
+    return run_direct(l, op, &plan, w);
 }
 
 /* ------------------------------------------------------------------ collectives one after the other */
@@ -829,9 +848,20 @@ static void *work(void *self)
     return NULL;
 }
 
-/* Its ticket, or 0 when no thread can be started. */
-static uint64_t enqueue(Link *l, Op *op)
+static void *copied(const void *from, size_t n)
 {
+    void *to = malloc(n);
+    return to ? memcpy(to, from, n) : NULL;
+}
+
+/* Its ticket, or 0 when there is no thread or no memory for it. Owns its table. */
+static uint64_t enqueue(Link *l, const Op *asked)
+{
+    Op *op = copied(asked, sizeof *asked);
+    if (!op) {
+        free(asked->table);
+        return 0;
+    }
     pthread_mutex_lock(&l->lock);
     uint64_t ticket = op->ticket = ++l->issued;
     if (!l->has_worker && !l->closing)
@@ -894,23 +924,25 @@ static int await(Link *l, uint64_t ticket, Wait *w)
 static void copy_in(Ring *ring, uint64_t size, uint64_t at, const char *from, uint64_t n)
 {
     uint64_t begin = at & (size - 1), first = n < size - begin ? n : size - begin;
-    memcpy(ring->bytes + begin, from, first);
-    memcpy(ring->bytes, from + first, n - first);
+    copy(ring->bytes + begin, from, first);
+    copy(ring->bytes, from + first, n - first);
 }
 
 static void copy_out(Ring *ring, uint64_t size, uint64_t at, char *to, uint64_t n)
 {
     uint64_t begin = at & (size - 1), first = n < size - begin ? n : size - begin;
-    memcpy(to, ring->bytes + begin, first);
-    memcpy(to + first, ring->bytes, n - first);
+    copy(to, ring->bytes + begin, first);
+    copy(to + first, ring->bytes, n - first);
 }
 
 /* Put as much of it on the ring as there is room for. Returns whether anything moved. */
 static int push(Link *l, Message *m)
 {
     Ring *ring = ring_of(l, l->rank, m->peer);
-    uint64_t size = control(l)->ring_bytes, written = atomic_load_explicit(&ring->written, memory_order_relaxed);
-    uint64_t room = size - (written - atomic_load_explicit(&ring->read, memory_order_acquire)), begin = written;
+    uint64_t size = ring_size(l->ranks), written = atomic_load_explicit(&ring->written, memory_order_relaxed), begin = written;
+    uint64_t there = written - atomic_load_explicit(&ring->read, memory_order_acquire), room = size - there;
+    if (there > size)
+        return !break_group(l, m->peer, DAMAGED);
     if (!m->started && room >= sizeof(Envelope)) {
         Envelope head = {m->tag, m->nbytes};
         copy_in(ring, size, written, (char *)&head, sizeof head);
@@ -962,7 +994,7 @@ static void hand_out(Link *l, Early **at)
     Message *m = receiver(l, e->peer, e->head.tag, &others);
     if (!m || !e->whole || accept_message(l, e->peer, &e->head, m))
         return;
-    memcpy(m->at, e->bytes, m->nbytes);
+    copy(m->at, e->bytes, m->nbytes);
     m->done = 1;
     *at = e->next;
     free(e);
@@ -992,6 +1024,8 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
         return 0;
     if (in->message && accept_message(l, peer, &in->head, in->message))
         return 0;
+    if (!in->message && in->head.nbytes > PTRDIFF_MAX - sizeof(Early))
+        return !break_group(l, peer, DAMAGED);
     if (!in->message) {
         Early **end = &l->early;
         while (*end)
@@ -1011,8 +1045,10 @@ static int pull(Link *l, int peer)
 {
     Ring *ring = ring_of(l, peer, l->rank);
     Incoming *in = &l->incoming[peer];
-    uint64_t size = control(l)->ring_bytes, read = atomic_load_explicit(&ring->read, memory_order_relaxed), begin = read;
+    uint64_t size = ring_size(l->ranks), read = atomic_load_explicit(&ring->read, memory_order_relaxed), begin = read;
     uint64_t written = atomic_load_explicit(&ring->written, memory_order_acquire);
+    if (written - read > size)
+        return !break_group(l, peer, DAMAGED);
     while (in->busy || open_envelope(l, peer, ring, size, &read, written - read)) {
         uint64_t n = part(in->head.nbytes, in->moved, written - read);
         copy_out(ring, size, read, (in->message ? in->message->at : in->early->bytes) + in->moved, n);
@@ -1032,13 +1068,13 @@ static int pull(Link *l, int peer)
     return read != begin;
 }
 
-/* Move every message as far as it goes; none of a broken group: its memory may be gone. Called with `post` held. Returns
+/* Move every message as far as it goes; none of a broken group, or of one that is left: its memory may be gone. Called with `post` held. Returns
  * whether anything moved. */
 static int move_messages(Link *l)
 {
     int moved = 0, ended = 0;
     char blocked[MAX_RANKS] = {0};
-    if (why_broken(l))
+    if (why_broken(l) || l->closing)
         return 0;
     for (Message *m = l->messages; m; m = m->next) {
         if (!m->sending || m->done || blocked[m->peer])
@@ -1111,6 +1147,7 @@ static int listen_for_bell(Link *l, Message *m, Wait *w)
     Rank *me = rank_of(l, l->rank);
     int why = FINE;
     atomic_fetch_add(&me->listeners, 1);
+    atomic_thread_fence(memory_order_seq_cst);   /* the twin of ring_bell's: one of both sees what the other has stored */
     uint32_t heard = atomic_load(&me->bell);
     if (!move_once(l) && !(m && m->done)) {
         double left = w->deadline - now();
@@ -1196,11 +1233,20 @@ static void withdraw(Link *l, Message *m)
 #define USABLE(l) \
     if (is_forked(l)) return PyLong_FromLong(FORKED)
 
-static Op read_op(PyObject *const *args)
+static int is_in(int64_t number, int64_t from, int64_t to, const char *what)
 {
-    Op op = {.kind = (int)NUMBER(0), .dtype = (int)NUMBER(1), .op = (int)NUMBER(2), .root = (int)NUMBER(3),
-             .in = ADDRESS(4), .out = ADDRESS(5), .timeout = SECONDS(7)};
-    return op;
+    if ((number < from || number > to) && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "%s is %lld, expected %lld to %lld", what, (long long)number, (long long)from, (long long)to);
+    return !PyErr_Occurred();
+}
+
+/* What a call says, all but its lengths; returns 0 with an exception set. */
+static int read_op(Link *l, Op *op, PyObject *const *args)
+{
+    *op = (Op){.kind = (int)NUMBER(0), .dtype = (int)NUMBER(1), .op = (int)NUMBER(2), .root = (int)NUMBER(3),
+               .in = (uintptr_t)ADDRESS(4), .out = (uintptr_t)ADDRESS(5), .timeout = SECONDS(7)};
+    return is_in(op->kind, ALL_REDUCE, BARRIER, "kind") && is_in(op->dtype, F32, U64, "number type") && is_in(op->op, SUM, BXOR, "operation")
+        && is_in(op->root, 0, l->ranks - 1, "root");
 }
 
 /* Lengths: one number, or four rows of p as bytes (where and how long, in and out). */
@@ -1218,8 +1264,17 @@ static int read_lengths(Link *l, Op *op, PyObject *lengths)
         PyErr_Format(PyExc_ValueError, "a table of %zd bytes, expected four rows of %d numbers", size, l->ranks);
         return 0;
     }
-    op->table = memcpy(malloc(size), rows, size);
-    return 1;
+    if (!(op->table = copied(rows, size)))
+        PyErr_NoMemory();
+    return op->table != NULL;
+}
+
+/* What a call returns: why it failed, or 0; unless a signal's handler has raised. */
+static PyObject *answer(int why) { return PyErr_Occurred() ? NULL : PyLong_FromLong(why); }
+
+static PyObject *no_thread(void)
+{
+    return PyErr_Format(PyExc_RuntimeError, "no thread could be started for collectives in the background");
 }
 
 /* run(kind, dtype, op, root, in, out, lengths, timeout) -> why */
@@ -1227,23 +1282,24 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(8);
     USABLE(l);
-    Op op = read_op(args);
-    if (!read_lengths(l, &op, args[6]) || PyErr_Occurred())
+    Op op;
+    if (!read_op(l, &op, args) || !read_lengths(l, &op, args[6]))
         return NULL;
     PyThreadState *state = PyEval_SaveThread();
     Wait w = {&state, now() + op.timeout, l->spin_us, 0};
-    int why;
+    int why = FINE, accepted = 1;
     if (begin_at_once(l)) {
         why = run(l, &op, &w);
         end_turn(l);
         free(op.table);
     } else {
-        Op *later = memcpy(malloc(sizeof op), &op, sizeof op);
+        uint64_t ticket = enqueue(l, &op);
         w.deadline = INFINITY;   /* its own time begins when its turn comes */
-        why = await(l, enqueue(l, later), &w);
+        if ((accepted = ticket != 0))
+            why = await(l, ticket, &w);
     }
     PyEval_RestoreThread(state);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+    return accepted ? answer(why) : no_thread();
 }
 
 /* submit(kind, dtype, op, root, in, out, lengths, timeout) -> ticket; 0 in a forked child */
@@ -1252,16 +1308,11 @@ static PyObject *link_submit(Link *l, PyObject *const *args, Py_ssize_t n)
     CHECKED(8);
     if (is_forked(l))
         return PyLong_FromLong(0);
-    Op *op = malloc(sizeof *op);
-    *op = read_op(args);
-    if (!read_lengths(l, op, args[6]) || PyErr_Occurred()) {
-        free(op);
+    Op op;
+    if (!read_op(l, &op, args) || !read_lengths(l, &op, args[6]))
         return NULL;
-    }
-    uint64_t ticket = enqueue(l, op);
-    if (!ticket)
-        return PyErr_Format(PyExc_RuntimeError, "no thread could be started for collectives in the background");
-    return PyLong_FromUnsignedLongLong(ticket);
+    uint64_t ticket = enqueue(l, &op);
+    return ticket ? PyLong_FromUnsignedLongLong(ticket) : no_thread();
 }
 
 /* await(ticket, seconds) -> why */
@@ -1277,10 +1328,13 @@ static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
     Wait w = {&state, now() + seconds, l->spin_us, 1};
     int why = await(l, ticket, &w);
     PyEval_RestoreThread(state);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+    return answer(why);
 }
 
 static PyObject *link_finished(Link *l, PyObject *Py_UNUSED(none)) { return PyLong_FromUnsignedLongLong(atomic_load(&l->finished)); }
+
+/* A message's other end: one of the ranks, or for a receive -1. */
+static int is_peer(Link *l, const Message *m) { return is_in(m->peer, m->sending ? 0 : -1, l->ranks - 1, "the other end of a message"); }
 
 /* message(sending, address, nbytes, peer, tag, timeout) -> (why, from) */
 static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
@@ -1290,7 +1344,7 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyLong_FromLong(-FORKED);
     Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     double timeout = SECONDS(5);
-    if (PyErr_Occurred())
+    if (!is_peer(l, &m))
         return NULL;
     PyThreadState *state = PyEval_SaveThread();
     Wait w = {&state, now() + timeout, l->spin_us, 0};
@@ -1301,7 +1355,7 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
     if (why)
         withdraw(l, &m);
     PyEval_RestoreThread(state);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m.peer);
+    return answer(why ? -why : m.peer);
 }
 
 /* exchange(address, nbytes, to, address, nbytes, from, tag, timeout) -> why: send one, receive another, in any order */
@@ -1312,7 +1366,7 @@ static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
     Message out = {.sending = 1, .at = ADDRESS(0), .nbytes = (uint64_t)NUMBER(1), .peer = (int)NUMBER(2), .tag = NUMBER(6)};
     Message in = {.at = ADDRESS(3), .nbytes = (uint64_t)NUMBER(4), .peer = (int)NUMBER(5), .tag = NUMBER(6)};
     double timeout = SECONDS(7);
-    if (PyErr_Occurred())
+    if (!is_peer(l, &out) || !is_peer(l, &in))
         return NULL;
     PyThreadState *state = PyEval_SaveThread();
     Wait w = {&state, now() + timeout, l->spin_us, 0};
@@ -1327,7 +1381,7 @@ static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
         withdraw(l, &out);
     }
     PyEval_RestoreThread(state);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(why);
+    return answer(why);
 }
 
 /* post(sending, address, nbytes, peer, tag) -> handle; 0 in a forked child */
@@ -1335,11 +1389,13 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(5);
     Message asked = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
-    if (PyErr_Occurred())
+    if (!is_peer(l, &asked))
         return NULL;
     if (is_forked(l))
         return PyLong_FromLong(0);
-    Message *m = memcpy(malloc(sizeof asked), &asked, sizeof asked);
+    Message *m = copied(&asked, sizeof asked);
+    if (!m)
+        return PyErr_NoMemory();
     pthread_mutex_lock(&l->post);
     add_message(l, m);
     move_messages(l);   /* a small one leaves here and now */
@@ -1368,7 +1424,7 @@ static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
     Wait w = {&state, now() + seconds, l->spin_us, 1};
     int why = deliver(l, m, &w);
     PyEval_RestoreThread(state);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(why ? -why : m->peer);
+    return answer(why ? -why : m->peer);
 }
 
 static PyObject *link_settled(Link *l, PyObject *handle)
@@ -1396,11 +1452,16 @@ static PyObject *link_add_region(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(3);
     Region region = {(uint32_t)NUMBER(0), ADDRESS(1), (uint64_t)NUMBER(2)};
+    if (!is_in(region.id, 1, 63, "the number of a region"))
+        return NULL;
     pthread_mutex_lock(&l->lock);
-    l->regions = realloc(l->regions, (l->region_count + 1) * sizeof region);
-    l->regions[l->region_count++] = region;
+    Region *grown = realloc(l->regions, (l->region_count + 1) * sizeof region);
+    if (grown) {
+        l->regions = grown;
+        l->regions[l->region_count++] = region;
+    }
     pthread_mutex_unlock(&l->lock);
-    Py_RETURN_NONE;
+    return grown ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 /* drop_region(id) -> whether it is forgotten; not while a collective may be reading it. */
@@ -1488,16 +1549,20 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "KiiiiK", &base, &rank, &ranks, &spin_us, &yields, &window))
         return NULL;
-    if (ranks < 1 || ranks > MAX_RANKS)
-        return PyErr_Format(PyExc_ValueError, "%d ranks on one host, expected 1 to %d", ranks, MAX_RANKS);
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Link *l = (Link *)allocate(type, 0);
-    if (!l)
+    if (!is_in(ranks, 1, MAX_RANKS, "the number of ranks on one host") || !is_in(rank, 0, ranks - 1, "rank")
+        || !is_in((int64_t)window, LINE * ranks, SLOT, "window"))
         return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Incoming *incoming = calloc(ranks, sizeof *incoming);
+    Link *l = incoming ? (Link *)allocate(type, 0) : NULL;
+    if (!l) {
+        free(incoming);
+        return PyErr_NoMemory();
+    }
     l->base = (char *)(uintptr_t)base;
     l->rank = rank, l->ranks = ranks, l->spin_us = spin_us, l->yields = yields, l->window = window;
     l->generation = atomic_load(&forks);
-    l->incoming = calloc(ranks, sizeof(Incoming));
+    l->incoming = incoming;
     pthread_mutex_init(&l->lock, NULL);
     pthread_mutex_init(&l->post, NULL);
     pthread_condattr_t monotonic;
@@ -1509,8 +1574,6 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Rank *me = rank_of(l, rank);
     process_state(getpid(), &me->started);
     atomic_store(&me->pid, getpid());   /* last: whoever sees it compares the other */
-    control(l)->ranks = ranks;
-    control(l)->ring_bytes = ring_size(ranks);
     return (PyObject *)l;
 }
 
@@ -1523,6 +1586,11 @@ static void link_dealloc(Link *l)
         free(l->early);
         l->early = next;
     }
+    while (l->messages) {   /* dropped, and never carried to their end */
+        Message *next = l->messages->next;
+        free(l->messages);
+        l->messages = next;
+    }
     free(l->incoming);
     free(l->regions);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(l);
@@ -1531,8 +1599,9 @@ static void link_dealloc(Link *l)
 
 static PyObject *shared_segment_size(PyObject *module, PyObject *ranks)
 {
+    long p = PyLong_AsLong(ranks);
     (void)module;
-    return PyLong_FromUnsignedLongLong(segment_size((int)PyLong_AsLong(ranks)));
+    return is_in(p, 1, MAX_RANKS, "the number of ranks on one host") ? PyLong_FromUnsignedLongLong(segment_size((int)p)) : NULL;
 }
 
 #define METHOD(name, call, doc) {name, (PyCFunction)(void (*)(void))call, METH_FASTCALL, doc}

@@ -8,6 +8,7 @@ mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
 import contextlib
 import ctypes
 import datetime
+import fcntl
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankLost
 
 PAGE = mmap.PAGESIZE
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # a rank that cut it short would kill all who touch it
 
 
 @cache
@@ -84,8 +86,13 @@ def create_memory(nbytes: int) -> int:
     free = available_memory()
     if nbytes > free:
         raise MemoryError(f"{nbytes:,} bytes of shared memory were asked for, {free:,} are free on this host")
-    descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, nbytes)
+    descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
