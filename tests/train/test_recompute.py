@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from gradients import expect_equal, gradients
+from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import repeated_blocks
@@ -433,6 +434,7 @@ def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     assert list(blocks_of(model)) == list(repeated_blocks(model)) == [f"blocks.{i}" for i in range(4)]
     assert blocks_of(model)["blocks.2"] is model.blocks[2]
     assert list(blocks_of(model, (type(model.blocks[0].mlp),))) == [f"blocks.{i}.mlp" for i in range(4)]
+    assert list(blocks_of(GPT(replace(CONFIG, layers=1)))) == ["blocks.0"], "alone in its list"
     nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
     assert list(blocks_of(nested, (nn.Sequential, nn.Linear))) == ["0", "1"], "the outermost"
     with pytest.raises(rl.ConfigError, match="Linear has no blocks that stand in a list"):
@@ -440,6 +442,16 @@ def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     with pytest.raises(rl.ConfigError, match="GPT has no Conv1d"):
         recompute(model, "full", blocks=(nn.Conv1d,))
     assert str(recompute(nn.Linear(2, 2), "none")) == "nothing is computed again"
+
+
+def test_tokens_of_experts_count_once_where_blocks_are_measured():
+    """The router's bias moves by these counts."""
+    def counted(policy):
+        model, _, _ = prepared(policy, config=replace(CONFIG, moe=MoEConfig(experts=4, top_k=2, ffn=8, capacity=0.8)))
+        language_model_loss(model, tokens())[0].backward()
+        return [(block.mlp.routed.tolist(), block.mlp.dropped.item()) for block in model.blocks]
+
+    assert counted("10 MiB") == counted("none")
 
 
 class Peak(Trace):

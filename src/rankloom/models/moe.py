@@ -13,7 +13,8 @@ source: Shazeer et al. 2017; Fedus et al. 2021 (capacity, balance loss); Zoph et
 Shapes: B rows, T tokens, W width, E experts, k chosen per token, F inner width of an expert.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import NamedTuple
 
@@ -223,6 +224,16 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
     used = torch.zeros(row.shape[0], experts, dtype=scores.dtype, device=scores.device)
     used.scatter_add_(1, asked, torch.ones_like(asked, dtype=scores.dtype))
     return (used * (experts / asked.shape[1]) * scores.sum(1)).sum()
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """Whatever runs in here is a trial: layers of experts inside `module` have then counted what they had before, and have their losses."""
+    layers = [each for each in module.modules() if isinstance(each, MoE)]
+    before = [(layer.extra, layer.routed, layer.dropped) for layer in layers]
+    yield
+    for layer, counted in zip(layers, before):
+        layer.extra, layer.routed, layer.dropped = counted
 
 
 def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:

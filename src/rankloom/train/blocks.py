@@ -4,7 +4,7 @@ Recompute, activation offload and compile act on the same blocks, and put a `Wra
 hooks on the block, such as those that gather and free its parameters, stay outside of it: they run once, and are not compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import nn
@@ -40,12 +40,13 @@ class Wrapped:
 
 
 def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
-    """Name -> block, in the model's order: the outermost modules of `classes`, or with none the repeated blocks.
+    """Name -> block, in the model's order: the outermost modules of `classes`, or with none the repeated blocks; where nothing is
+    repeated, the only one.
 
     raises: ConfigError when the model has none
     """
     if not classes:
-        found = {name: model.get_submodule(name) for name in repeated_blocks(model)}
+        found = {name: model.get_submodule(name) for name in tuple(repeated_blocks(model)) or _only_blocks(model)}
     else:
         named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes)}
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
@@ -53,3 +54,14 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
         sought = " or ".join(kind.__name__ for kind in classes) or "blocks that stand in a list beside others of their class"
         raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks, for example blocks=(Block,)")
     return found
+
+
+def _only_blocks(model: nn.Module) -> Iterator[str]:
+    """Names of the outermost modules that are alone in their list, as the block of a model of one layer is."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        alone = isinstance(module, nn.ModuleList) and len(module) == 1 and next(module[0].children(), None) is not None
+        if alone and not f"{name}.".startswith(inside):
+            block = f"{name}.0" if name else "0"
+            inside += (f"{block}.",)
+            yield block

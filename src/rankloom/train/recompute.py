@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.units import parse_size
+from rankloom.models.moe import uncounted
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Plan, fit
 from rankloom.train.dropout import KeyedDropout
@@ -220,13 +221,14 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Runs the block once with each choice, and leaves no trace of that."""
     kept, work, dear = {}, 0, 0
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
-    for choice in CHOICES:
-        with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
-            out = forward.run(forward.plain, choice, Replay(forward.block), args, kwargs)
-        kept[choice] = trace.kept(out)
-        del out
-        if choice == NONE:
-            work, dear = trace.work, trace.dear
+    with uncounted(forward.block):
+        for choice in CHOICES:
+            with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
+                out = forward.run(forward.plain, choice, Replay(forward.block), args, kwargs)
+            kept[choice] = trace.kept(out)
+            del out
+            if choice == NONE:
+                work, dear = trace.work, trace.dear
     return BlockCost("", kept, {NONE: 0, SELECTIVE: work - dear, FULL: work}, work)
 
 
