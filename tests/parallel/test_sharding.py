@@ -174,6 +174,29 @@ def slope(model, x):
     return y.square().sum() + slopes.sum(), y.numel()
 
 
+class InPlace(nn.Module):
+    """Blocks that return views, which a linear layer does of [rows, tokens, width]; who called them changes these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).add_(x.tanh())
+        return x
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_what_a_block_returns_may_be_changed_in_place(backend):
+    def body(world, stage):
+        engine = rl.prepare(drawn(InPlace()), loss=squares, optimizer=adamw, world=world, stage=stage)
+        return [engine.step(ROWS.view(4, 3, WIDTH).tensor_split(world.size)[world.rank]).loss for _ in range(3)]
+
+    (expected,) = rl.simulate(1, lambda world: body(world, 0))
+    assert rl.simulate(2, lambda world: body(world, 3), backend=backend) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 def test_a_loss_may_take_gradients_of_its_own(options):
     expect_as_plain(lambda: drawn(Line()), slope, [ROWS, ROWS * 2], ranks=(1, 2), stages=(0, 1, 2, 3), **options)
@@ -335,9 +358,9 @@ def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empt
 NORM_FULL = rl.Precision("bf16, last full", torch.bfloat16, master=torch.float32, full=("last",), output=torch.float32)
 
 
-def train_for_bits(world, stage, precision, **options):
+def train_for_bits(world, stage, precision, *, model=None, **options):
     """Three steps, deterministic, of all ranks on one batch."""
-    engine = rl.prepare(drawn(Line(), torch.float32), loss=squares, optimizer=adamw, world=world, stage=stage, precision=precision,
+    engine = rl.prepare(drawn(model or Line(), torch.float32), loss=squares, optimizer=adamw, world=world, stage=stage, precision=precision,
                         deterministic=4, **options)
     rows = ROWS[:8].float().tensor_split(world.size)[world.rank]
     losses = [engine.step(rows * k).loss for k in (1, 2, 3)]
@@ -352,6 +375,26 @@ def test_sixteen_bits_at_every_stage_are_those_of_one_whole_process(precision):
             for mine, state in rl.simulate(p, lambda world, stage=stage: train_for_bits(world, stage, precision), backend=backend):
                 assert mine == losses
                 assert all(torch.equal(state[name], value) for name, value in expected.items()), (stage, p)
+
+
+class Transposed(nn.Module):
+    """Its matrix lies in memory column by column, as that of a convolution in channels_last does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.out = nn.Parameter(torch.zeros(9, WIDTH).t()), nn.Linear(9, WIDTH)
+
+    def forward(self, x):
+        return self.out(torch.tanh(x @ self.matrix))
+
+
+def test_bits_do_not_depend_on_how_a_parameter_lay_in_memory():
+    """The first leaf of a rank at stage 0 comes before the flat buffers: kernels added in another order for it."""
+    found = [result for stage in (0, 1, 2, 3) for p in (1, 2, 4) for result in rl.simulate(
+        p, lambda world, stage=stage: train_for_bits(world, stage, "fp32", model=Transposed()))]
+    for losses, state in found:
+        assert losses == found[0][0]
+        assert all(torch.equal(state[name], value) for name, value in found[0][1].items())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

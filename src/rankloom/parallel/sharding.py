@@ -271,6 +271,8 @@ class Sharding:
         if tensors:
             section.calls += 1
             section.forwards += 1
+            # A view that is changed in place later gets another history, from its base on, and its own hook is never called.
+            tensors += [tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad]
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
         if self.gathering.let_go and section is not self.sections[0]:
             section.release(self.gathering.near if tensors else None)

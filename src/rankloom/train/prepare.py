@@ -109,7 +109,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check_sums(world, settings, all_reduce, compress)
     expect_kind(context)
     if settings.leaves:
-        _compute_alike(world)
+        _compute_alike(model, world)
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     dropout = DropoutKey(seed)
@@ -197,8 +197,10 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
     return to_float8(model, replace(precision.float8, keep=precision.float8.keep + kept), world.group("pipe", "tensor"))
 
 
-def _compute_alike(world: World) -> None:
+def _compute_alike(model: nn.Module, world: World) -> None:
     torch.set_num_threads(1)   # how a kernel splits its sums depends on its threads
+    for param in model.parameters():   # and on strides: those of a flat buffer, into which each stage puts parameters at another time
+        param.data = param.data.contiguous()
     if world.device.type == "cuda":
         fix_cublas_workspace()
         torch.use_deterministic_algorithms(True)
