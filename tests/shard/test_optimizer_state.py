@@ -1,5 +1,7 @@
 """State over pieces: whole it is that of one process, and any number of ranks goes on from it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -257,3 +259,15 @@ def test_a_counter_of_a_parameter_without_dims_stays_without_dims():
         load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, gathered_alone(build), rank=0)
         held = mine.optimizer.state[mine.owners["scale"]]
         assert held["exp_avg"].shape == mine.owners["scale"].shape == (1,) and held["step"].shape == ()
+
+
+def test_state_that_is_there_from_the_start_is_gathered_of_one_element_too():
+    def body(world):
+        build = partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+        model = nn.Linear(1, 1)
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), optimizer=build, world=world, stage=1)
+        return {name: held["sum"].tolist() for name, held in engine.full_state_dict()["optimizer"]["state"].items()}
+
+    assert rl.simulate(2, body) == [{"weight": [[0.5]], "bias": [0.5]}] * 2

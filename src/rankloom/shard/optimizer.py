@@ -198,6 +198,6 @@ def cut_state(value: Any, piece: Piece, owner: nn.Parameter, *, is_counter: bool
     """A copy of one value of the state of a whole parameter, as the owner of `piece` has it."""
     if not isinstance(value, Tensor):
         return value
-    if (is_counter and value.dim() == 0) or value.shape != piece.shape:
-        return value.detach().clone()
-    return piece.cut(value.detach()).view(owner.shape).clone()
+    value = value.detach()
+    part = value if (is_counter and value.dim() == 0) or value.shape != piece.shape else piece.cut(value).view(owner.shape)
+    return part.clone(memory_format=torch.contiguous_format)   # what was made like a stand-in of one element has its stride of 0
