@@ -108,6 +108,26 @@ def test_running_statistics_and_their_weights_stay_in_32_bits():
         assert dtypes["1.running_var"] == dtypes["1.weight"] == torch.float32
 
 
+@pytest.mark.parametrize("came_in", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_who_computes_in_full_does_whatever_format_the_model_came_in(stage, came_in):
+    form = Precision("mine", torch.bfloat16, master=torch.float32, output=torch.float32, full=("1", "2"))
+
+    def body(world):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)).to(came_in)
+        for param in model.parameters():
+            nn.init.constant_(param, 0.5)
+        model[2].requires_grad_(False)
+        engine = rl.prepare(model, loss=lambda m, x: (m(x).square().sum(), len(x)), optimizer=adamw, world=world, stage=stage,
+                            precision=form)
+        assert engine.step(torch.ones(2, 3)).grad_norm > 0
+        state = engine.full_state_dict()
+        return ({name for name, value in state["model"].items() if value.dtype != torch.float32},
+                {value.dtype for held in state["optimizer"]["state"].values() for value in held.values()})
+
+    assert rl.simulate(2, body) == [(set(), {torch.float32})] * 2
+
+
 def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():
     seen = {}
 

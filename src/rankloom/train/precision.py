@@ -146,12 +146,12 @@ class MasterWeights:
         if precision.master is None:
             cast_floats(model, precision.compute)
             return
-        full = full_parameters(model, precision)
-        self.owners = {name: param if id(param) in full else nn.Parameter(param.detach().to(precision.master, copy=True))
-                       for name, param in self.params.items()}
-        for param in model.parameters():
-            if param.is_floating_point() and id(param) not in full:   # running statistics want full weights beside them
-                param.data = param.data.to(precision.compute)
+        formats, named = formats_of(model, precision), dict(model.named_parameters())
+        wanted = {name: formats(name, param) for name, param in named.items()}
+        self.owners = {name: param if wanted[name].compute == wanted[name].master else
+                       nn.Parameter(param.detach().to(wanted[name].master, copy=True)) for name, param in self.params.items()}
+        for name, param in named.items():   # those that are full too: their model may have come in 16 bits
+            param.data = param.data.to(wanted[name].compute)
 
     @torch.no_grad()
     def publish(self) -> None:
