@@ -784,6 +784,28 @@ def test_units_that_are_no_policy_are_an_error(units):
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
 
 
+class Keeps(nn.Module):
+    """What is read, and never called: a list of parameters, and the output layer of torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.scales = nn.MultiheadAttention(WIDTH, 1), nn.ParameterList(nn.Parameter(torch.zeros(WIDTH)) for _ in range(2))
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0] * self.scales[0] + self.scales[1]
+
+
+@pytest.mark.parametrize("units", [nn.Linear, WIDTH, lambda name, module: True], ids=["class", "size", "function"])
+def test_what_is_never_called_is_no_unit(units):
+    def loop(model, optimizer, x):
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(model, x[None]).backward()
+            optimizer.step()
+
+    expect_as_plain(loop, lambda: nn.Sequential(Keeps(), nn.Linear(WIDTH, WIDTH)), units=units)
+
+
 @pytest.mark.parametrize("units", [nn.Conv2d, 10**9, lambda name, module: False], ids=["class", "size", "function"])
 def test_units_that_find_nothing_are_an_error_that_names_what_there_is(units):
     with pytest.raises(ConfigError, match=r"finds no module in this model, which has Block, Linear, ModuleList, Net"):

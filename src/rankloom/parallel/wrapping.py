@@ -17,6 +17,8 @@ from rankloom.base.errors import ConfigError
 AUTO = "auto"
 Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool]
 ROOT = ""
+# What others only keep things in; the last is the output layer of torch's attention, which reads its weight.
+NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
@@ -38,6 +40,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
         found = [name for name, module in named.items() if isinstance(module, policy)]
     else:
         found = [name for name, module in named.items() if policy(name, module)]
+    found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # nobody would gather them
     if not found and policy != AUTO:
         kinds = sorted({type(module).__name__ for module in named.values()})
         raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
@@ -90,7 +93,7 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
     def visit(name: str, module: nn.Module) -> int:
         left = sum(param.numel() for param in module.parameters(recurse=False))
         left += sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
-        if left < least or isinstance(module, nn.ModuleList | nn.ModuleDict):   # a list is never called
+        if left < least or isinstance(module, NEVER_CALLED):
             return left
         found.add(name)
         return 0
