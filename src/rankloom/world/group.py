@@ -28,7 +28,8 @@ from rankloom.world.direct import add_in_order, start_dealing, start_gather
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
-from rankloom.world.transport.operands import OPS, SUM
+from rankloom.world.transport.codes import SUM
+from rankloom.world.transport.operands import OPS
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import Router
 

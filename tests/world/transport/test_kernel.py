@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.errors import ConfigError
-from rankloom.world.transport import channel, fallback, fallback_peers, operands
-from rankloom.world.transport.fallback import (
+from rankloom.world.transport import codes, fallback, fallback_peers, operands
+from rankloom.world.transport.codes import (
+    ABORTED,
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -26,14 +27,22 @@ from rankloom.world.transport.fallback import (
     BOR,
     BROADCAST,
     BXOR,
+    FINE,
+    FORKED,
     GATHER,
+    INTERRUPTED,
+    LEFT,
+    LOST,
     MAX,
     MIN,
+    MISMATCHED,
     PRODUCT,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
     SUM,
+    TIMED_OUT,
+    WRONG_LENGTH,
 )
 
 try:
@@ -43,7 +52,6 @@ except ImportError as error:
 else:
     missing = ""
 
-FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
 F32, F64, F16, BF16, I8, U8, I16, U16, I32, U32, I64, U64 = range(12)
 DTYPES = list(operands.NUMBERS)   # torch dtypes by number
 OPS = range(8)
@@ -418,14 +426,11 @@ def test_both_kernels_give_the_same_bits(number, op, p, n, seed):
         assert_same_bits(python, c)
 
 
-def test_number_types_and_reasons_are_those_of_the_channel():
+def test_number_types_and_operations_are_numbered_alike():
     same = [torch.bfloat16 if number == fallback.BF16 else getattr(torch, np.dtype(x).name) for number, x in enumerate(fallback.DTYPES)]
     assert same == DTYPES
-    assert [name.lower() for name in ("ALL_REDUCE", "BARRIER")] == [channel.KINDS[fallback.ALL_REDUCE], channel.KINDS[fallback.BARRIER]]
-    for name in ("LOST", "LEFT", "ABORTED", "TIMED_OUT", "MISMATCHED", "WRONG_LENGTH", "INTERRUPTED", "FORKED"):
-        assert getattr(fallback_peers, name) == getattr(channel, name)
     for op, code in operands.OPS.items():
-        assert getattr(fallback, op.name) == code
+        assert getattr(codes, op.name) == code
 
 
 # ------------------------------------------------------------------ background

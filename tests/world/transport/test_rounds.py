@@ -16,7 +16,7 @@ from conformance.oracle import MOVED, OPS, REDUCED, has_meaning
 from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
 from rankloom.base.errors import CollectiveMismatch, DeviceError, RankLost, ShapeMismatch
-from rankloom.world.transport import arithmetic, device, fallback, rounds
+from rankloom.world.transport import arithmetic, codes, device, fallback, rounds
 from rankloom.world.transport.device_group import DeviceGroup
 from world.transport.twin import Twin
 
@@ -123,7 +123,7 @@ def test_random_programs_give_every_rank_every_bit(ranks, size):
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_pieces_are_combined_to_the_bits_of_the_kernel_in_shared_memory(dtype, pieces, in_place):
-    ops = range(5) if dtype.is_floating_point else [op for op in range(8) if op != fallback.AVG]
+    ops = range(5) if dtype.is_floating_point else [op for op in range(8) if op != codes.AVG]
     for op in ops:
         rng = np.random.default_rng(op)
         numbers = torch.from_numpy(rng.uniform(0.5, 2, (pieces, 33))).to(dtype) if dtype.is_floating_point else torch.from_numpy(

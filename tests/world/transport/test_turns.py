@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rankloom.world.transport.channel import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT
+from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT
 from rankloom.world.transport.turns import Turns
 
 

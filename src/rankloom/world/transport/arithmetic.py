@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankloom.world.transport.fallback import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 
 JOIN: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,

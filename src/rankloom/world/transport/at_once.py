@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rankloom.base.cost import all_reduce_bill
 from rankloom.world.ledger import Ledger
-from rankloom.world.transport.channel import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, Channel
-from rankloom.world.transport.operands import NUMBERS, SUM
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, SUM
+from rankloom.world.transport.operands import NUMBERS
 
 
 class AtOnce:

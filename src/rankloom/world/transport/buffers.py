@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
-from rankloom.world.transport.channel import BARRIER, Channel
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.meet import PAGE, Mapping, available_memory, create_memory, open_memory
 
 NUMBERS = range(1, 64)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from rankloom.world.transport.channel import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from rankloom.world.transport.codes import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.operands import NUMBERS
 

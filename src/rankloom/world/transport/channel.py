@@ -16,17 +16,27 @@ import torch.distributed as dist
 
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost
 from rankloom.world.transport import fallback
+from rankloom.world.transport.codes import (
+    ABORTED,
+    ALL_GATHER,
+    BARRIER,
+    FORKED,
+    INTERRUPTED,
+    KINDS,
+    LEFT,
+    LOST,
+    MISMATCHED,
+    SUM,
+    TIMED_OUT,
+    WRONG_LENGTH,
+)
 from rankloom.world.transport.meet import cores_of, map_together
-from rankloom.world.transport.operands import BYTES, NUMBERS, OPS, SUM
+from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
 
 KERNELS: dict[str, Any] = {}   # the best first
 with contextlib.suppress(ImportError):   # no compiler when this was installed
     KERNELS["C"] = import_module("rankloom.world.transport._shared")
 KERNELS["Python"] = fallback
-
-KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier")
-ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
-FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
 
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import DeviceError, ShapeMismatch
-from rankloom.world.transport.channel import BARRIER, Channel
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import BARRIER
 
 RELEASED = 1 << 62   # a mark that satisfies every queue; comparisons are signed
 NOWHERE = (0, 0)     # regions count from 1

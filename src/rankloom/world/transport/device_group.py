@@ -18,11 +18,11 @@ from torch import Tensor
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
 from rankloom.world.transport.call import read_call
-from rankloom.world.transport.channel import BARRIER, LEFT
+from rankloom.world.transport.codes import ANYONE, BARRIER, LEFT
 from rankloom.world.transport.device import Device, Ending, Flags, Regions, share_memory
 from rankloom.world.transport.operands import Finish
 from rankloom.world.transport.parcels import NOTE, Parcels
-from rankloom.world.transport.process_group import ANYONE, SharedMemoryGroup
+from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.rounds import GRAIN, Rounds
 from rankloom.world.transport.work import PendingMessage, Work, tell
 

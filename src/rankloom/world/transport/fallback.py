@@ -24,13 +24,35 @@ from typing import Any
 
 import numpy as np
 
+from rankloom.world.transport.codes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    AVG,
+    BAND,
+    BARRIER,
+    BOR,
+    BROADCAST,
+    BXOR,
+    FINE,
+    FORKED,
+    GATHER,
+    MAX,
+    MIN,
+    MISMATCHED,
+    PRODUCT,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SUM,
+    TIMED_OUT,
+    WRONG_LENGTH,
+)
 from rankloom.world.transport.fallback_messages import Post
-from rankloom.world.transport.fallback_peers import FINE, FORKED, MISMATCHED, SLOT, TIMED_OUT, WRONG_LENGTH, Peers, memory_at, naps
+from rankloom.world.transport.fallback_peers import SLOT, Peers, memory_at, naps
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
 
-ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(9)
 SAME_LENGTHS = (ALL_REDUCE, REDUCE, BROADCAST)   # in other kinds, what one rank has for another is their own affair
-SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 DTYPES = (np.float32, np.float64, np.float16, np.uint16, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
 BF16 = 3    # numpy does not know it, so its bits are handled as uint16
 LANE = 64   # bytes: where the lanes of a slot begin

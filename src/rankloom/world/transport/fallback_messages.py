@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankloom.world.transport.fallback_peers import LOST, WRONG_LENGTH, Peers, memory_at, naps
+from rankloom.world.transport.codes import ANYONE, LOST, WRONG_LENGTH
+from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
-ANYONE = -1
 ENVELOPE = 16   # bytes: tag and length
 
 

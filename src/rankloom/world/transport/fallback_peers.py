@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from rankloom.base.errors import ConfigError
-
-FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
+from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT
 
 SLOT = 1 << 20        # bytes of one staging slot
 RINGS = 1 << 20       # bytes of all rings of one sender

@@ -18,7 +18,8 @@ from rankloom.world.transport import fallback
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
-from rankloom.world.transport.channel import ABORTED, BARRIER, FINE, FORKED, Channel
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.levels import Levels

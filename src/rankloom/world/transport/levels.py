@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut
-from rankloom.world.transport.channel import (
+from rankloom.world.transport.codes import (
     ABORTED,
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    AVG,
     BARRIER,
     BROADCAST,
     FINE,
@@ -34,11 +35,11 @@ from rankloom.world.transport.channel import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
+    SUM,
     WRONG_LENGTH,
 )
-from rankloom.world.transport.fallback import AVG
 from rankloom.world.transport.lines import Message
-from rankloom.world.transport.operands import BYTES, SUM, lengths_table
+from rankloom.world.transport.operands import BYTES, lengths_table
 from rankloom.world.transport.wire import PART, Wire
 
 WINDOW = 2 << 20   # bytes of one share

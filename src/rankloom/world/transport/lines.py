@@ -16,7 +16,8 @@ from itertools import islice
 
 import numpy as np
 
-ANYONE = -1
+from rankloom.world.transport.codes import ANYONE
+
 AT_ONCE = 8                    # messages that are sent with one call of the system
 HEAD = struct.Struct("<qqq")   # kind, tag, bytes
 

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, NotContiguous, ShapeMismatch
+from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
 
 NUMBERS = {dtype: code for code, dtype in enumerate((
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16,
     torch.int32, torch.uint32, torch.int64, torch.uint64))}
 BYTES = NUMBERS[torch.uint8]
 _Op: Any = dist.ReduceOp.RedOpType
-OPS = {op: code for code, op in enumerate((_Op.SUM, _Op.AVG, _Op.PRODUCT, _Op.MIN, _Op.MAX, _Op.BAND, _Op.BOR, _Op.BXOR))}
-SUM = OPS[_Op.SUM]
+OPS = {_Op.SUM: SUM, _Op.AVG: AVG, _Op.PRODUCT: PRODUCT, _Op.MIN: MIN, _Op.MAX: MAX, _Op.BAND: BAND, _Op.BOR: BOR, _Op.BXOR: BXOR}
 _BITWISE = (_Op.BAND, _Op.BOR, _Op.BXOR)
 _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
 _OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}

@@ -17,10 +17,12 @@ from torch._C import _distributed_c10d as c10d
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
 from rankloom.world.transport.buffers import Buffers
-from rankloom.world.transport.channel import (
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    ANYONE,
     BARRIER,
     BROADCAST,
     FORKED,
@@ -30,16 +32,15 @@ from rankloom.world.transport.channel import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
-    Channel,
+    SUM,
 )
 from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
-from rankloom.world.transport.operands import BYTES, SUM, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of
 from rankloom.world.transport.sparse import all_reduce_sparse
 from rankloom.world.transport.work import DONE, AsBackend, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
 
-ANYONE = -1
 Lengths = int | bytes
 Call = tuple[int, int, int, int, int, int, Lengths]
 """Kind, number type, operation, root, address to read, address to write, lengths."""

@@ -29,7 +29,8 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.arithmetic import combine
 from rankloom.world.transport.call import DTYPES, Call, address_of
-from rankloom.world.transport.channel import (
+from rankloom.world.transport.channel import Channel, table_of_calls
+from rankloom.world.transport.codes import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -39,11 +40,10 @@ from rankloom.world.transport.channel import (
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
-    Channel,
-    table_of_calls,
+    SUM,
 )
 from rankloom.world.transport.device import NOWHERE, Device, Flags, Regions, share_memory
-from rankloom.world.transport.operands import BYTES, SUM
+from rankloom.world.transport.operands import BYTES
 
 HEADER = 256             # bytes before the slots: the flag
 SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer windows mean fewer changes between processes

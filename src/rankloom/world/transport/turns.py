@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from rankloom.world.transport.channel import FINE, INTERRUPTED, LEFT, TIMED_OUT
+from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, TIMED_OUT
 
 Call = TypeVar("Call")
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rankloom.world.transport.channel import FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
-from rankloom.world.transport.lines import ANYONE, Line, Mailbox, Message, Roll, Watch
+from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
+from rankloom.world.transport.lines import Line, Mailbox, Message, Roll, Watch
 
 MESSAGE, PART, NEWS = range(3)                   # kinds: between two ranks, of a collective, and how ranks are
 BROKEN, LEAVING, ASKED, TOLD, BEGUN = range(5)   # tags of news

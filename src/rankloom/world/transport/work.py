@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import CollectiveTimeout
-from rankloom.world.transport.channel import TIMED_OUT, Channel
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import TIMED_OUT
 from rankloom.world.transport.operands import Finish
 
 FOREVER = 1e9    # seconds: the call itself knows its time-out
