@@ -11,16 +11,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import rankloom as rl
 import rankloom.transport  # registers the backend
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
 from conformance.cases import COLLECTIVES, Case, begin, same_bits, values
 from conformance.oracle import OPS, has_meaning
-from conformance.test_torch_classes import on_backend
+from conformance.test_torch_classes import ddp, fsdp, on_backend, train
 from rankloom.base.errors import RankFailed, RankLost
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
@@ -75,7 +72,6 @@ def test_a_compiled_gpt_learns_on_a_gpu(world, precision):
 
 RANKS = [2, 4, 8]
 LIMIT = 300.0   # seconds: kernels are built at their first use, by all ranks at once
-VOCAB, SEQ, STEPS = 256, 32, 5
 
 
 def on_one_gpu(ranks, body):
@@ -174,35 +170,9 @@ def test_ranks_that_share_a_gpu_wait_for_each_other_there_and_nowhere_too_short(
     assert on_one_gpu(ranks, body) == [[]] * ranks
 
 
-def train_gpt(wrap, device, dtype, world):
-    """Five steps of a GPT with torch's own classes on the default group; the losses of this rank."""
-    model = wrap(GPT(preset("1M", vocab_size=VOCAB, seq_len=SEQ, layers=2), seed=0).to(device, dtype), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(world.rank)).to(device)
-    losses = []
-    for _ in range(STEPS):
-        total, count = language_model_loss(model, (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
-        (total / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((total / count).item())
-    return losses
-
-
-def ddp(model, world):
-    return DistributedDataParallel(model, bucket_cap_mb=1)
-
-
-def fsdp(model, world):
-    mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def torch_classes(port, world):
     """Losses with DDP and fully_shard, in two precisions, on our backend on this device and on gloo on the CPU."""
-    return {(wrap.__name__, dtype): [on_backend(port, backend, partial(train_gpt, wrap, device, dtype), world)
+    return {(wrap.__name__, dtype): [on_backend(port, backend, partial(train, wrap, dtype, device=device), world)
                                      for backend, device in (("rankloom", world.device), ("gloo", torch.device("cpu")))]
             for wrap in (ddp, fsdp) for dtype in (torch.float64, torch.float32)}
 

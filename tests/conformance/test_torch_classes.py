@@ -46,6 +46,7 @@ def ddp_in_fp16_on_the_way(model, world):
 
 
 def fsdp(model, world, mesh=None, **options):
+    mesh = mesh or init_device_mesh(next(model.parameters()).device.type, (world.size,))   # torch itself would take a GPU's
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -66,11 +67,11 @@ WRAPPINGS = {
 }
 
 
-def train(wrap, dtype, world):
+def train(wrap, dtype, world, device="cpu"):
     """Five steps of a GPT; the losses of this rank."""
-    model = wrap(GPT(preset("1M", vocab_size=VOCAB, seq_len=SEQ, layers=2), seed=0).to(dtype), world)
+    model = wrap(GPT(preset("1M", vocab_size=VOCAB, seq_len=SEQ, layers=2), seed=0).to(device, dtype), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(world.rank))
+    rows = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(world.rank)).to(device)
     losses = []
     for _ in range(STEPS):
         total, count = language_model_loss(model, (rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
