@@ -3,6 +3,7 @@
 `random_case` draws one with hypothesis; `COLLECTIVES` says of each collective what it is called with, and what it must give.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from conformance import oracle
 from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning
 
 BIG = 3 << 20   # bytes: more than what a backend stages at once
+PERIOD = 50021  # after so many elements values come again: a prime, so that no piece of a tensor can pass for another
 LAYOUTS = ("plain", "guarded", "gaps", "transposed", "shared")   # the last: in memory that all ranks map
 WAITS = ("at once", "wait", "wait with a time-out", "poll", "future")   # the first: the call itself blocks
 SHAPES = ((3,), (), (0,), (1,), (2, 0, 3), (7, 5), (64,), (1000,), (33, 31), (2, 3, 4, 5), (4099,), (9000,))
@@ -217,9 +219,12 @@ for name in ("alltoall_base", "all_to_all_single"):
 
 def values(case: Case, shape: Shape, rank: int, k: int) -> Tensor:
     """What `rank` brings as its k-th tensor. Where nothing is added: any bits at all, NaNs too."""
-    rng, dtype, n = case.draw(rank, k), case.dtype, int(np.prod(shape))
+    rng, dtype, n = case.draw(rank, k), case.dtype, math.prod(shape)
     if n == 0:
         return torch.empty(shape, dtype=dtype)
+    if n > PERIOD:   # to draw them all would take longer than the collective
+        bits = values(case, (PERIOD,), rank, k).view(torch.uint8).repeat(-(-n // PERIOD))
+        return bits[: n * dtype.itemsize].view(dtype).view(shape)
     if dtype == torch.bool:
         return torch.from_numpy(rng.integers(0, 2, n).astype(bool)).view(shape)
     if not COLLECTIVES[case.collective].reduces or dtype in oracle.WHOLE:
@@ -257,13 +262,14 @@ class Held:
         self.x = inside.view(shape[::-1]).permute(tuple(range(len(shape))[::-1])) if layout == "transposed" else inside.view(shape)
         if fill:
             self.x.copy_(like)
-        self._others = torch.ones(self.buffer.numel(), dtype=torch.bool)
-        self._others[guard: guard + n * step: step] = False
+        end, elements = guard + n * step, self.buffer.view(torch.uint8).view(-1, dtype.itemsize)
+        around = [elements[:guard], elements[end:], *(elements[guard + gap: end: step] for gap in range(1, step))]
+        self._others = [others for others in around if len(others)]
 
     def let_go(self) -> tuple[Tensor, bool]:
         """What the tensor holds now, and whether everything around it is as it was. From here on the memory is used for other things."""
         held, bits = self.x.clone(), self.buffer.view(torch.uint8)
-        whole = bool((bits.view(-1, self.buffer.element_size())[self._others] == 1).all())
+        whole = all(bool((others == 1).all()) for others in self._others)
         bits.fill_(255 if self.buffer.dtype != torch.bool else 0)
         return held, whole
 
@@ -280,8 +286,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit, but one NaN is as good as another."""
-    if not b.dtype.is_floating_point or a.numel() != b.numel() or b.numel() == 0:
-        return same_bits(a, b)
+    if same_bits(a, b):
+        return True
+    if not b.dtype.is_floating_point or a.numel() != b.numel():
+        return False
     numbers = [~x.double().isnan().flatten() for x in (a, b)]
     return a.dtype == b.dtype and torch.equal(*numbers) and torch.equal(bits_of(a)[numbers[0]], bits_of(b)[numbers[1]])
 
@@ -289,17 +297,23 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 # ---------------------------------------------------------------- drawing
 
 
+# Made once: hypothesis takes longer to make such a strategy than to draw from it.
+NAMES, SOME_SHAPE, SOME_LAYOUT, SOME_WAIT = map(st.sampled_from, (sorted(COLLECTIVES), SHAPES, LAYOUTS, WAITS))
+SOME_DTYPE = {True: st.sampled_from(REDUCED), False: st.sampled_from(MOVED)}   # by whether the collective reduces
+SOME_OP = {dtype: st.sampled_from([op for op in OPS if has_meaning(op, dtype)]) for dtype in REDUCED}
+ONE_OF_50, SEEDS, YES_OR_NO = st.integers(0, 49), st.integers(0, 2**20), st.booleans()
+
+
 @st.composite
 def random_case(draw: Callable, size: int) -> Case:
     """Any collective with any dtype, operation, shape, layout, way of waiting and group."""
-    name = draw(st.sampled_from(sorted(COLLECTIVES)))
+    name = draw(NAMES)
     reduces = COLLECTIVES[name].reduces
-    dtype = draw(st.sampled_from(REDUCED if reduces else MOVED))
-    op = draw(st.sampled_from([op for op in OPS if has_meaning(op, dtype)])) if reduces else "sum"
-    shape = draw(st.sampled_from(SHAPES))
-    if draw(st.integers(0, 49)) == 49:
+    dtype = draw(SOME_DTYPE[reduces])
+    op = draw(SOME_OP[dtype]) if reduces else "sum"
+    shape = draw(SOME_SHAPE)
+    if draw(ONE_OF_50) == 49:
         shape = (BIG // dtype.itemsize // (1 if COLLECTIVES[name].in_place else size) + 1,)
     return Case(
-        name, dtype, op, shape, layout=draw(st.sampled_from(LAYOUTS)), into=draw(st.sampled_from(LAYOUTS)),
-        how=draw(st.sampled_from(WAITS)), late=draw(st.booleans()), halves=draw(st.booleans()),
-        root=draw(st.integers(0, size - 1)), uneven=bool(shape) and draw(st.booleans()), seed=draw(st.integers(0, 2**20)))
+        name, dtype, op, shape, layout=draw(SOME_LAYOUT), into=draw(SOME_LAYOUT), how=draw(SOME_WAIT), late=draw(YES_OR_NO),
+        halves=draw(YES_OR_NO), root=draw(st.integers(0, size - 1)), uneven=bool(shape) and draw(YES_OR_NO), seed=draw(SEEDS))

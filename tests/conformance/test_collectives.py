@@ -100,14 +100,14 @@ def check(program: list[list[Part]], same: Callable = same_numbers) -> None:
     """Every promised bit is there; what was only read, and what lies around, is as it was."""
     for part in (part for parts in program for part in parts):
         for at, end in enumerate(part.expected):
-            where = f"rank {at} of {len(part.members)}, {part.case}"
+            where = lambda part=part, at=at: f"rank {at} of {len(part.members)}, {part.case}"
             ins, outs = part.ended[at]
             equal = same if COLLECTIVES[part.case.collective].reduces else same_bits
             for k, ((got, _), wanted) in enumerate(zip(outs, end or [])):
-                assert equal(got, wanted), f"{where}: tensor {k} is {got}, expected {wanted}; all brought {part.brought}"
+                assert equal(got, wanted), f"{where()}: tensor {k} is {got}, expected {wanted}; all brought {part.brought}"
             for (held, _), was in zip(ins, part.brought[at]):
-                assert same_bits(held, was), f"{where}: what was only to be read is changed"
-            assert all(whole for _, whole in ins + outs), f"{where}: written beside the tensor"
+                assert same_bits(held, was), f"{where()}: what was only to be read is changed"
+            assert all(whole for _, whole in ins + outs), f"{where()}: written beside the tensor"
 
 
 def run_and_check(ranks: Ranks, cases: list[Case], same: Callable = same_numbers) -> None:
