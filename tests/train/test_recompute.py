@@ -394,6 +394,22 @@ def test_stages_of_a_pipeline_compute_again_under_every_kind_of_schedule(schedul
             torch.testing.assert_close(value, reference[name], rtol=1e-12, atol=1e-12)
 
 
+def test_ranks_that_exchange_tokens_measure_the_same_forwards_whatever_their_rows():
+    """Micro-batches of 2 and 2 rows on one, of 3 and 2 on the other: a shape that is new to one of them only."""
+    def body(world, policy="10 MiB"):
+        model = GPT(replace(CONFIG, dropout=0.0, moe=MoEConfig(experts=4, top_k=2, ffn=8)), dtype=torch.float64)
+        pipe = {"pipe": "gpipe"} if world.size > 1 else {}
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), world=world, accumulate=2,
+                            recompute=policy, **pipe)
+        mine = {0: slice(0, 4), 1: slice(4, 9)}[engine.group.rank] if world.size > 1 else slice(0, 9)
+        report = engine.step([t[mine] for t in tokens(rows=9)])
+        return report.loss, report.grad_norm
+
+    expected = rl.simulate(1, lambda world: body(world, "none"))[0]
+    for found in rl.simulate(rl.Mesh(pipe=2, expert=2), body, timeout=20):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_ranks_of_a_group_decide_alike_and_raise_together_though_their_batches_differ(p):
     def body(world, policy, rows):

@@ -92,7 +92,8 @@ class Recompute:
     def _measure(self, name: str, replay: "Replay", args: Any, kwargs: Any) -> None:
         """Before a forward: note what it would keep and repeat with each choice."""
         forward = self.forwards[name]
-        kind = _kind(forward.block, args, kwargs)
+        # A trial may talk to ranks whose rows are more or fewer: so that all try at the same forwards, their number counts too.
+        kind = sum(name == other for other, *_ in self._waiting), _kind(forward.block, args, kwargs)
         if kind not in self._costs:
             self._costs[kind] = _cost(forward, args, kwargs)
         self._waiting.append((name, ref(replay), self._costs[kind]))
