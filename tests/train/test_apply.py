@@ -9,7 +9,8 @@ from torch import nn
 import rankloom as rl
 from rankloom.shard.optimizer import Optimizers
 from rankloom.train import apply
-from rankloom.train.apply import apply_gradients, global_norm, peak_memory
+from rankloom.train.apply import apply_gradients, global_norm
+from rankloom.train.held import peak_memory
 
 OPTIMIZERS = {
     "sgd": lambda params, **more: torch.optim.SGD(params, lr=0.1, momentum=0.9, **more),

@@ -25,11 +25,9 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import Plan, expect_counts, shard
-from rankloom.shard.norm import norm_of
+from rankloom.shard.norm import CLIP_EPSILON, norm_of
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
-
-CLIP_EPSILON = 1e-6   # as torch.nn.utils.clip_grad_norm_ has it, so that both give the same number
 
 
 class FullySharded(nn.Module):

@@ -7,6 +7,7 @@ On the CPU torch adds a tensor up in few running sums of its own format: of 4e8 
 import torch
 from torch import Tensor
 
+CLIP_EPSILON = 1e-6   # added to a norm that gradients are divided by: as torch.nn.utils.clip_grad_norm_ has it, for the same numbers
 ROW, TOGETHER = 1 << 12, 1 << 5   # elements of a running sum; rows that are converted together
 
 

@@ -5,14 +5,10 @@ for the others the flat buffers are multiplied once. The norm of much is compute
 sums, so each squares its own share of them.
 """
 
-import resource
-import sys
-
 import torch
 from torch import Tensor
 
-from rankloom.parallel.fully_shard import CLIP_EPSILON
-from rankloom.shard.norm import norm_of
+from rankloom.shard.norm import CLIP_EPSILON, norm_of
 from rankloom.shard.optimizer import Optimizers, parts_of
 from rankloom.world.group import Group
 
@@ -74,10 +70,3 @@ def _forget_new_state(optimizer: torch.optim.Optimizer | Optimizers, known: list
     for part, number in zip(parts_of(optimizer), known, strict=True):
         for param in list(part.state)[number:]:
             del part.state[param]
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank has held: of its GPU, or of its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -31,12 +31,12 @@ from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
-from rankloom.train.apply import apply_gradients, peak_memory
+from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
-from rankloom.train.held import Held, held_by
+from rankloom.train.held import Held, held_by, peak_memory
 from rankloom.train.modes import evaluating
 from rankloom.train.placement import Optimizer, Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision

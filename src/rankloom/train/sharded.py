@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
-from rankloom.parallel.fully_shard import norm_of
 from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
+from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizers, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.apply import global_norm

@@ -49,13 +49,15 @@ def while_others_wait(world: World, work: Callable[[], object] | None, *, label:
         raise error
     for rank, said in enumerate(told):
         if said:
-            raise _retold(*said, f"rank {world.rank}: {label}: rank {rank}, which did it, failed")
+            name, text = said
+            raise _retold(name, text, f"rank {world.rank}: {label}: rank {rank}, which did it, failed")
 
 
 def _retold(name: str, text: str, where: str) -> Exception:
     kind = getattr(errors, name, None)
-    ours = isinstance(kind, type) and issubclass(kind, ValueError)
-    return kind(text) if ours else RankLost(f"{where}: {name}: {text}")
+    if isinstance(kind, type) and issubclass(kind, ValueError):
+        return kind(text)
+    return RankLost(f"{where}: {name}: {text}")
 
 
 def _any_alive(world: World, worker: threading.Thread | None, label: str) -> bool:
