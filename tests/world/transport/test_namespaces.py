@@ -3,7 +3,6 @@
 Run by its own tests as a script too: what one rank does.
 """
 
-import contextlib
 import copy
 import json
 import os
@@ -11,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def torchs_ddp() -> float:
 
 
 def until_it_fails() -> dict[str, Any]:
-    """Sum for ever; what ended it, and when."""
+    """Sum for ever, in a world that is built anew; what ended it, and when."""
     world = rl.init(backend="rankloom", timeout=30)
     tell("ready")
     try:
@@ -105,38 +104,36 @@ def two_hosts() -> Any:
     signal.signal(signal.SIGTERM, handler)
 
 
-@contextlib.contextmanager
-def launched(two_hosts: Any, what: Callable) -> Iterator[list[subprocess.Popen]]:
-    """A process for each rank."""
+@pytest.fixture(scope="module")
+def ranks(two_hosts: Any) -> Iterator[list[subprocess.Popen]]:
+    """A process for each rank; the same for all tests, since each takes seconds to start."""
     (names, master), started = two_hosts, []
     try:
         for rank in range(SIZE):
             place = {"RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2,
                      "MASTER_ADDR": master, "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT / "src"}
             # On a leash: a killed test leaves no ranks behind that would keep the namespaces.
-            command = [sys.executable, leash.__file__, str(os.getpid()), "ip", "netns", "exec", names[rank // 2], sys.executable, __file__,
-                       what.__name__]
+            command = [sys.executable, leash.__file__, str(os.getpid()), "ip", "netns", "exec", names[rank // 2], sys.executable, __file__]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()},
                                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        yield list(started)
+        yield started
     finally:
         for process in started:
             process.kill()
             process.communicate()
 
 
-def results(ranks: list[subprocess.Popen]) -> list[Any]:
-    """What each rank found."""
-    ended = [process.communicate(timeout=90) for process in ranks]
-    assert not any(process.returncode for process in ranks), [error for _, error in ended]
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+def next_word(rank: subprocess.Popen) -> Any:
+    """What it tells next."""
+    line = rank.stdout.readline()
+    assert line, rank.communicate()[1]
+    return json.loads(line)
 
 
 @pytest.fixture(scope="module")
-def found(two_hosts: Any) -> list[Any]:
+def found(ranks: list[subprocess.Popen]) -> list[Any]:
     """What each rank found when all went well."""
-    with launched(two_hosts, everything) as ranks:
-        return results(ranks)
+    return [next_word(rank) for rank in ranks]
 
 
 @pytest.mark.parametrize("backend", ["rankloom", "gloo"])
@@ -155,19 +152,19 @@ def test_torchs_own_ddp_trains_as_one_process_does(found):
     assert all(mine["apart"] < 1e-13 for mine in found)
 
 
-def test_ranks_on_both_hosts_are_told_at_once_which_rank_was_killed_even_if_it_held_the_store(two_hosts):
-    with launched(two_hosts, until_it_fails) as ranks:
-        for process in ranks:
-            assert json.loads(process.stdout.readline()) == "ready"
-        time.sleep(0.3)
-        ranks[0].kill()
-        ranks[0].wait()
-        killed = time.monotonic()
-        for mine in results(ranks[1:]):
-            assert "lost rank 0: its process has ended" in mine["error"]
-            assert mine["when"] - killed < 1.0
+def test_ranks_on_both_hosts_are_told_at_once_which_rank_was_killed_even_if_it_held_the_store(ranks, found):
+    assert [next_word(rank) for rank in ranks] == ["ready"] * SIZE
+    time.sleep(0.3)
+    ranks[0].kill()
+    ranks[0].wait()
+    killed = time.monotonic()
+    for rank in ranks[1:]:
+        mine = next_word(rank)
+        assert "lost rank 0: its process has ended" in mine["error"]
+        assert mine["when"] - killed < 1.0
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tell(globals()[sys.argv[1]]())
+    tell(everything())
+    tell(until_it_fails())
