@@ -73,3 +73,9 @@ def test_a_mesh_is_a_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rl.Mesh().shard = 2
     assert str(rl.Mesh(pipe=2, tensor=2)) == "Mesh(pipe=2, tensor=2)" and str(rl.Mesh()) == "Mesh()"
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_not_there_has_no_place(rank):
+    with pytest.raises(rl.MeshError, match=f"no rank {rank} in .*: its ranks are 0 to 3"):
+        rl.Mesh(replicate=2, shard=2).coords(rank)

@@ -67,7 +67,7 @@ def test_a_report_tells_sum_over_count_of_all_ranks_and_so_does_the_event():
     loss.backward()
     norm = torch.cat([model.w.grad, model.b.grad.view(1)]).norm()
     for rank, (first, second, events) in enumerate(rl.simulate(3, body)):
-        assert first.loss == pytest.approx(loss.item(), rel=RTOL) and first.count == 7.0 and not first.skipped
+        assert first.loss == pytest.approx(loss.item(), rel=RTOL) and first.count == first.tokens == 7.0 and not first.skipped
         assert first.grad_norm == pytest.approx(norm.item(), rel=RTOL)
         assert (first.step, second.step, first.lr) == (1, 2, 0.1) and second.loss < first.loss
         assert 0 <= first.exposed <= first.seconds
@@ -363,6 +363,43 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank():
             prepare(world).step(rows(2) * (1e200 if world.rank == 2 else 1))
 
     rl.simulate(3, body)
+
+
+SPANS = [[(0, 1), (1, 5), (5, 7)], [(7, 9), (9, 10), (10, 16)]]   # rows of each rank's micro-batches, and how wide each is below
+ragged = lambda model, piece: squares(model, piece["x"].reshape(-1, 2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("given", [list, iter])
+def test_micro_batches_may_come_cut_already_and_differ_in_every_length(given, stage):
+    def body(world):
+        engine = prepare(world, loss=ragged, accumulate=3, stage=stage)
+        pieces = [{"x": rows(16)[first:end].view(1, end - first, 2)} for first, end in SPANS[world.rank]]
+        reports = [engine.step(given(pieces)) for _ in range(3)]
+        return [report.loss for report in reports], reports[0].count, engine.full_state_dict()["model"]["w"]
+
+    def alone(world):
+        engine = prepare(world)
+        return [engine.step(iter([rows(16)])).loss for _ in range(3)], engine.model.w.detach()
+
+    (losses, w), = rl.simulate(1, alone)
+    for mine, count, mine_w in rl.simulate(2, body):
+        assert mine == pytest.approx(losses, rel=RTOL) and count == 16
+        torch.testing.assert_close(mine_w, w, rtol=RTOL, atol=0)
+
+
+def test_an_iterator_over_another_number_of_micro_batches_is_refused():
+    pieces = [{"x": rows(2)}, {"x": rows(3)}]
+    body = lambda world: prepare(world, loss=ragged, accumulate=3).step(iter(pieces))
+    quickly(2, body, rl.BatchError, "rank .: the iterator .* has 2 micro-batches, but accumulate=3")
+
+
+def test_nan_in_a_micro_batch_that_came_alone_is_named():
+    def body(world):
+        pieces = [{"x": rows(1)}, {"x": rows(2) * (math.nan if world.rank else 1.0)}]
+        prepare(world, loss=ragged, accumulate=2).step(pieces)
+
+    quickly(2, body, rl.NonFinite, "rank 1: the loss")
 
 
 def test_a_batch_with_fewer_rows_than_micro_batches_is_refused_by_rank():

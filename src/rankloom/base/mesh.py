@@ -43,7 +43,9 @@ class Mesh:
         return prod(self.sizes().values())
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: axis name -> position along it."""
+        """Where `rank` stands: axis name -> position along it. raises: MeshError"""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"there is no rank {rank} in {self}: its ranks are 0 to {self.size - 1}")
         place = {}
         for axis, n in reversed(self.sizes().items()):
             rank, place[axis] = divmod(rank, n)

@@ -1,12 +1,12 @@
 """Cut a batch in micro-batches, and deal its rows over ranks.
 
 A batch is a tensor, or tuples, lists and dicts of tensors, nested as you like; every tensor has one row per sample along dim 0.
-What is not a tensor goes along unchanged.
+What is not a tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
 """
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,24 @@ from torch import Tensor
 from rankloom.base.errors import BatchError
 from rankloom.comm.canonical import owned_leaves
 from rankloom.world.group import Group
+
+
+class MicroBatches(list[Any]):
+    """A batch that came in micro-batches."""
+
+
+def as_given(batch: Any, accumulate: int, rank: int) -> Any:
+    """The batch, or `MicroBatches`: an iterator over them, or a list of `accumulate` batches of which none is a mere tensor.
+
+    raises: BatchError for an iterator of another number
+    """
+    if isinstance(batch, Iterator):
+        pieces = MicroBatches(batch)
+        if len(pieces) != accumulate:
+            raise BatchError(f"rank {rank}: the iterator given to a step has {len(pieces)} micro-batches, but accumulate={accumulate}")
+        return pieces if accumulate > 1 else pieces[0]
+    nested = isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) for piece in batch)
+    return MicroBatches(batch) if nested and len(batch) == accumulate > 1 else batch
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -47,10 +65,12 @@ def rows_of(batch: Any, rank: int) -> int:
 
 
 def cut(batch: Any, pieces: int, rank: int) -> list[Any]:
-    """The batch in `pieces` contiguous runs of rows; where they do not divide, the first are one longer.
+    """The batch in `pieces` contiguous runs of rows; where they do not divide, the first are one longer. Micro-batches stay as they are.
 
     raises: BatchError when there are fewer rows than pieces
     """
+    if isinstance(batch, MicroBatches):
+        return list(batch)
     rows = rows_of(batch, rank)
     if rows < pieces:
         raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; "

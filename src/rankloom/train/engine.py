@@ -32,7 +32,7 @@ from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, map_tensors, rows_of
 from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
@@ -60,6 +60,11 @@ class Report:
     exposed: float       # seconds of it that waited for communication
     auxiliary: float = 0.0                                         # losses of routers / count
     experts: Mapping[str, Load] = field(default_factory=dict)      # who had how many tokens, by layer
+
+    @property
+    def tokens(self) -> float:
+        """`count`, as a language model's loop calls it."""
+        return self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,8 @@ class Engine:
     def step(self, batch: Any) -> Report:
         """One optimizer step on this rank's share of the global batch.
 
-        batch:  tensors with one row per sample, nested as you like (train/batches.py)
+        batch:  tensors with one row per sample, nested as you like (train/batches.py); or, cut already, so that they may be of unequal
+                length: a list of `accumulate` tuples or dicts of tensors, or an iterator over as many batches
         raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
                 deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more
         """
@@ -109,9 +115,10 @@ class Engine:
         self.placement.abandon()   # whatever a failed step left behind
         self._forget_counts()
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
+        batch = as_given(batch, self.settings.accumulate, self.group.rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
-            self._expect_sum(batch)
+            self._expect_sum(batch[0] if isinstance(batch, MicroBatches) else batch)
         before = self.placement.waited
         totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
         exposed = self.placement.waited - before
@@ -336,7 +343,8 @@ class Engine:
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
         with self.placement.alone():
-            return self._forward_backward(batch, self.group.rank)
+            pieces = batch if isinstance(batch, MicroBatches) else [batch]
+            return torch.stack([self._forward_backward(piece, self.group.rank) for piece in pieces]).sum(0)
 
     def _set_learning_rate(self) -> float:
         if self.settings.schedule:
