@@ -98,7 +98,7 @@ class Sharding:
         self._order: list[Section] = []        # of the calls of this pass
         self._last_order: list[Section] = []   # of those of the pass before
         self._queue = Queue(self.sections, group, replicas)
-        self._stage = Moment.IDLE
+        self._moment = Moment.IDLE
         self.guide = Guide(apart.together if apart else group)   # of those who follow a forward
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections if gathering.hooked else ():
@@ -131,7 +131,7 @@ class Sharding:
 
     def abandon(self) -> None:
         """Forget all gradients, and whatever a backward that died has left behind."""
-        self._stage = Moment.IDLE
+        self._moment = Moment.IDLE
         for gradient in self.gradients():
             gradient.abandon()
         for section in self.sections:
@@ -232,12 +232,13 @@ class Sharding:
             part.register_state_dict_pre_hook(partial(_expect_values, section))
 
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
+        """Gather the section that is about to run, and start to gather those that were called after it in the last pass."""
         if section is self.sections[0]:
             self._begin_pass()
         section.expect_own_parameters()
         self._gather(section)
         section.is_ahead = False
-        if self._stage is Moment.BACKWARD:   # recomputed
+        if self._moment is Moment.BACKWARD:   # recomputed
             return
         section.first_call = len(self._order) if section.first_call is None else section.first_call
         self._order.append(section)
@@ -251,21 +252,24 @@ class Sharding:
             other.gather_ahead()
 
     def _gather(self, section: Section) -> None:
+        """Wait until the section is here; who follows this forward is told, for a gather is a collective."""
         if section.is_away:
             self.guide.tell_section(self.sections.index(section))
         section.make_ready()
 
     def _begin_pass(self) -> None:
-        if self._stage is Moment.BACKWARD:   # the last one died on its way
+        """The root is called: after a backward, or a forward without one, calls are noted anew."""
+        if self._moment is Moment.BACKWARD:   # the last one died on its way
             self.abandon()
-        if self._stage is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
+        if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
             for section in self.sections:
                 section.forget_pass()
             self._last_order, self._order = self._order or self._last_order, []
-        self._stage = Moment.FORWARD
+        self._moment = Moment.FORWARD
 
     def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stage is Moment.BACKWARD:
+        """Let the section go; a hook on what it returned tells when its backward begins."""
+        if self._moment is Moment.BACKWARD:
             return
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
@@ -282,6 +286,7 @@ class Sharding:
     # ------------------------------------------------------------------ backward
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
+        """Settle what is over, gather the section again, and start to gather those that were called before it."""
         if self.gathers_in_forward and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.rank}: a backward with create_graph=True leaves a graph that reads parameters which are let "
                             "go; keep them: keep_gathered=True, or a stage below 3")
@@ -301,6 +306,7 @@ class Sharding:
                 previous.start_gather()
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
+        """Backward has left a gradient in `param.grad`; the last one of a section settles it."""
         self._enter_backward()
         if section.settled:
             raise UnitError(f"rank {self.group.rank}: a gradient of {name} came after section {section.name or 'root'} had been reduced")
@@ -310,11 +316,12 @@ class Sharding:
             self._settle(section)   # its parameters stay: backward may still go through a use of them that has no gradient
 
     def _enter_backward(self) -> None:
-        if self._stage is Moment.BACKWARD:
+        """Once for each backward, at the first of its hooks."""
+        if self._moment is Moment.BACKWARD:
             return
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        self._stage = Moment.BACKWARD
+        self._moment = Moment.BACKWARD
         for section in self.sections:
             section.enter_backward()
         self._queue.begin()
@@ -330,12 +337,12 @@ class Sharding:
             for name, param in gradient.unit.params.items():
                 if param.grad is not None:
                     gradient.land(name, param)
-        self._stage = Moment.FORWARD
+        self._moment = Moment.FORWARD
         self.end_backward()
 
     def end_backward(self) -> None:
         """Reduce what has not been yet, and let everything go. Runs by itself when a backward ends; again, it changes nothing."""
-        if self._stage is Moment.AFTER_BACKWARD:
+        if self._moment is Moment.AFTER_BACKWARD:
             return
         self._enter_backward()
         for section in reversed(self.sections):
@@ -347,7 +354,7 @@ class Sharding:
             host.wait()
         if self.gathering.let_go:
             self.release()
-        self._stage = Moment.AFTER_BACKWARD
+        self._moment = Moment.AFTER_BACKWARD
         if self.at_end:
             self.at_end()
 

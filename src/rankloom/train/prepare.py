@@ -54,7 +54,7 @@ from rankloom.world.launch import fix_cublas_workspace
 
 Build = Callable[[list[nn.Parameter]], Any]
 
-HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which it changes anything
+HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
     "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
     "gradient_memory": (0, (2, 3)), "keep_gathered": (False, (3,)), "ahead": (1, (3,))}
@@ -63,8 +63,7 @@ HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, 
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0,
-            units: Policy = AUTO,
-            keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
+            units: Policy = AUTO, keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
             initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
             pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
@@ -119,12 +118,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     if stage == 0 and parts is None:
-        if fill is not None:
-            give_memory(model, fill, world.device, lambda param: True)
-            world.agree(fill.make.problem, label="initial values")
-        placement: Placement = Whole(model, world, settings.precision, leaves=settings.leaves, all_reduce=all_reduce, compress=compress,
-                                     compress_after=compress_after)
-        made = make_optimizer(optimizer, placement.owners)
+        placement, made = _whole(model, world, settings, optimizer, fill, all_reduce=all_reduce, compress=compress,
+                                 compress_after=compress_after)
     else:
         axes = Axes.of(world, stage, parts)
         plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
@@ -135,7 +130,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             turn = Turn(dropout, world.group("context"), context)
             chosen = Pipe.of(pipe, model, loss, settings.precision)
             local = make_local(model, chosen, world.group("pipe"), accumulate, units, turn, sparing=recompute != NONE)
-        placement, made = _cut(model, axes, plan, optimizer, settings, fill=fill, local=local)
+        placement, made = _sharded(model, axes, plan, optimizer, settings, fill=fill, local=local)
     kind = Engine if world.mesh.pipe == 1 else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
                 tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
@@ -228,8 +223,19 @@ def _stand_in(model: nn.Module, world: World, initial: InitialValues, parts: Par
     return FirstValues(initial, _along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe")), parts=parts)
 
 
-def _cut(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: FirstValues | None,
-         local: LocalStages | None) -> tuple[Placement, Optimizer]:
+def _whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
+           **how: Any) -> tuple[Placement, Optimizer]:
+    """Stage 0. how: gradients are summed"""
+    if fill is not None:
+        give_memory(model, fill, world.device, lambda param: True)
+        world.agree(fill.make.problem, label="initial values")
+    placement = Whole(model, world, settings.precision, leaves=settings.leaves, **how)
+    return placement, make_optimizer(build, placement.owners)
+
+
+def _sharded(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: FirstValues | None,
+             local: LocalStages | None) -> tuple[Placement, Optimizer]:
+    """Stages 1 to 3; stage 0 too, over one rank, where the model is split or cut into stages."""
     device = torch.device("cpu") if plan.offload else axes.shard.device
     stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
