@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from rankloom.base.errors import RankLost
 from rankloom.world.transport import channel, meet
+from rankloom.world.transport.codes import ALL_REDUCE, BROADCAST, DAMAGED
 
 compiled = channel.KERNELS.get("C")
 pytestmark = pytest.mark.skipif(compiled is None, reason="the C kernel is not built")
 
-ALL_REDUCE, BROADCAST, U8, DAMAGED = 0, 2, 5, 9
+U8 = 5
 RING, LINE, SLOT = 256 << 10, 64, 1 << 20   # bytes
 N = 1 << 16
 
@@ -132,6 +134,15 @@ def test_a_link_that_would_not_fit_into_its_memory_is_refused(arguments):
     segment = Segment()
     with pytest.raises(ValueError, match="expected"):
         compiled.Link(segment.address, *arguments)
+
+
+def test_the_error_names_the_damaged_rank():
+    torn = channel.Channel.__new__(channel.Channel)
+    torn.rank, torn.size, torn.ranks, torn.timeout, torn.name = 0, 2, (4, 6), 1.0, "world"
+    torn.link = type("Link", (), {"status": lambda self: (DAMAGED, 1, [1, 1], ["R", "R"]), "leave": lambda self: None})()
+    error = torn.explain(DAMAGED, "all_reduce")
+    assert isinstance(error, RankLost)
+    assert "lost rank 6: what it wrote into the shared memory cannot be" in str(error)
 
 
 def test_memory_that_ranks_share_cannot_be_cut_short():

@@ -20,6 +20,7 @@ from rankloom.world.transport.codes import (
     ABORTED,
     ALL_GATHER,
     BARRIER,
+    DAMAGED,
     FORKED,
     INTERRUPTED,
     KINDS,
@@ -120,6 +121,7 @@ class Channel:
             LEFT: f"lost {who}: it has left the group",
             ABORTED: f"lost {who}: it aborted the group",
             INTERRUPTED: f"lost {who}: it was interrupted in the middle of a call",
+            DAMAGED: f"lost {who}: what it wrote into the shared memory cannot be; something has damaged its process",
         }
         if why in reasons:
             return RankLost(f"{self.where(label)} {reasons[why]}")

@@ -3,5 +3,5 @@
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier")
 ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
-FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED = range(9)
+FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED = range(10)
 ANYONE = -1   # a receive from whoever sends first
