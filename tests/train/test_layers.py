@@ -136,7 +136,8 @@ def test_a_gpt_2_at_pipe_2_tensor_2_trains_like_the_unsplit_one(dropout):
     expect_equal(rl.Mesh(pipe=2, tensor=2), gpt2(dropout), stage=1)
 
 
-def test_a_mask_reaches_every_layer_with_the_tokens():
+@pytest.mark.parametrize("policy", ["none", "full", "selective", "10 MiB"])
+def test_a_mask_reaches_every_layer_with_the_tokens_also_when_it_runs_again(policy):
     def padded(tokens, targets):
         """On the left, where it changes what the others see."""
         mask = (torch.arange(TOKENS) >= torch.arange(len(tokens))[:, None]).long()
@@ -147,7 +148,7 @@ def test_a_mask_reaches_every_layer_with_the_tokens():
         logits = model(input_ids=tokens, attention_mask=mask).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
 
-    expect_equal(rl.Mesh(pipe=3), llama(), give=padded, loss=loss, stage=0)
+    expect_equal(rl.Mesh(pipe=3), llama(), give=padded, loss=loss, stage=0, recompute=policy)
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "pipe"), [("gpipe", None, 5), ("interleaved", 2, 2), ("zb-h1", None, 3), ("zb-v", None, 2)])

@@ -42,7 +42,7 @@ UNDECIDED = "undecided"   # `full` for the moment, and measured
 
 
 def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = (), group: Group | None = None) -> "Recompute":
-    """Let the repeated blocks of `model` compute again in backward what they do not keep.
+    """Let the repeated blocks of `model` compute again in backward what they do not keep. `config.use_cache` of a foreign model is set False.
 
     policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
     blocks:  their classes; left out, those that stand in a list beside others of their class
@@ -52,7 +52,17 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
     raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
     """
     choice, budget = _parse(policy)
+    if choice != NONE:
+        _keep_no_cache(model)
     return Recompute({} if choice == NONE else blocks_of(model, blocks), choice, budget, group)
+
+
+def _keep_no_cache(model: nn.Module) -> None:
+    """Models of `transformers` keep the keys and values of what they have read: a block that runs again would add its own to them twice."""
+    for module in model.modules():
+        config = vars(module).get("config")
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _parse(policy: str | int) -> tuple[str, int]:
