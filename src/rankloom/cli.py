@@ -4,9 +4,10 @@ Importing it, and `rankloom --help`, imports neither torch nor pydantic: each co
 runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM, 129 when the terminal was closed.
+143 after SIGTERM, 129 when the terminal was closed or nobody read the output any more.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rankloom.train.sections import Config
     from rankloom.watch.scaling import Row
 
+SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while it drew has left it hidden
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 app = App(
@@ -44,7 +46,10 @@ app = App(
 def main() -> None:
     """Run one command; a mistake of the user is one message and exit code 2, never a traceback."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            print(end="", flush=True)
     except RankloomError as error:
         if not _told_the_launcher(error):
             _report(error)
@@ -52,9 +57,12 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:   # a mistake of ours, or of user code: its traceback is wanted
-        if not _told_the_launcher(error):
+        if _told_the_launcher(error):
+            raise SystemExit(1) from None
+        if not isinstance(error, BrokenPipeError):
             raise
-        raise SystemExit(1) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # `| head` has seen enough
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _told_the_launcher(error: Exception) -> bool:
@@ -113,24 +121,22 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
         )
     finally:
         if code and not (run / "summary.json").exists():   # rank 0, which says this at its end, has not come that far
-            print(f"run folder: {run}", flush=True)
+            _show([*([SHOW_CURSOR] if os.isatty(1) else []), f"run folder: {run}"])
     raise SystemExit(code)
 
 
 def _be_a_rank(config: "Config") -> None:
     """Join the other ranks, or be the only one, and train; rank 0 draws."""
-    from rich.console import Console
-
     from rankloom.train.config import with_ranks
     from rankloom.train.loop import train as train_loop
-    from rankloom.watch.progress import Progress
+    from rankloom.watch.progress import Progress, Screen
     from rankloom.world.join import init
     from rankloom.world.launch import find_place
 
     config = with_ranks(config, find_place().size)
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
-        with Progress(Console(), config.train.steps) as progress:
+        with Progress(Screen(), config.train.steps) as progress:
             summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
     except (KeyboardInterrupt, SystemExit) as stop:
         # A collective may be on its way that the others will never join: taking the connection down would wait for it.
@@ -144,8 +150,8 @@ def _be_a_rank(config: "Config") -> None:
 
 def _leave_at_once(code: int) -> NoReturn:
     """End this process without taking anything down; what was printed is shown."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    print(end="", flush=True)
+    print(end="", file=sys.stderr, flush=True)
     os._exit(code)
 
 
@@ -156,21 +162,20 @@ def _ignore(event: object) -> None:
 def _conclude(summary: "Summary") -> None:
     """Draw the loss, and say in the last lines how it ended and where everything is."""
     run = Path(summary.folder)
-    _draw_loss(run)
+    lines = [_draw_loss(run)]
     if summary.stopped_by:
-        print(f"stopped by {signal.Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
+        lines.append(f"stopped by {signal.Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
     rate = summary.tokens / summary.training_seconds if summary.training_seconds else 0.0
-    print(f"{summary.steps} steps, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
-    print(f"run folder: {run}")
+    lines.append(f"{summary.steps} steps, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
+    _show([*lines, f"run folder: {run}"])
 
 
-def _draw_loss(run: Path) -> None:
+def _draw_loss(run: Path) -> str:
     try:
         from rankloom.watch.plots import plot_loss
     except ImportError:
-        print("loss.png was not drawn: it needs matplotlib (pip install matplotlib)")
-        return
-    print(f"saved {plot_loss(run)}")
+        return "loss.png was not drawn: it needs matplotlib (pip install matplotlib)"
+    return f"saved {plot_loss(run)}"
 
 
 @app.command
@@ -326,9 +331,11 @@ def _show(parts: "Iterable[str | Text | Table]") -> None:
     console = Console()
     try:
         for part in parts:
-            print(part) if isinstance(part, str) else console.print(part)
-        sys.stdout.flush()
-    except BrokenPipeError:   # whoever reads has seen enough, as `| head` has
+            print(part, flush=True) if isinstance(part, str) else console.print(part)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # Whoever reads has seen enough, as `| head` has, or the terminal was closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -10,7 +10,7 @@ from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.simulate import simulate
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_raises_a_flag_and_nothing_else(number):
     with StopSignal() as stop:
         os.kill(os.getpid(), number)
@@ -29,6 +29,23 @@ def test_another_signal_after_the_first_is_not_a_repetition():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)   # a launcher passes SIGTERM on after Ctrl-C
         assert stop.number == signal.SIGINT
+
+
+def test_a_terminal_that_is_closed_twice_is_one_that_is_closed():
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)   # the kernel says it, and so may progress.py
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)   # as nohup does
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_handlers_from_before_are_put_back():

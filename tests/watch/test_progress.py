@@ -1,13 +1,14 @@
 """The progress line: what it says, and when it is drawn."""
 
 import io
+import signal
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from rankloom.base.events import Evaluated, Load, Notice, Progressed, Saved, StepDone, Timed
-from rankloom.watch.progress import BenchProgress, Pace, Progress, clock, format_line, printable, si
+from rankloom.watch.progress import BenchProgress, Pace, Progress, Screen, clock, format_line, printable, si
 
 
 def done(step, *, seconds=0.5, exposed=0.1, count=1000.0, skipped=False):
@@ -52,6 +53,23 @@ def test_a_line_that_is_too_long_leaves_out_what_matters_least():
     assert fit(20) == "step 1234/20000  loss 3.210  SKIPPED: overflow", "the console cuts what is still too long"
     for width in range(45, 140):
         assert len(fit(width)) <= max(width, len(fit(20)))
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError])
+def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_nothing(error):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise error
+
+    told = []
+    before = signal.signal(signal.SIGHUP, lambda number, frame: told.append(number))
+    try:
+        with Progress(Screen(file=Gone()), 2) as progress:
+            for event in (Notice(0, "a"), done(1), done(2)):
+                progress(event)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == [signal.SIGHUP]
 
 
 def test_a_step_of_no_time_divides_by_nothing():

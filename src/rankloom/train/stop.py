@@ -1,8 +1,9 @@
 """End a run early without leaving a rank behind: all ranks stop after the same step.
 
-Ctrl-C (SIGINT) and SIGTERM only raise a flag. At each step boundary the ranks add their flags up, in an all-reduce of two
-numbers that travels while the next step computes; so a stop takes effect at most two steps after the signal, and
-costs no waiting. A second signal of the same kind ends this rank at once.
+Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only raise a flag; one that was ignored before (nohup) stays
+ignored. At each step boundary the ranks add their flags up, in an all-reduce of two numbers that travels while the next
+step computes; so a stop takes effect at most two steps after the signal, and costs no waiting. A second signal of the same
+kind ends this rank at once.
 """
 
 import signal
@@ -14,7 +15,7 @@ import torch
 
 from rankloom.world.connect import World
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
@@ -30,7 +31,8 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -39,7 +41,7 @@ class StopSignal:
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == self.number:
+        if number == self.number and number != signal.SIGHUP:   # one closed terminal may say so several times
             raise SystemExit(128 + number)
         self.number = self.number or number
 

@@ -5,6 +5,7 @@ the line says is a pure function of the last event and of the pace so far. Colou
 """
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,10 +103,19 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+class Screen(Console):
+    """A console that leaves it to `OneLine` what happens when nobody reads any more; rich would end the process in the middle of a step."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich has caught."""
+        raise BrokenPipeError
+
+
 class OneLine:
     """A line that is drawn over and over on a terminal, and printed now and then elsewhere.
 
-    Use it as a context, so that the terminal is given back when a run ends in any way.
+    Use it as a context, so that the terminal is given back when a run ends in any way. Once nothing can be shown (the terminal
+    was closed, `| head` has seen enough) nothing is, and the process sends itself SIGHUP, as a closed terminal does.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
@@ -113,18 +123,19 @@ class OneLine:
         self._clock = clock
         self._drawn = -math.inf
         self._live: Live | None = None
+        self._lost = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
+            self._try(self._live.stop)
             self._live = None
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line of its own, above the one that is drawn."""
-        self.console.print(Text(printable(text), style=style), soft_wrap=True)
+        self._try(lambda: self.console.print(Text(printable(text), style=style), soft_wrap=True))
 
     def draw(self, text: Callable[[], str], *, last: bool = False) -> None:
         """Show `text()`, unless another was shown a moment ago; the last one is always shown."""
@@ -133,7 +144,19 @@ class OneLine:
         if now - self._drawn < every and not last:
             return
         self._drawn = now
-        line = Text(text(), style="cyan", no_wrap=True, overflow="ellipsis")
+        self._try(lambda: self._show(text()))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        if self._lost:
+            return
+        try:
+            write()
+        except OSError:
+            self._lost = True
+            signal.raise_signal(signal.SIGHUP)
+
+    def _show(self, text: str) -> None:
+        line = Text(text, style="cyan", no_wrap=True, overflow="ellipsis")
         if not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
             return

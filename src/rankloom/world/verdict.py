@@ -26,7 +26,7 @@ from rankloom.base.errors import RankFailed, RankloomError
 from rankloom.base.text import printable
 from rankloom.world.failure import Failure, shorter_path
 
-CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM}   # done, or ended on request as train/stop.py does
+CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # done, or ended on request as train/stop.py does
 MAX_LINES = 20   # of a message in the box; the log has all of it
 
 
@@ -125,6 +125,7 @@ def _signal_text(number: int) -> str:
     hints = {
         "SIGKILL": "Nothing here sent it: the kernel does that when memory runs out (see dmesg), and so do job limits",
         "SIGTERM": "Somebody else sent it, to this rank only",
+        "SIGHUP": "The terminal was closed, or whoever read its output has gone",
         "SIGSEGV": "It crashed in compiled code", "SIGABRT": "Compiled code gave up", "SIGBUS": "It crashed in compiled "
         "code, or /dev/shm is full",
     }
