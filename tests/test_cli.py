@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,23 +43,38 @@ def rankloom(*words, **options):
     )
 
 
+def set_up(path):
+    """A tiny config and a text."""
+    (path / "train.toml").write_text(TINY)
+    (path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty current folder with a tiny config and a text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "train.toml").write_text(TINY)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    set_up(tmp_path)
     return tmp_path
 
 
-def test_help_is_there_in_150_ms():
-    def once():
-        begin = time.perf_counter()
-        subprocess.run([*RANKLOOM, "--help"], stdout=subprocess.DEVNULL, check=True)
-        return time.perf_counter() - begin
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """The folder of a run on one rank, runs/one, and how its process ended."""
+    path = tmp_path_factory.mktemp("one_rank")
+    set_up(path)
+    return path, rankloom("train", "train.toml", "--run.name", "one", cwd=path, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    assert any(once() < 0.150 for _ in range(40)), "the best of many: the machine may be busy with something else"
+
+def test_help_is_there_in_150_ms():
+    """Of the processor's time, which is all that it takes: other programs of a busy machine do not count."""
+    def once():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*RANKLOOM, "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    assert any(once() < 0.150 for _ in range(40)), "the best of many: the others take its caches too"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["scale", "--help"], ["bench", "--help"], ["presets"]])
@@ -125,8 +141,9 @@ def test_debug_mode_adds_the_traceback(folder):
     assert "Traceback" in done.stderr and "error: none.toml: no such file" in done.stderr
 
 
-def test_one_rank_trains_in_this_process_and_generate_reads_its_run(folder):
-    done = rankloom("train", "train.toml", "--run.name", "one")
+def test_one_rank_trains_in_this_process_and_generate_reads_its_run(one_rank, monkeypatch):
+    path, done = one_rank
+    monkeypatch.chdir(path)
     assert done.returncode == 0, done.stderr
     assert "step 6/6" in done.stdout and "that of a trigram model" in done.stdout and "run folder: runs/one" in done.stdout
     assert "\x1b" not in done.stdout, "no terminal, no control codes"
@@ -134,18 +151,16 @@ def test_one_rank_trains_in_this_process_and_generate_reads_its_run(folder):
         "config.toml", "env.json", "events", "logs", "loss.png", "metrics.jsonl", "model.json", "model.safetensors",
         "samples.txt", "summary.json", "tokenizer.json",
     }
-    texts = [rankloom("generate", "runs/one", "--prompt", "the q", "--max-tokens", 5, "--seed", s).stdout for s in (1, 1, 2)]
+    texts = [rankloom("generate", "runs/one", "--prompt", "the q", "--max-tokens", 5, "--seed", 1).stdout for _ in range(2)]
     assert texts[0].startswith("the q")
     assert texts[0] == texts[1]
 
 
-def test_two_ranks_are_launched_and_reach_the_same_losses_as_one(folder):
-    losses = []
-    for ranks in (1, 2):
-        done = rankloom("train", "train.toml", "--run.name", f"on-{ranks}", "--mesh.replicate", ranks)
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = Path(f"runs/on-{ranks}/metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
+def test_two_ranks_are_launched_and_reach_the_same_losses_as_one(folder, one_rank):
+    done = rankloom("train", "train.toml", "--run.name", "on-2", "--mesh.replicate", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [run / "metrics.jsonl" for run in (one_rank[0] / "runs/one", Path("runs/on-2"))]
+    losses = [[json.loads(line)["loss"] for line in each.read_text().splitlines()] for each in metrics]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), "fp32: the sums are added in another order"
     assert json.loads(Path("runs/on-2/env.json").read_text())["ranks"] == 2
     assert sorted(p.name for p in Path("runs/on-2/events").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
