@@ -44,9 +44,10 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
 
 
 @pytest.mark.parametrize("options", [
-    {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"accumulate": 3, "gradient_memory": 5000}, {"keep_gathered": True},
+    {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"accumulate": 3, "gradient_memory": 5000},
+    {"reshard_after_forward": False},
     {"recompute": "full"}, {"recompute": "selective", "accumulate": 2}, {"offload_activations": True}, {"recompute": "1 MiB"},
-    {"offload": True}, {"offload": True, "accumulate": 3}, {"keep_gathered": 1},
+    {"offload": True}, {"offload": True, "accumulate": 3}, {"reshard_after_forward": 1},
     {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": Inner}, {"units": (Block, Inner)}, {"units": 500},
     {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -61,7 +62,7 @@ def test_every_option_equals_one_process(stage, options, reference):
 
 
 def test_parameters_that_stay_cut_over_neighbours_equal_one_process(reference):
-    for mine in rl.simulate(rl.Mesh(shard=4), lambda world: train(world, 3, keep_gathered=2, accumulate=2)):
+    for mine in rl.simulate(rl.Mesh(shard=4), lambda world: train(world, 3, reshard_after_forward=2, accumulate=2)):
         expect_equal(mine, reference)
 
 

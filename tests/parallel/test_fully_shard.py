@@ -264,11 +264,18 @@ def test_every_way_to_write_a_loop_equals_plain_torch(loop):
     expect_as_plain(loop)
 
 
-@pytest.mark.parametrize("options", [{"keep_gathered": True}, {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": 100},
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"ahead": 0}, {"ahead": 3}, {"units": Block}, {"units": 100},
                                      {"units": (Block, nn.Linear)}, {"units": Net}], ids=str)
 @pytest.mark.parametrize("loop", [several_backwards, retained_graph_of_two_forwards, accumulating])
 def test_every_option_equals_plain_torch(loop, options):
     expect_as_plain(loop, ranks=[(3, "gloo"), (2, "rankloom")], **options)
+
+
+@pytest.mark.parametrize("loop", [several_backwards, accumulating])
+def test_parameters_cut_over_neighbours_after_forward_train_alike(loop):
+    expect_as_plain(loop, ranks=[(4, "gloo"), (4, "rankloom")], reshard_after_forward=2)
+    with pytest.raises(rl.ConfigError, match="reshard_after_forward=3 is no number of neighbours that divides the 4 ranks"):
+        rl.simulate(4, lambda world: rl.fully_shard(made(), world, reshard_after_forward=3))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
@@ -723,8 +730,8 @@ def test_a_backward_of_a_backward_wants_parameters_that_stay():
             optimizer.step()
 
     expect_as_plain(penalised, ranks=[(1, "gloo"), (3, "rankloom")])
-    expect_as_plain(penalised, ranks=[(3, "gloo")], keep_gathered=True)
-    with pytest.raises(UnitError, match="create_graph=True .* keep_gathered=True"):
+    expect_as_plain(penalised, ranks=[(3, "gloo")], reshard_after_forward=False)
+    with pytest.raises(UnitError, match="create_graph=True .* reshard_after_forward=False"):
         rl.simulate(2, lambda world: penalised(model := rl.fully_shard(made(), world), adamw(model.parameters()), inputs()))
 
 

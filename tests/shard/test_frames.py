@@ -134,7 +134,7 @@ def test_standing_memory_stays():
 
 
 @LINUX
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"ahead": 2}, {"keep_gathered": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"ahead": 2}, {"reshard_after_forward": False}], ids=str)
 def test_training_in_frames_is_training_in_memory_of_its_own_to_the_bit(options, monkeypatch):
     """Units of these tests are smaller than a frame; with frames of one page they move in every step."""
     turns = make_turns()
@@ -153,4 +153,4 @@ def test_training_in_frames_is_training_in_memory_of_its_own_to_the_bit(options,
     for (losses, state), (expected, expected_state) in zip(rl.simulate(2, body), plain):
         assert losses == expected
         assert all(torch.equal(state[name], value) for name, value in expected_state.items())
-    assert moved or options.get("keep_gathered")
+    assert moved or options.get("reshard_after_forward")

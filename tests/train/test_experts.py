@@ -43,7 +43,7 @@ LAYOUTS = [
     (rl.Mesh(shard=2, expert=2), 3, {"units": (Block, Experts)}),
     (rl.Mesh(tensor=2, expert=2), 0, {}), (rl.Mesh(context=2, expert=2), 3, {}), (rl.Mesh(pipe=2, expert=2), 0, {}),
     (rl.Mesh(pipe=2, shard=2, expert=2), 3, {}),
-    (rl.Mesh(pipe=2, shard=2), 3, {}), (rl.Mesh(shard=2), 3, {}), (rl.Mesh(shard=2), 3, {"keep_gathered": True}),
+    (rl.Mesh(pipe=2, shard=2), 3, {}), (rl.Mesh(shard=2), 3, {}), (rl.Mesh(shard=2), 3, {"reshard_after_forward": False}),
     (rl.Mesh(shard=2), 3, {"deterministic": 8}),
 ]
 

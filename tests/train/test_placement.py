@@ -186,13 +186,13 @@ def test_blocks_that_are_frozen_in_part_are_let_go_in_backward_too():
 
 
 def test_parameters_that_are_kept_gathered_are_whole_from_forward_to_backward():
-    for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", keep_gathered=True)):
+    for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", reshard_after_forward=False)):
         assert trace.most_gathered("backward") == WHOLE * 4
         assert trace.moments[-1][1].gathered == 0
 
 
 def test_parameters_that_stay_cut_over_neighbours_hold_that_share_between():
-    for trace in rl.simulate(rl.Mesh(shard=4), lambda world: run(world, 3, "fp32", keep_gathered=2)):
+    for trace in rl.simulate(rl.Mesh(shard=4), lambda world: run(world, 3, "fp32", reshard_after_forward=2)):
         backward = [held.gathered for moment, held, _ in trace.moments if moment == "backward"]
         assert backward[0] <= 3 * N * 4 + (BLOCKS - 1) * N * 4 // 2
         assert trace.moments[-1][1].gathered == 0
@@ -244,7 +244,7 @@ def test_what_was_gathered_ahead_for_a_call_that_did_not_come_is_let_go(ahead, g
         assert not any(rests)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"keep_gathered": True},
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"reshard_after_forward": False},
                                      {"ahead": 0}, {"ahead": 3}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_step_sends_is_its_bill(stage, options):
@@ -259,7 +259,7 @@ def test_what_a_step_sends_is_its_bill(stage, options):
         norm = 2 * 8 * (world.size - 1) // world.size
         return world.ledger.bytes - before - flags - norm, step_bill(made.placement.sharding, options.get("accumulate", 1)).sent
 
-    senseless = {1: {"keep_gathered", "ahead", "gradient_memory"}, 2: {"keep_gathered", "ahead"}, 3: set()}[stage]
+    senseless = {1: {"reshard_after_forward", "ahead", "gradient_memory"}, 2: {"reshard_after_forward", "ahead"}, 3: set()}[stage]
     if senseless & options.keys():
         with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
             rl.simulate(2, body)
@@ -274,7 +274,7 @@ def test_what_a_step_sends_is_its_bill(stage, options):
 
 def test_neighbours_send_less_for_backward():
     def body(world, near):
-        made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=3, keep_gathered=near,
+        made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=3, reshard_after_forward=near,
                           optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(world.rank))
         made.step(x)
@@ -282,8 +282,8 @@ def test_neighbours_send_less_for_backward():
         made.step(x)
         return world.group("shard").ledger.bytes - before
 
-    sent = {near: rl.simulate(rl.Mesh(shard=4), lambda world, near=near: body(world, near))[0] for near in (False, 2)}
-    assert sent[False] - sent[2] == BLOCKS * N * 4 * 3 // 4 - BLOCKS * N * 4 // 2   # over two ranks, not four
+    sent = {near: rl.simulate(rl.Mesh(shard=4), lambda world, near=near: body(world, near))[0] for near in (True, 2)}
+    assert sent[True] - sent[2] == BLOCKS * N * 4 * 3 // 4 - BLOCKS * N * 4 // 2   # over two ranks, not four
 
 
 def test_units_tell_their_memory_apart():

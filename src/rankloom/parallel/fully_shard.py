@@ -123,7 +123,7 @@ class FullySharded(nn.Module):
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
-                compute: torch.dtype | None = None, reduce: torch.dtype | None = None, keep_gathered: bool = False,
+                compute: torch.dtype | None = None, reduce: torch.dtype | None = None, reshard_after_forward: bool | int = True,
                 ahead: int = 1, fill: Fill | None = None) -> FullySharded:
     """Shard `model` over `group` for a loop of your own; see the head of this file. The model's own parameters are cut.
 
@@ -132,10 +132,10 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     units:          which modules are gathered at once (parallel/wrapping.py)
     compute:        dtype of forward and backward, and in which parameters travel; left out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model
-    keep_gathered:  parameters stay from forward to backward: fewer gathers for more memory
+    reshard_after_forward: False: parameters stay from forward to backward: fewer gathers for more memory; a number n: cut over n neighbours
     ahead:          how many units are gathered ahead of their use
     fill:           gives parameters on the meta device their values: fill(name, tensor), in place
-    sent:           3n(p-1)/p elements per rank and step (2n with keep_gathered); on one host, n for the gradients only
+    sent:           3n(p-1)/p elements per rank and step (2n if they stay); on one host, n for the gradients only
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
     alone = replicas or group.alone()
@@ -155,7 +155,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         asked = (compute, reduce) if param.is_floating_point() else (None, None)   # other numbers stay as they are
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
-    plan = Plan(3, formats, units=units, keep_gathered=keep_gathered, ahead=ahead, scale=1.0 / (group.size * alone.size),
+    plan = Plan(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, scale=1.0 / (group.size * alone.size),
                 reduces_once=False)
     sharding = shard(model, group, alone, plan, fill=first)
     if first is not None:

@@ -289,7 +289,7 @@ class Sharding:
         """Settle what is over, gather the section again, and start to gather those that were called before it."""
         if self.gathers_in_forward and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.rank}: a backward with create_graph=True leaves a graph that reads parameters which are let "
-                            "go; keep them: keep_gathered=True, or a stage below 3")
+                            "go; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self.sections:

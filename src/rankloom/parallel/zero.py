@@ -40,7 +40,7 @@ class Plan:
 
     units:            which modules are sections (parallel/wrapping.py)
     formats:          number formats of a parameter
-    keep_gathered:    stage 3: parameters stay from forward to backward: ZeRO-2's traffic for more memory; or, as a number n, they
+    reshard_after_forward: stage 3: False: parameters stay from forward to backward: ZeRO-2's traffic for more memory; a number n: they
                       are cut over n neighbours only until then: less traffic between nodes of n ranks, 1/n of the memory
     offload:          slices, gradients and optimizer state lie in host memory
     ahead:            how many sections are gathered ahead of use
@@ -55,7 +55,7 @@ class Plan:
     stage: int
     formats: Callable[[str, nn.Parameter], Formats]
     units: Policy = AUTO
-    keep_gathered: bool | int = False
+    reshard_after_forward: bool | int = True
     offload: bool = False
     ahead: int = 1
     gradient_memory: int = 0
@@ -95,9 +95,9 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
-    let_go = plan.stage == 3 and not canonical and plan.keep_gathered is not True and plan.hooked
+    let_go = plan.stage == 3 and not canonical and plan.reshard_after_forward is not False and plan.hooked
     return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
-                    frames=frames, gathering=Gathering(let_go, _neighbours(group, plan.keep_gathered), plan.ahead, plan.hooked))
+                    frames=frames, gathering=Gathering(let_go, _neighbours(group, plan.reshard_after_forward), plan.ahead, plan.hooked))
 
 
 def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:
@@ -110,7 +110,7 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     if isinstance(n, bool):
         return None
     if n < 1 or group.size % n:
-        raise ConfigError(f"keep_gathered={n} is no number of neighbours that divides the {group.size} ranks of the shard axis")
+        raise ConfigError(f"reshard_after_forward={n} is no number of neighbours that divides the {group.size} ranks of the shard axis")
     first = group.rank // n * n
     return Subgroup(group, range(first, first + n))
 

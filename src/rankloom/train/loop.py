@@ -155,7 +155,7 @@ def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | No
         offload=config.train.offload,
         offload_activations=config.train.offload_activations,
         compile=config.train.compile,
-        keep_gathered=config.train.keep_gathered,
+        reshard_after_forward=config.train.reshard_after_forward,
         pipe=config.train.pipe,
         sink=sink,
     )

@@ -57,13 +57,13 @@ Build = Callable[[list[nn.Parameter]], Any]
 HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
     "units": (AUTO, (1, 2, 3)), "offload": (False, (1, 2, 3)),
-    "gradient_memory": (0, (2, 3)), "keep_gathered": (False, (3,)), "ahead": (1, (3,))}
+    "gradient_memory": (0, (2, 3)), "reshard_after_forward": (True, (3,)), "ahead": (1, (3,))}
 
 
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0,
-            units: Policy = AUTO, keep_gathered: bool | int = False, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
+            units: Policy = AUTO, reshard_after_forward: bool | int = True, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
             initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
             pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
@@ -84,7 +84,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     compress_after:  steps that sum exactly first; after a resume they are counted anew (stage 0)
     units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
                      parameters, or a function of (name, module)
-    keep_gathered:   stage 3: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n neighbours
+    reshard_after_forward: stage 3: False: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n
+                     neighbours until then: inside a node, where n is its ranks
     offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
     ahead:           stage 3: how many units are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
@@ -104,7 +105,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check(model, world, settings, pipe)
     expect_exact_steps(compress_after, compress)
     _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=units,
-                 keep_gathered=keep_gathered, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
+                 reshard_after_forward=reshard_after_forward, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
     _check_sums(world, settings, all_reduce, compress)
     expect_kind(context)
     if settings.leaves:
@@ -122,7 +123,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                  compress_after=compress_after)
     else:
         axes = Axes.of(world, stage, parts)
-        plan = Plan(stage, formats_of(model, settings.precision), units=units, keep_gathered=keep_gathered, ahead=ahead,
+        plan = Plan(stage, formats_of(model, settings.precision), units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
                     offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
                     apart=Apart(parts.experts, axes.fewer, world.group("shard", "expert")) if parts is not None and parts.experts else None)
         local = None
@@ -309,6 +310,6 @@ def _check_stage(stage: int, **asked: Any) -> None:
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
     for name, (default, stages) in HAS_EFFECT.items():
-        if asked[name] != default and stage not in stages:
+        if repr(asked[name]) != repr(default) and stage not in stages:   # 1 is equal to True, and asks for something else
             raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])

@@ -172,7 +172,7 @@ class Train(Section):
     offload_activations: bool = False
     compile: bool = False              # blocks, by torch.compile
     pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; None: 1f1b (rankloom schedule list)
-    keep_gathered: bool = False        # stage 3: parameters stay from forward to backward
+    reshard_after_forward: bool | Count = True   # stage 3; false: parameters stay until backward; a number n: cut over n neighbours
     evaluate: bool = True
     eval_every: Whole = 0   # 0: only after the last step
     samples: Whole = 3
@@ -322,8 +322,11 @@ class Config(Section):
             raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
         if self.train.offload and not stage:
             raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
-        if self.train.keep_gathered and stage != 3:
-            raise ValueError("[train] keep_gathered has a meaning at stage 3 only: before that, parameters are never let go")
+        reshard = self.train.reshard_after_forward
+        if reshard is not True and stage != 3:
+            raise ValueError("[train] reshard_after_forward has a meaning at stage 3 only: before that, parameters are never let go")
+        if shard % int(reshard or 1):
+            raise ValueError(f"[train] reshard_after_forward {reshard} does not divide [mesh] shard {shard}")
         if stage and self.comm.all_reduce != "backend":
             raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
         if stage and self.comm.compress != "none":
