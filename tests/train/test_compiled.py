@@ -9,7 +9,6 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
 from gradients import expect_equal, gradients
@@ -36,9 +35,15 @@ def tokens(seed=0, length=16):
     return ids[:, :-1], ids[:, 1:]
 
 
+def counting_backend():
+    from torch._dynamo.testing import CompileCounterWithBackend  # only here: every worker reads this file, and one runs it
+
+    return CompileCounterWithBackend("aot_eager")
+
+
 def prepared(policy="none", compile=True, offload=False, dropout=0.2, layers=LAYERS):
     config = GPTConfig(vocab_size=37, seq_len=16, width=16, layers=layers, heads=2, kv_heads=1, ffn=48, dropout=dropout)
-    model, key, counter = GPT(config), DropoutKey(5), CompileCounterWithBackend("aot_eager")
+    model, key, counter = GPT(config), DropoutKey(5), counting_backend()
     key_dropout(model, key)
     found = recompute(model, policy)
     if offload:
