@@ -57,6 +57,14 @@ def test_a_bad_json_line_is_named_by_file_and_line(tmp_path, line, message):
     assert f"{path}:2" in str(caught.value)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_utf_16_is_named_with_or_without_a_byte_order_mark(tmp_path, encoding, name):
+    (tmp_path / name).write_bytes('{"text": "some text"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=rf"{name}.*: UTF-16, not UTF-8. Convert it first, for example: iconv -f utf-16"):
+        list(documents(tmp_path / name))
+
+
 def test_text_that_is_not_utf8_is_named_by_byte_offset(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes("na\u00efve".encode("latin1"))

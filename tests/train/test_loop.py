@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -234,6 +235,15 @@ def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
     assert load_model(Path(summary.folder))
     assert summary.validation_loss is None, "that after step 2 is not that of the weights"
     assert not (Path(summary.folder) / "samples.txt").exists()
+
+
+def test_a_folder_that_was_removed_while_the_run_went_does_not_take_the_weights_along(table, tmp_path):
+    def sink(event):
+        if isinstance(event, StepDone) and event.step == 1:
+            shutil.rmtree(tmp_path / "runs")
+
+    summary = loop.train(table(), init(device="cpu"), sink)
+    assert load_model(Path(summary.folder))
 
 
 def test_a_signal_after_the_last_step_waits_for_the_weights(table, monkeypatch):

@@ -168,12 +168,19 @@ def _json_text(line: bytes, place: str, start: int) -> str:
 
 
 def _decode(data: bytes, place: str, start: int) -> str:
+    if start == 0 and _is_utf_16(data[:64]):
+        raise DataError(f"{place}: UTF-16, not UTF-8. Convert it first, for example: iconv -f utf-16 -t utf-8")
     try:
         return data.removeprefix(b"\xef\xbb\xbf").decode() if start == 0 else data.decode()
     except UnicodeDecodeError as error:
         shift = start + (3 if start == 0 and data.startswith(b"\xef\xbb\xbf") else 0)
         raise DataError(f"{place}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {shift + error.start}. "
                         "Convert it first, for example: iconv -f latin1 -t utf-8") from error
+
+
+def _is_utf_16(begin: bytes) -> bool:
+    """By its byte order mark, or because every other byte is zero: that would even pass for UTF-8."""
+    return begin.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(begin) > 3 and any(begin[::2]) != any(begin[1::2]))
 
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"stdlib": _stdlib, "shakespeare": _shakespeare}

@@ -63,6 +63,7 @@ def finish(job: Job, outcome: Mapping[str, Any]) -> Summary:
 
 
 def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
+    job.run.mkdir(parents=True, exist_ok=True)   # who removed it meanwhile does not lose the weights too
     job.sink(Saved(0, str(save_model(job.run, weights, job.shape, job.corpus.tokenizer))))
 
 
