@@ -136,8 +136,9 @@ def test_a_gpt_2_at_pipe_2_tensor_2_trains_like_the_unsplit_one(dropout):
     expect_equal(rl.Mesh(pipe=2, tensor=2), gpt2(dropout), stage=1)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "selective", "10 MiB"])
-def test_a_mask_reaches_every_layer_with_the_tokens_also_when_it_runs_again(policy):
+@pytest.mark.parametrize(("mesh", "policy"), [(rl.Mesh(pipe=3), "none"), (rl.Mesh(pipe=3), "full"), (rl.Mesh(tensor=2), "full"),
+                                              (rl.Mesh(tensor=2), "selective"), (rl.Mesh(tensor=2), "10 MiB")], ids=str)
+def test_a_mask_reaches_every_layer_with_the_tokens_also_when_it_runs_again(mesh, policy):
     def padded(tokens, targets):
         """On the left, where it changes what the others see."""
         mask = (torch.arange(TOKENS) >= torch.arange(len(tokens))[:, None]).long()
@@ -148,7 +149,7 @@ def test_a_mask_reaches_every_layer_with_the_tokens_also_when_it_runs_again(poli
         logits = model(input_ids=tokens, attention_mask=mask).logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
 
-    expect_equal(rl.Mesh(pipe=3), llama(), give=padded, loss=loss, stage=0, recompute=policy)
+    expect_equal(mesh, llama(), give=padded, loss=loss, stage=0, recompute=policy)
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "pipe"), [("gpipe", None, 5), ("interleaved", 2, 2), ("zb-h1", None, 3), ("zb-v", None, 2)])

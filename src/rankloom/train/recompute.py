@@ -42,7 +42,7 @@ UNDECIDED = "undecided"   # `full` for the moment, and measured
 
 
 def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = (), group: Group | None = None) -> "Recompute":
-    """Let the repeated blocks of `model` compute again in backward what they do not keep. `config.use_cache` of a foreign model is set False.
+    """Let the repeated blocks of `model` compute again in backward what they do not keep. A foreign `config.use_cache` becomes False.
 
     policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
     blocks:  their classes; left out, those that stand in a list beside others of their class
