@@ -412,3 +412,12 @@ def test_a_time_out_names_the_rank_and_the_label_and_the_way_to_know_more():
 
     with pytest.raises(rl.CollectiveTimeout, match=r"rank 0: gradients of bucket 3 .* within 0.4 s: .*RANKLOOM_DEBUG=1"):
         rl.simulate(2, body, timeout=0.4)
+
+
+def test_a_group_of_any_process_group_knows_its_rank_and_size():
+    def body(world):
+        group = rl.Group(world._process_group)
+        return group.rank, group.size, group.ranks, group.all_reduce(torch.ones(2)).tolist()
+
+    assert rl.simulate(3, body) == [(rank, 3, (0, 1, 2), [3.0, 3.0]) for rank in range(3)]
+    assert (rl.Group(None).rank, rl.Group(None).size) == (0, 1)

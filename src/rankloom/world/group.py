@@ -68,14 +68,16 @@ class Handle:
 class Group:
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
-    `ranks` are their numbers in the world, for messages. `device` is where this rank's tensors live;
-    `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out.
+    `rank` and `ranks` left out are the process group's own; `ranks` are numbers in the world, for messages. `device` is where this
+    rank's tensors live; `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, rank: int, ranks: Sequence[int], *, name: str = "world",
-                 device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
+    def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,
+                 name: str = "world", device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
                  inspector: Inspector | None = None, topology: Topology | None = None):
-        self.rank, self.ranks, self.name, self.one_host = rank, tuple(ranks), name, one_host
+        own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
+        self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
+        self.name, self.one_host = name, one_host
         self.device, self.timeout = torch.device(device), seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
