@@ -60,7 +60,7 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
 def _keep_no_cache(model: nn.Module) -> None:
     """Models of `transformers` keep the keys and values of what they have read: a block that runs again would add its own to them twice."""
     for module in model.modules():
-        config = vars(module).get("config")
+        config: Any = vars(module).get("config")
         if getattr(config, "use_cache", False):
             config.use_cache = False
 
