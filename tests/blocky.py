@@ -96,7 +96,7 @@ def train_blocky_plainly(clip: float | None, optimizer, build=make_blocky, loss=
     losses, norms = [], []
     for batch in make_turns():
         model.zero_grad(set_to_none=True)
-        total, count = loss_of(model, batch)
+        total, count = (loss or loss_of)(model, batch)
         (total / count).backward()
         norms.append(nn.utils.clip_grad_norm_(trained.values(), clip or float("inf")).item())
         for update in updates:
@@ -112,3 +112,14 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple
     tokens, targets = batch
     total = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     return total, int((targets != -100).sum())
+
+
+def loss_with_penalty(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], *, first: bool) -> tuple[torch.Tensor, int]:
+    """And the squares of all parameters, which the loss reads itself: before the model is called, or after."""
+    before = _squares(model) if first else None
+    total, count = loss_of(model, batch)
+    return total + 0.01 * count * (_squares(model) if before is None else before), count
+
+
+def _squares(model: nn.Module) -> torch.Tensor:
+    return torch.stack([param.square().sum() for param in model.parameters() if param.requires_grad]).sum()

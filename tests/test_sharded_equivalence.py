@@ -5,13 +5,14 @@ The bound is that of test_equivalence.py: the same terms, added in another order
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import rankloom as rl
 from awkward import adamw, fingerprint, share
-from blocky import Block, Inner, loss_of, make_blocky, make_turns, train_blocky_plainly
+from blocky import Block, Inner, loss_of, loss_with_penalty, make_blocky, make_turns, train_blocky_plainly
 from rankloom.train import prepare
 from rankloom.train.sharded import ShardedCanonical
 from test_equivalence import expect_equal
@@ -20,9 +21,9 @@ MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2)
           "(2,3)": rl.Mesh(replicate=2, shard=3)}
 
 
-def train(world: rl.World, stage: int, optimizer=adamw, clip: float | None = 1.0, **options) -> dict:
+def train(world: rl.World, stage: int, optimizer=adamw, clip: float | None = 1.0, loss=loss_of, **options) -> dict:
     """Five steps with the engine; everything that must equal `train_blocky_plainly`."""
-    engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=optimizer, world=world, clip=clip, stage=stage, **options)
+    engine = rl.prepare(make_blocky(), loss=loss, optimizer=optimizer, world=world, clip=clip, stage=stage, **options)
     reports = [engine.step(share(batch, world.rank, world.size)) for batch in make_turns()]
     state = engine.full_state_dict()
     return {"params": state["model"], "optimizer": state["optimizer"]["state"], "grads": {},
@@ -59,6 +60,14 @@ def test_every_option_equals_one_process(stage, options, reference):
     expected = train_blocky_plainly(None, adamw) if "clip" in options else reference
     for mine in rl.simulate(3, lambda world: train(world, stage, **options)):
         expect_equal(mine, expected)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the forward", "after it"])
+@pytest.mark.parametrize(("stage", "backend"), [(0, "gloo"), (1, "gloo"), (2, "gloo"), (3, "rankloom")])
+def test_a_loss_may_read_parameters_itself_where_they_stay_in_memory(stage, backend, first):
+    penalty = partial(loss_with_penalty, first=first)
+    for mine in rl.simulate(3, lambda world: train(world, stage, loss=penalty), backend=backend):
+        expect_equal(mine, train_blocky_plainly(1.0, adamw, loss=penalty))
 
 
 def test_parameters_that_stay_cut_over_neighbours_equal_one_process(reference):

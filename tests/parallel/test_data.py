@@ -17,6 +17,7 @@ import rankloom as rl
 from awkward import loss_sum, make_batches, make_model, share
 from gradients import expect_equal as expect_equal_to
 from gradients import gradients
+from rankloom.base.errors import UnitError
 from rankloom.comm import choose
 from rankloom.parallel.data import embeddings, trainable
 
@@ -569,6 +570,17 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
 def test_torchs_sparse_gradients_are_refused_with_the_way_out(module):
     with pytest.raises(rl.ConfigError, match="sparse=True; leave it out"):
         rl.simulate(1, lambda w: rl.data_parallel(copy.deepcopy(module), w))
+
+
+def test_a_parameter_replaced_after_wrapping_is_an_error():
+    def body(world):
+        wrapped = rl.data_parallel(make_layers(), world)
+        square_loss(wrapped, world.rank)
+        wrapped.module[0].weight = torch.nn.Parameter(wrapped.module[0].weight.detach().clone())
+        with pytest.raises(UnitError, match=r"0.weight was replaced after the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
 
 
 def test_what_was_frozen_when_the_model_was_wrapped_cannot_be_trained_later():

@@ -11,6 +11,7 @@ from torch import nn
 
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
+from rankloom.base.errors import UnitError
 from rankloom.base.events import StepDone
 from rankloom.parallel import gradients
 
@@ -490,6 +491,19 @@ def test_a_part_may_be_frozen_after_it_was_prepared_but_what_was_frozen_then_can
         return torch.equal(before["w"], after["w"]), torch.equal(before["b"], after["b"])
 
     assert rl.simulate(2, body) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_replaced_after_prepare_is_an_error_at_every_stage(stage):
+    def body(world):
+        model = Line()
+        engine = prepare(world, model, stage=stage)
+        engine.step(rows(4))
+        model.w = torch.nn.Parameter(torch.ones_like(Line().w))
+        with pytest.raises(UnitError, match="w was replaced after the model was prepared"):
+            engine.step(rows(4))
+
+    rl.simulate(2, body)
 
 
 def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():

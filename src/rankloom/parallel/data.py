@@ -34,8 +34,11 @@ class DataParallel(nn.Module):
                 param.register_post_accumulate_grad_hook(self._queue_finish)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; raises ConfigError when a parameter is trained now that was frozen when the model was wrapped."""
-        self._running.expect_frozen()
+        """The model's own forward.
+
+        raises: UnitError when a parameter was replaced since the model was wrapped, ConfigError when one is trained that was frozen then
+        """
+        self._running.expect_parameters()
         if self._finish_queued and torch.is_grad_enabled():
             self._finish_queued = False   # the last backward died before its end
             self._reducer.abandon()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 from rankloom.world.group import Group
 
 
@@ -69,18 +69,22 @@ class BufferKeeper:
 
     Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
     some ranks changed is no hang. Constants (rotary tables) never travel.
-    It also knows which parameters were frozen: nobody would sum the gradient of one that is thawed later.
+    It also knows the parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is thawed later.
     """
 
     def __init__(self, model: nn.Module, group: Group):
         self.model, self.group = model, group
         self._before = self._seen()
-        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
+                        for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
 
-    def expect_frozen(self) -> None:
-        """Before a step: raise ConfigError when a parameter is to be trained that was frozen at the start."""
-        for name, param in self._frozen.items():
-            if param.requires_grad:
+    def expect_parameters(self) -> None:
+        """Before a step: raise UnitError when another parameter is in the place of one, ConfigError when one is frozen no more."""
+        for place, key, name, param, trained in self._places:
+            if place.get(key) is not param:
+                raise UnitError(f"{name} was replaced after the model was prepared: nobody would sum the gradient of the new tensor. Load its "
+                                "values with a state dict, or replace it before")
+            if param.requires_grad and not trained:
                 raise ConfigError(f"{name} was frozen when the model was prepared, and is to be trained now: its gradient would be summed "
                                   "by nobody. Prepare the model with all that will be trained, and freeze parts of it afterwards")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
@@ -112,10 +113,23 @@ class Section:
         """A new pass begins: its calls are counted from none."""
         self.first_call, self.calls, self.forwards = None, 0, 0
 
+    def awaits_more(self) -> bool:
+        """Whether the backward that is running will leave gradients that have not landed: of parameters read outside of the module, too."""
+        waiting = {name: param for unit in self.units for name, param in unit.params.items() if name in self.waiting_for}
+        return any(_will_get_gradient(param) for param in waiting.values())
+
     def enter_backward(self) -> None:
         """A backward has begun."""
         self.settled = False
         self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
+
+
+def _will_get_gradient(param: nn.Parameter) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)   # type: ignore[attr-defined]
+    except RuntimeError:   # is torch's answer in `torch.autograd.grad`, which leaves no gradient anywhere
+        return False
 
 
 def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[Place]:

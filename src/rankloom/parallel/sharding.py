@@ -294,7 +294,7 @@ class Sharding:
         section.calls = max(0, section.calls - 1)
         for other in self.sections:
             if not other.calls and _is_over(other, section):
-                if not other.settled and other.forwards == 1:   # of more, gradients land when the last of them is over
+                if not other.settled and other.forwards == 1 and not other.awaits_more():   # of more, the last forward's are the last
                     self._settle(other)
                 if self.gathering.let_go:
                     other.release()

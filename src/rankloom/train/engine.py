@@ -105,10 +105,11 @@ class Engine:
         batch:  tensors with one row per sample, nested as you like (train/batches.py); or, cut already, so that they may be of unequal
                 length: a list of `accumulate` tuples or dicts of tensors, or an iterator over as many batches
         raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
-                deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more
+                deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more; UnitError when one was
+                replaced
         """
         begin = time.perf_counter()
-        self._running.expect_frozen()
+        self._running.expect_parameters()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
         lr = self._set_learning_rate()
