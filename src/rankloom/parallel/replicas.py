@@ -82,7 +82,7 @@ class BufferKeeper:
         """Before a step: raise UnitError when another parameter is in the place of one, ConfigError when one is frozen no more."""
         for place, key, name, param, trained in self._places:
             if place.get(key) is not param:
-                raise UnitError(f"{name} was replaced after the model was prepared: nobody would sum the gradient of the new tensor. Load its "
+                raise UnitError(f"{name} was replaced after the model was prepared: nobody sums the gradient of the new tensor. Load its "
                                 "values with a state dict, or replace it before")
             if param.requires_grad and not trained:
                 raise ConfigError(f"{name} was frozen when the model was prepared, and is to be trained now: its gradient would be summed "

@@ -142,3 +142,10 @@ def test_other_families_are_split_by_the_plans_that_they_bring(family):
     model.set_experts_implementation("eager")   # torch multiplies groups in 32 bits at most
     for ranks in (2, 4):
         expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
+
+
+def test_a_head_whose_query_key_and_value_lie_in_a_row_is_never_cut():
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        vocab_size=8, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(rl.ConfigError, match=r"2 query heads do not divide by 3 ranks, and a head is never cut; choose tensor = 1 or 2"):
+        rl.simulate(3, lambda world: rl.tensor_parallel(copy.deepcopy(model), None, world))

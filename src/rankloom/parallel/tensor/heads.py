@@ -95,8 +95,10 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
     """
     most, attention = max(features), len(features) > 2 or len(set(features)) > 1
     for attribute in WIDTHS:
-        if _count(module, attribute):
-            return Heads(getattr(module, attribute), most // getattr(module, attribute), name)
+        if width := _count(module, attribute):
+            heads = _anywhere(module, QUERIES)
+            fused = len(features) == 1 and most == 3 * width * (heads or 0)   # each head's query, key and value in a row: GPT-NeoX
+            return Heads(3 * width, most // (3 * width), name) if fused else Heads(width, most // width, name)
     for attribute in (*QUERIES, *SHORT[:SHORT_COUNTS * attention]):
         count = _count(module, attribute)
         if count and most % count == 0:
