@@ -460,6 +460,24 @@ def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     assert str(recompute(nn.Linear(2, 2), "none")) == "nothing is computed again"
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_repeated_blocks_names_their_classes_at_every_stage(stage):
+    plain = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)).double()
+
+    def body(world):
+        model = copy.deepcopy(plain)
+        runs: list[nn.Module] = []
+        model[0][1].register_forward_pre_hook(lambda module, args: runs.append(module))
+        engine = rl.prepare(model, loss=lambda model, rows: (model(rows).sum(), len(rows)), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                            world=world, stage=stage, recompute="full", units=nn.Sequential)
+        engine.step(torch.ones(2, 3, dtype=torch.float64))   # the first looks at the loss of half a batch, too
+        before = len(runs)
+        engine.step(torch.ones(2, 3, dtype=torch.float64))
+        return len(runs) - before
+
+    assert rl.simulate(2, body) == [2, 2]
+
+
 def test_tokens_of_experts_count_once_where_blocks_are_measured():
     """The router's bias moves by these counts."""
     def counted(policy):

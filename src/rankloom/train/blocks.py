@@ -52,7 +52,7 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
     if not found:
         sought = " or ".join(kind.__name__ for kind in classes) or "blocks that stand in a list beside others of their class"
-        raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks, for example blocks=(Block,)")
+        raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks: rl.prepare(..., units=(Block,))")
     return found
 
 

@@ -82,8 +82,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     all_reduce:      "backend", "ring", or a registered name (stage 0)
     compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16" (stage 0)
     compress_after:  steps that sum exactly first; after a resume they are counted anew (stage 0)
-    units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class, a number of
-                     parameters, or a function of (name, module)
+    units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class or several, a number of
+                     parameters, or a function of (name, module). Classes are the blocks of recompute, offload_activations and compile
+                     too, at every stage
     reshard_after_forward: stage 3: False: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n
                      neighbours until then: inside a node, where n is its ranks
     offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
@@ -104,7 +105,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule, world)
     _check(model, world, settings, pipe)
     expect_exact_steps(compress_after, compress)
-    _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=units,
+    are_blocks = _classes(units) and (recompute != NONE or offload_activations or compile)
+    _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=AUTO if are_blocks else units,
                  reshard_after_forward=reshard_after_forward, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
     _check_sums(world, settings, all_reduce, compress)
     expect_kind(context)
@@ -169,12 +171,16 @@ def _along(world: World, *axes: str) -> Group:
     return world.group(*axes) if axes else world.alone()
 
 
+def _classes(units: Policy) -> tuple[type[nn.Module], ...]:
+    return units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
+
+
 def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
     """Recompute, offload and compile, from the block outwards; hooks that gather parameters come around all three.
 
     Where units are module classes, these are the blocks.
     """
-    blocks = units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
+    blocks = _classes(units)
     chosen = recompute_blocks(model, recompute, blocks=blocks, group=_along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe"))
                               ) if recompute != NONE else None
     if offload:
