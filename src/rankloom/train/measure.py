@@ -37,6 +37,18 @@ class Trace(TorchDispatchMode):
         self.work = self.dear = 0   # all of it, and that of products and attention
         self._made: dict[int, StorageWeakRef] = {}
 
+    def __enter__(self) -> "Trace":
+        """What autocast has cast for others is not looked at, and nothing is left to them."""
+        self._caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """As it was."""
+        super().__exit__(*failure)
+        torch.set_autocast_cache_enabled(self._caches)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation, and notes what it made and moved."""
         out = func(*args, **(kwargs or {}))
@@ -55,7 +67,6 @@ class Trace(TorchDispatchMode):
     def kept(self, *alive: Any) -> int:
         """Bytes that are still held. `alive`: the outputs, so that the caller has not let go of them."""
         assert alive, "without its outputs a forward leaves nothing behind"
-        torch.clear_autocast_cache()   # holds weights for the next block, not for the backward of this one
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values() if not ref.expired()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
