@@ -86,6 +86,12 @@ def test_a_sum_with_a_count_passes_also_of_one_row_and_with_dropout():
     assert noisy.training, "the check leaves the model as it was"
 
 
+def test_a_sum_of_random_numbers_is_not_taken_for_a_mean():
+    """As of a model that adds noise, or of diffusion: here the halves happen to add up to nearly twice the whole."""
+    drawn = iter([25.3, 31.7, 20.8, 25.3])
+    judge(lambda model, x: (model(x).sum() * 0 + next(drawn), len(x)))
+
+
 def test_a_mean_over_one_item_is_its_sum():
     judge(lambda model, x: (model(x).square().mean(), 1))
 
