@@ -67,14 +67,18 @@ def one_rank(tmp_path_factory):
 
 
 def test_help_is_there_in_150_ms():
-    """Of the processor's time, which is all that it takes: other programs of a busy machine do not count."""
-    def once():
+    """Of the processor's time, which is all that it takes: other programs of a busy machine do not count. On a processor so slow, or so
+    shared, that Python and the library of commands alone take more than half of it, twice what these take."""
+    def seconds(*words):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*RANKLOOM, "--help"], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(words, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    assert any(once() < 0.150 for _ in range(40)), "the best of many: the others take its caches too"
+    def is_quick():
+        return seconds(*RANKLOOM, "--help") < max(0.150, 2 * seconds(sys.executable, "-c", "import cyclopts"))
+
+    assert any(is_quick() for _ in range(40)), "the best of many: the others take its caches too"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["scale", "--help"], ["bench", "--help"], ["presets"]])
