@@ -1068,8 +1068,8 @@ static int pull(Link *l, int peer)
     return read != begin;
 }
 
-/* Move every message as far as it goes; none of a broken group, or of one that is left: its memory may be gone. Called with `post` held. Returns
- * whether anything moved. */
+/* Move every message as far as it goes; none of a broken group, or of one that is left: its memory may be gone. Called with `post`
+ * held. Returns whether anything moved. */
 static int move_messages(Link *l)
 {
     int moved = 0, ended = 0;
@@ -1384,6 +1384,22 @@ static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
     return answer(why);
 }
 
+/* Whoever moves messages may be at it for long, and is waited for without the interpreter: all others would wait, too. */
+static PyThreadState *lock_post(Link *l)
+{
+    PyThreadState *state = pthread_mutex_trylock(&l->post) ? PyEval_SaveThread() : NULL;
+    if (state)
+        pthread_mutex_lock(&l->post);
+    return state;
+}
+
+static void unlock_post(Link *l, PyThreadState *state)
+{
+    pthread_mutex_unlock(&l->post);
+    if (state)
+        PyEval_RestoreThread(state);
+}
+
 /* post(sending, address, nbytes, peer, tag) -> handle; 0 in a forked child */
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
@@ -1396,17 +1412,17 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
     Message *m = copied(&asked, sizeof asked);
     if (!m)
         return PyErr_NoMemory();
-    pthread_mutex_lock(&l->post);
+    PyThreadState *state = lock_post(l);
     add_message(l, m);
     move_messages(l);   /* a small one leaves here and now */
     if (!m->done && !l->has_postman && !l->closing)
         l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
     if (!m->done)
         pthread_cond_signal(&l->posted);
-    int carried = m->done || l->has_postman || l->closing;
-    pthread_mutex_unlock(&l->post);
+    int carried = m->done || l->has_postman || l->closing, problem = errno;
+    unlock_post(l, state);
     if (!carried)
-        return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(errno));
+        return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(problem));
     return PyLong_FromVoidPtr(m);
 }
 
@@ -1438,12 +1454,12 @@ static PyObject *link_drop(Link *l, PyObject *handle)
     Message *m = PyLong_AsVoidPtr(handle);
     if (is_forked(l) || !m)   /* 0: it was never posted */
         Py_RETURN_NONE;
-    pthread_mutex_lock(&l->post);
+    PyThreadState *state = lock_post(l);
     if (m->done)
         free(m);
     else
         m->orphan = 1;
-    pthread_mutex_unlock(&l->post);
+    unlock_post(l, state);
     Py_RETURN_NONE;
 }
 
