@@ -14,7 +14,7 @@ Shapes: B rows, T tokens, W width, E experts, k chosen per token, F inner width 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankloom.base.scoped import temporarily
 from rankloom.models.config import MoEConfig
 from rankloom.models.mlp import MLP
 from rankloom.models.part import WHOLE, Part
@@ -229,11 +230,10 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
     """Whatever runs in here is a trial: layers of experts inside `module` have then counted what they had before, and have their losses."""
-    layers = [each for each in module.modules() if isinstance(each, MoE)]
-    before = [(layer.extra, layer.routed, layer.dropped) for layer in layers]
-    yield
-    for layer, counted in zip(layers, before):
-        layer.extra, layer.routed, layer.dropped = counted
+    with ExitStack() as until_here:
+        for layer in (each for each in module.modules() if isinstance(each, MoE)):
+            until_here.enter_context(temporarily(layer, extra=layer.extra, routed=layer.routed, dropped=layer.dropped))
+        yield
 
 
 def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:

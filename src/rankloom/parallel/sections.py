@@ -115,8 +115,7 @@ class Section:
 
     def awaits_more(self) -> bool:
         """Whether the backward that is running will leave gradients that have not landed: of parameters read outside of the module, too."""
-        waiting = {name: param for unit in self.units for name, param in unit.params.items() if name in self.waiting_for}
-        return any(_will_get_gradient(param) for param in waiting.values())
+        return any(name in self.waiting_for and _will_get_gradient(param) for unit in self.units for name, param in unit.params.items())
 
     def enter_backward(self) -> None:
         """A backward has begun."""
