@@ -34,8 +34,8 @@ from rankloom.parallel.pipeline.cut import balance, make_stages
 from rankloom.parallel.pipeline.measure import measure_message, measure_pieces, record_step, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
-from rankloom.parallel.pipeline.simulate import simulate_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from rankloom.parallel.pipeline.simulate import simulate_schedule
 
 Step = Callable[[], object]
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
@@ -69,16 +69,17 @@ class Bench:
         self.message = measure_message(torch.zeros(args.rows, args.tokens, self.model.config.width, dtype=dtype), world)
 
     def cut(self, name: str) -> tuple:
-        """The plan of a schedule, how many pieces each stage has, and this rank's stages."""
+        """A schedule, how many pieces each stage has, and this rank's stages."""
         stages = self.world.size * SCHEDULES[name].fewest
-        plan, sizes = send_gradients_first(make_plan(name, stages, self.count)), balance([piece.seconds for piece in self.measured], stages)
+        schedule = send_gradients_first(make_schedule(name, stages, self.count))
+        sizes = balance([piece.seconds for piece in self.measured], stages)
         modules = make_stages(self.pieces, sizes)
-        return plan, sizes, {stage: modules[stage] for stage in plan.held_by(self.world.rank)}
+        return schedule, sizes, {stage: modules[stage] for stage in schedule.held_by(self.world.rank)}
 
     def pipeline(self, name: str) -> Pipeline:
         """Ours."""
-        plan, _, held = self.cut(name)
-        return Pipeline(held, self.world, plan, loss)
+        schedule, _, held = self.cut(name)
+        return Pipeline(held, self.world, schedule, loss)
 
     def ours(self, name: str) -> Step:
         """A step of ours: the loss, on every rank."""
@@ -93,11 +94,11 @@ class Bench:
 
     def torchs(self, name: str) -> Step:
         """A step of torch's: the loss on the rank that has it, else None."""
-        plan, _, held = self.cut(name)
-        made = [PipelineStage(module, stage, plan.stages, torch.device("cpu")) for stage, module in held.items()]
+        schedule, _, held = self.cut(name)
+        made = [PipelineStage(module, stage, schedule.stages, torch.device("cpu")) for stage, module in held.items()]
         one = made[0] if name in ("gpipe", "1f1b") else made
         schedule = TORCH[name](one, self.count, loss_fn=lambda y, t: loss(y, t)[0], scale_grads=False)
-        first, last = 0 in held, plan.stages - 1 in held
+        first, last = 0 in held, schedule.stages - 1 in held
 
         def step() -> float | None:
             losses: list[torch.Tensor] = []
@@ -110,12 +111,12 @@ class Bench:
 
     def bubbles(self, name: str) -> dict:
         """What the simulator expects, and what a recorded step shows: the median of five."""
-        plan, sizes, _ = self.cut(name)
+        schedule, sizes, _ = self.cut(name)
         pipeline = self.pipeline(name)
         pipeline.step(self.batches)
         recorded = [record_step(pipeline, self.batches) for _ in range(5)]
         self.model.zero_grad(set_to_none=True)
-        expected = simulate_plan(plan, stage_costs(self.measured, sizes, self.message))
+        expected = simulate_schedule(schedule, stage_costs(self.measured, sizes, self.message))
         return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": round(expected.makespan * 1e3, 1),
                 "recorded ms": median_ms([step.makespan for step in recorded]), "simulated bubble": f"{expected.bubble:.3f}",
                 "recorded bubble": f"{statistics.median(step.bubble for step in recorded):.3f}"}

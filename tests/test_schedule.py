@@ -12,10 +12,10 @@ import pytest
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.draw import grid
 from rankloom.parallel.pipeline.passes import add_gathers, apply_pass, send_gradients_first
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from rankloom.parallel.pipeline.search import SEARCHED
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
-from rankloom.schedule import find_plan, known, read_costs, show
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
+from rankloom.schedule import find_schedule, known, read_costs, show
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, svg=None, trace=None, save=None)
@@ -35,7 +35,7 @@ def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
     assert "a step takes 33; bubble: ranks wait 27.3% of the time" in done.stdout
     assert "as rl.pipeline and the engine run it" in done.stdout and "a step takes 30; bubble: ranks wait 20.0% of the time" in done.stdout
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
-    assert find_plan(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
+    assert find_schedule(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
 
 
 def test_who_reads_the_first_lines_only_gets_no_traceback():
@@ -50,17 +50,17 @@ def test_who_reads_the_first_lines_only_gets_no_traceback():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_show_draws_how_a_schedule_runs_where_that_is_another(name):
     chunks = SCHEDULES[name].fewest
-    plan = make_plan(name, 4 * chunks, 8)
+    schedule = make_schedule(name, 4 * chunks, 8)
     told = [str(part) for part in show(name, **{**NOTHING, "stages": 4 * chunks, "costs": "1,1,2"})]
-    timeline = simulate_plan(send_gradients_first(plan), Costs.even(4 * chunks, weight=2.0))
-    assert ("W" in str(plan) and "B" not in str(plan)) == (not any(part.startswith("as rl.pipeline") for part in told))
-    if "B" in str(plan):
+    timeline = simulate_schedule(send_gradients_first(schedule), Costs.even(4 * chunks, weight=2.0))
+    assert ("W" in str(schedule) and "B" not in str(schedule)) == (not any(part.startswith("as rl.pipeline") for part in told))
+    if "B" in str(schedule):
         assert told[-1] == f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
         assert told[-3] == str(grid(timeline, 100))
 
 
 def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
-    (tmp_path / "mine.txt").write_text(str(make_plan("1f1b", 2, 2)))
+    (tmp_path / "mine.txt").write_text(str(make_schedule("1f1b", 2, 2)))
     assert not any("as rl.pipeline" in str(part) for part in show(str(tmp_path / "mine.txt"), **NOTHING))
 
 
@@ -93,13 +93,13 @@ def test_the_numbers_of_the_docs_are_those_of_the_simulator():
     assert told.keys() == SCHEDULES.keys()
     for name, (waits, share, activations, gathers) in told.items():
         chunks = SCHEDULES[name].fewest
-        plan = make_plan(name, 4 * chunks, 16)
-        timeline = simulate_plan(plan, Costs.even(4 * chunks, forward=1 / chunks, input=1 / chunks, weight=1 / chunks))
+        schedule = make_schedule(name, 4 * chunks, 16)
+        timeline = simulate_schedule(schedule, Costs.even(4 * chunks, forward=1 / chunks, input=1 / chunks, weight=1 / chunks))
         between = ", between steps 0" if timeline.own_bubble < 1e-9 else ""
         assert waits == f"{timeline.makespan - 48:.3g}{between}"
         assert share == f"{timeline.bubble:.1%}{', 0%' if between else ''}"
         assert activations == f"{max(timeline.peaks) / chunks:.3g}"
-        assert int(gathers) == max(str(actions).count("GATHER") for actions in apply_pass(plan, add_gathers).ranks)
+        assert int(gathers) == max(str(actions).count("GATHER") for actions in apply_pass(schedule, add_gathers).ranks)
 
 
 def test_a_schedule_edited_into_a_deadlock_is_one_message_with_the_cycle(tmp_path):
@@ -141,12 +141,12 @@ def test_a_mistake_is_refused_with_what_was_expected(options, message, tmp_path,
 def test_a_file_says_itself_how_large_it_is(tmp_path):
     (tmp_path / "one.txt").write_text("F0@0 B0@0\n")
     with pytest.raises(ConfigError, match="leave out --stages, --chunks"):
-        find_plan(str(tmp_path / "one.txt"), 4, None, 2)
+        find_schedule(str(tmp_path / "one.txt"), 4, None, 2)
     (tmp_path / "two.txt").write_bytes(b"F0@0 \xff")
     with pytest.raises(ConfigError, match="two.txt: cannot be read .it is no text"):
-        find_plan(str(tmp_path / "two.txt"), None, None, None)
+        find_schedule(str(tmp_path / "two.txt"), None, None, None)
     with pytest.raises(ConfigError, match="none.txt: cannot be read"):
-        find_plan("none.txt", None, None, None)
+        find_schedule("none.txt", None, None, None)
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", '{"forward": 1}', '{"forward": ["x"], "input": [1], "weight": [1]}', "not json"])

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.actions import Plan, parse_plan
+from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES
-from rankloom.parallel.pipeline.search import SEARCHED, named_plan
-from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_plan
+from rankloom.parallel.pipeline.search import SEARCHED, named_schedule
+from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_schedule
 
 STAGES, MICROBATCHES = 4, 8
 
@@ -26,29 +26,29 @@ STAGES, MICROBATCHES = 4, 8
 def known() -> Table:
     """Every schedule by name, with how many stages a rank holds under it."""
     table = Table("schedule", "stages a rank", "in short")
-    for name, schedule in SCHEDULES.items():
-        table.add_row(name, f"{schedule.fewest}{'' if schedule.most else ' or more'}", schedule.says)
+    for name, one in SCHEDULES.items():
+        table.add_row(name, f"{one.fewest}{'' if one.most else ' or more'}", one.says)
     for name, memory in SEARCHED.items():
         table.add_row(name, "1", f"made for the costs that are given, with {memory:g} times the memory of 1F1B")
     return table
 
 
-def find_plan(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Plan:
+def find_schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Schedule:
     """A known schedule, one made for the costs, or one read from a .txt file; proven. raises: ConfigError"""
     if not name.endswith(".txt"):
         stages, microbatches = (default if asked is None else asked for asked, default in ((stages, STAGES), (microbatches, MICROBATCHES)))
-        plan = named_plan(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)
-        check(plan)
-        return plan
+        schedule = named_schedule(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)
+        check(schedule)
+        return schedule
     given = [word for word, value in (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks)) if value is not None]
     if given:
         raise ConfigError(f"{name} says itself how many stages and micro-batches there are; leave out {', '.join(given)}")
-    plan = parse_plan(_read(Path(name)))
+    schedule = parse_schedule(_read(Path(name)))
     try:
-        check(plan)
+        check(schedule)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    return plan
+    return schedule
 
 
 def read_costs(text: str | None, stages: int) -> Costs:
@@ -80,8 +80,8 @@ def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
     yield grid(timeline, columns)
     yield legend(timeline)
     table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
-    for rank, actions in enumerate(timeline.plan.ranks):
-        stages, sends = ", ".join(map(str, timeline.plan.held_by(rank))), sum(a.kind.startswith("SEND") for a in actions)
+    for rank, actions in enumerate(timeline.schedule.ranks):
+        stages, sends = ", ".join(map(str, timeline.schedule.held_by(rank))), sum(a.kind.startswith("SEND") for a in actions)
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
         table.add_row(str(rank), stages, *times, str(sends), f"{timeline.peaks[rank]:g}")
     yield table
@@ -90,12 +90,12 @@ def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
         yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"
 
 
-def as_run(plan: Plan, costs: Costs, columns: int) -> Iterator[str | Text]:
-    """The rows and the bubble of how `rl.pipeline` and the engine run a plan; nothing where that is the plan itself."""
-    runs = send_gradients_first(plan)
-    if runs == plan:
+def as_run(schedule: Schedule, costs: Costs, columns: int) -> Iterator[str | Text]:
+    """The rows and the bubble of how `rl.pipeline` and the engine run a schedule; nothing where they run it as it is."""
+    runs = send_gradients_first(schedule)
+    if runs == schedule:
         return
-    timeline = simulate_plan(runs, costs)
+    timeline = simulate_schedule(runs, costs)
     yield "as rl.pipeline and the engine run it: a gradient leaves before the products for the weights are computed"
     yield grid(timeline, columns)
     yield legend(timeline)
@@ -108,7 +108,7 @@ def _waits(timeline: Timeline) -> str:
 
 def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
     """Write the files that are asked for, and say so. raises: ConfigError"""
-    texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.plan}\n"}
+    texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.schedule}\n"}
     for path, make in texts.items():
         if path is None:
             continue
@@ -122,14 +122,14 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 def show(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
          svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """All of it, for `rankloom schedule show`."""
-    plan = find_plan(name, stages, microbatches, chunks, costs)
-    of_stages = read_costs(costs, plan.stages)
-    timeline = simulate_plan(plan, of_stages)
-    title = f"{name}: {plan.stages} stages on {len(plan.ranks)} ranks, {plan.microbatches} micro-batches"
+    schedule = find_schedule(name, stages, microbatches, chunks, costs)
+    of_stages = read_costs(costs, schedule.stages)
+    timeline = simulate_schedule(schedule, of_stages)
+    title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
     yield from picture(timeline, columns)
     if not name.endswith(".txt"):   # a file says itself what is done first
-        yield from as_run(plan, of_stages, columns)
+        yield from as_run(schedule, of_stages, columns)
     yield from written(timeline, title, svg, trace, save)
 
 

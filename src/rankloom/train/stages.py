@@ -27,7 +27,7 @@ from rankloom.parallel.parts import Goal, Parts
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance, in_runs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
-from rankloom.parallel.pipeline.search import named_plan, stages_a_rank
+from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
@@ -131,16 +131,16 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
     pieces, count = _pieces(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
-    plan = named_plan(chosen.schedule, count, microbatches, chosen.chunks)
-    plan = plan if sparing else send_gradients_first(plan)
+    schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
+    schedule = schedule if sparing else send_gradients_first(schedule)
     runs = [_under_first_names(run, model) for run in in_runs(pieces, balance([1.0] * len(pieces), count))]
     stages = [Stage(run) for run in runs]
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
-            where.setdefault(name, set()).add(plan.owner[number])
-    mine = plan.held_by(group.rank)
-    pipeline = Pipeline({number: stages[number] for number in mine}, group, plan, chosen.loss(model),
+            where.setdefault(name, set()).add(schedule.owner[number])
+    mine = schedule.held_by(group.rank)
+    pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
                         hooks=Hooks(before=turn.move_on_to, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)

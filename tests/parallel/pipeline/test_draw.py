@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 import pytest
 
 from rankloom.parallel.pipeline.draw import COLOURS, INCH, LEFT, as_svg, as_trace, grid, legend
-from rankloom.parallel.pipeline.schedules import make_plan
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+from rankloom.parallel.pipeline.schedules import make_schedule
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 
 def drawn(name: str, stages: int, microbatches: int, **costs: float):
-    return simulate_plan(make_plan(name, stages, microbatches), Costs.even(stages, **costs))
+    return simulate_schedule(make_schedule(name, stages, microbatches), Costs.even(stages, **costs))
 
 
 def test_the_rows_of_a_terminal_show_who_computes_and_who_waits():

@@ -15,8 +15,8 @@ from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.draw import as_svg
 from rankloom.parallel.pipeline.measure import Measured, measure_message, measure_pieces, record_step, stage_costs
 from rankloom.parallel.pipeline.runtime import Pipeline
-from rankloom.parallel.pipeline.schedules import make_plan
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+from rankloom.parallel.pipeline.schedules import make_schedule
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 
 class Asleep(torch.autograd.Function):
@@ -88,12 +88,12 @@ def test_costs_of_stages_are_sums_of_those_of_their_pieces():
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_recorded_step_is_the_plan_with_the_time_that_it_took(name):
     chunks = 1 + (name == "zb-v")
-    plan = make_plan(name, 2 * chunks, 4)
+    schedule = make_schedule(name, 2 * chunks, 4)
 
     def body(world):
-        stages = make_stages([sleepy(0.004) for _ in range(plan.stages)], [1] * plan.stages)
-        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
-        pipeline = Pipeline(held, world, plan, lambda y, _: (y.sum(), 1))
+        stages = make_stages([sleepy(0.004) for _ in range(schedule.stages)], [1] * schedule.stages)
+        held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+        pipeline = Pipeline(held, world, schedule, lambda y, _: (y.sum(), 1))
         plain = dict(pipeline.do)
         timeline = record_step(pipeline, [BATCH] * 4)
         assert pipeline.do == plain
@@ -101,9 +101,9 @@ def test_a_recorded_step_is_the_plan_with_the_time_that_it_took(name):
 
     first, second = rl.simulate(2, body)
     assert first.spans == second.spans, "every rank knows all"
-    simulated = simulate_plan(plan, Costs.even(plan.stages, forward=0.004, input=0.008, weight=0.0))
+    simulated = simulate_schedule(schedule, Costs.even(schedule.stages, forward=0.004, input=0.008, weight=0.0))
     assert min(span.start for span in first.spans) == 0
-    for rank, actions in enumerate(plan.ranks):
+    for rank, actions in enumerate(schedule.ranks):
         assert [span.action for span in first.by_rank[rank]] == [action for action in actions if action.kind in COMPUTES]
         assert all(earlier.end <= later.start for earlier, later in zip(first.by_rank[rank], first.by_rank[rank][1:]))
     at = {span.action: span for span in first.spans}
@@ -122,10 +122,10 @@ def test_a_gpt_is_measured_cut_and_run():
         measured = measure_pieces(pieces, batch, gpt_loss(model), world)
         sizes = balance([piece.seconds for piece in measured], 2)
         stages = make_stages(pieces, sizes)
-        plan = make_plan("zb-h1", 2, 4)
-        pipeline = Pipeline({world.rank: stages[world.rank]}, world, plan, gpt_loss(model), tied=find_tied(stages))
+        schedule = make_schedule("zb-h1", 2, 4)
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, schedule, gpt_loss(model), tied=find_tied(stages))
         timeline = record_step(pipeline, [batch] * 4)
-        return sizes, simulate_plan(plan, stage_costs(measured, sizes)).bubble, timeline.bubble
+        return sizes, simulate_schedule(schedule, stage_costs(measured, sizes)).bubble, timeline.bubble
 
     (sizes, simulated, recorded), other = rl.simulate(2, body)
     assert (sizes, simulated, recorded) == other and sum(sizes) == 6

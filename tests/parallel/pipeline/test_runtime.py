@@ -23,13 +23,13 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_loss as loss_of
 from rankloom.models.pieces import gpt_pieces
-from rankloom.parallel.pipeline.actions import parse_plan
+from rankloom.parallel.pipeline.actions import parse_schedule
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.messages import AHEAD, proven_arrivals
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
 
 RTOL = 1e-12
 CHUNKS = {name: schedule.fewest for name, schedule in SCHEDULES.items()}
@@ -66,13 +66,13 @@ def one_process(pieces, loss, batches):
     return totals, {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
 
 
-def run(world, build, loss, plan, batches, steps: int = 1, change=lambda stages: None, **options):
+def run(world, build, loss, schedule, batches, steps: int = 1, change=lambda stages: None, **options):
     """Steps of a pipeline on this rank: totals of the last, and the gradients of its stages by name."""
     pieces = build()
-    stages = make_stages(pieces, balance([1.0] * len(pieces), plan.stages))
+    stages = make_stages(pieces, balance([1.0] * len(pieces), schedule.stages))
     change(stages)
-    held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
-    pipeline = Pipeline(held, world, plan, loss, tied=find_tied(stages), **options)
+    held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+    pipeline = Pipeline(held, world, schedule, loss, tied=find_tied(stages), **options)
     for _ in range(steps):
         for stage in held.values():
             stage.zero_grad()
@@ -97,9 +97,9 @@ def expect_equal(results, expected):
 
 
 def expect_gpt_equal(name, ranks, microbatches, tie=True, lengths=(8,), **options):
-    plan = make_plan(name, ranks * CHUNKS[name], microbatches)
+    schedule = make_schedule(name, ranks * CHUNKS[name], microbatches)
     batches = token_batches(microbatches, lengths=lengths)
-    results = rl.simulate(ranks, lambda w: run(w, lambda: gpt_pieces(make_gpt(tie)), gpt_loss, plan, batches, **options))
+    results = rl.simulate(ranks, lambda w: run(w, lambda: gpt_pieces(make_gpt(tie)), gpt_loss, schedule, batches, **options))
     expect_equal(results, gpt_alone(microbatches, tie, lengths))
 
 
@@ -132,8 +132,8 @@ def test_a_second_step_with_known_shapes_equals_the_first(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
 def test_it_runs_over_shared_memory_too(name):
-    plan, batches = make_plan(name, 3 * CHUNKS[name], 6), token_batches(6)
-    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2), backend="rankloom")
+    schedule, batches = make_schedule(name, 3 * CHUNKS[name], 6), token_batches(6)
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches, steps=2), backend="rankloom")
     expect_equal(results, gpt_alone(6))
 
 
@@ -169,8 +169,8 @@ def awkward_loss(logits, targets):
 def test_the_awkward_model_equals_one_process(name, ranks):
     """Tied, frozen, unused and conditional parameters, a parameter of no module, a border of two tensors."""
     batches = [tuple(t[start:start + 5] for t in make_batches(1)[0]) for start in range(0, 25, 5)]
-    plan = make_plan(name, ranks * CHUNKS[name], len(batches))
-    results = rl.simulate(ranks, lambda w: run(w, awkward_pieces, awkward_loss, plan, batches, steps=2))
+    schedule = make_schedule(name, ranks * CHUNKS[name], len(batches))
+    results = rl.simulate(ranks, lambda w: run(w, awkward_pieces, awkward_loss, schedule, batches, steps=2))
     expect_equal(results, one_process(awkward_pieces(), awkward_loss, batches))
 
 
@@ -182,7 +182,7 @@ def test_a_tied_parameter_that_is_frozen_stays_without_a_gradient(name):
         return pieces
 
     batches = make_batches(2)
-    results = rl.simulate(2, lambda w: run(w, frozen, awkward_loss, make_plan(name, 2, 2), batches))
+    results = rl.simulate(2, lambda w: run(w, frozen, awkward_loss, make_schedule(name, 2, 2), batches))
     expect_equal(results, one_process(frozen(), awkward_loss, batches))
 
 
@@ -195,11 +195,11 @@ def test_where_nothing_below_is_trained_no_gradient_travels():
         return pieces
 
     def body(world):
-        result = run(world, frozen_below, awkward_loss, plan, batches)
+        result = run(world, frozen_below, awkward_loss, schedule, batches)
         before = world.ledger.messages
         return result, before
 
-    plan, batches = make_plan("1f1b", 2, 3), make_batches(3)
+    schedule, batches = make_schedule("1f1b", 2, 3), make_batches(3)
     results = rl.simulate(2, body)
     expect_equal([result for result, _ in results], one_process(frozen_below(), awkward_loss, batches))
     forth, back = (messages for _, messages in results)
@@ -212,7 +212,7 @@ def test_a_stage_that_ignores_its_input_leaves_those_below_without_a_gradient():
         return [({"first": first}, first), ({"second": second}, lambda x: second(torch.ones_like(x)) + 0 * x.detach())]
 
     batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 3
-    for totals, grads in rl.simulate(2, lambda w: run(w, deaf, lambda y, _: (y.sum(), 1), make_plan("1f1b", 2, 3), batches, steps=2)):
+    for totals, grads in rl.simulate(2, lambda w: run(w, deaf, lambda y, _: (y.sum(), 1), make_schedule("1f1b", 2, 3), batches, steps=2)):
         assert totals[1] == 3
         assert all((grad is None) == name.startswith("first") for name, grad in grads.items())
 
@@ -234,7 +234,7 @@ def test_a_stage_may_ignore_its_input_for_some_micro_batches_only(name, deaf_to)
         return [({"first": first}, first), ({"second": second}, lambda x: second(torch.ones_like(x) if next(heard) % 4 in deaf_to else x))]
 
     loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), float(i), dtype=torch.float64), None) for i in range(4)]
-    results = rl.simulate(2, lambda w: run(w, moody, loss, make_plan(name, 2, 4), batches, steps=2))
+    results = rl.simulate(2, lambda w: run(w, moody, loss, make_schedule(name, 2, 4), batches, steps=2))
     expect_equal(results, one_process(moody(), loss, batches))
 
 
@@ -244,7 +244,7 @@ def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
         return [({"first": first}, lambda x: first(x).T), ({"second": second}, lambda x: second(x).T)]
 
     loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.ones(2, 3, dtype=torch.float64), None)] * 3
-    results = rl.simulate(2, lambda w: run(w, turned, loss, make_plan("1f1b", 2, 3), batches, steps=2))
+    results = rl.simulate(2, lambda w: run(w, turned, loss, make_schedule("1f1b", 2, 3), batches, steps=2))
     expect_equal(results, one_process(turned(), loss, batches))
 
 
@@ -254,7 +254,7 @@ def test_a_tied_parameter_that_no_stage_uses_stays_without_a_gradient():
         return [({"first": first, "spare": shared}, first), ({"second": second, "spare": shared}, second)]
 
     batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 2
-    for _, grads in rl.simulate(2, lambda w: run(w, spare, lambda y, _: (y.sum(), 1), make_plan("1f1b", 2, 2), batches)):
+    for _, grads in rl.simulate(2, lambda w: run(w, spare, lambda y, _: (y.sum(), 1), make_schedule("1f1b", 2, 2), batches)):
         assert {name for name, grad in grads.items() if grad is None} == {"spare.weight", "spare.bias"}
 
 
@@ -262,12 +262,12 @@ def test_a_tied_parameter_that_no_stage_uses_stays_without_a_gradient():
 
 
 def test_a_known_border_costs_one_message_each_way_and_a_new_one_a_header_more():
-    plan, batches = make_plan("1f1b", 4, 8), token_batches(8)
+    schedule, batches = make_schedule("1f1b", 4, 8), token_batches(8)
 
     def body(world):
         counts = []
         stages = make_stages(gpt_pieces(make_gpt(tie=False)), [2, 2, 2, 2])
-        pipeline = Pipeline({world.rank: stages[world.rank]}, world, plan, gpt_loss)
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, schedule, gpt_loss)
         for _ in range(2):
             before = world.ledger.messages, world.ledger.bytes
             pipeline.step(batches)
@@ -283,26 +283,26 @@ def test_a_known_border_costs_one_message_each_way_and_a_new_one_a_header_more()
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 def test_no_more_activations_live_than_the_plan_says(name):
-    plan, batches = make_plan(name, 3 * CHUNKS[name], 8), token_batches(8)
+    schedule, batches = make_schedule(name, 3 * CHUNKS[name], 8), token_batches(8)
 
     def body(world):
-        stages = make_stages(gpt_pieces(make_gpt()), balance([1.0] * 8, plan.stages))
-        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
-        pipeline, seen = Pipeline(held, world, plan, gpt_loss), []
+        stages = make_stages(gpt_pieces(make_gpt()), balance([1.0] * 8, schedule.stages))
+        held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+        pipeline, seen = Pipeline(held, world, schedule, gpt_loss), []
         for stage in held.values():
             stage.register_forward_hook(lambda *_: seen.append(len(pipeline._live) + 1))
         pipeline.step(batches)
         assert not pipeline._live and not pipeline._border and not pipeline._messages._sent
         return max(seen)
 
-    assert rl.simulate(3, body) == [peak_live(actions) for actions in plan.ranks]
+    assert rl.simulate(3, body) == [peak_live(actions) for actions in schedule.ranks]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "dualpipe-v"])
 def test_gradients_that_leave_before_the_weights_products_are_the_same(name):
-    plan = send_gradients_first(make_plan(name, 3 * CHUNKS[name], 4))
-    assert len(plan.split) >= 2, "those that send something back"
-    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, token_batches(4)))
+    schedule = send_gradients_first(make_schedule(name, 3 * CHUNKS[name], 4))
+    assert len(schedule.split) >= 2, "those that send something back"
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, token_batches(4)))
     expect_equal(results, gpt_alone(4))
 
 
@@ -313,16 +313,16 @@ def test_stages_that_compute_their_forward_again_may_have_their_backward_in_two_
         return [(parts, partial(checkpoint, f, use_reentrant=reentrant)) if 0 < i < 7 else (parts, f)
                 for i, (parts, f) in enumerate(gpt_pieces(make_gpt()))]
 
-    plan = send_gradients_first(make_plan(name, 2, 3))
-    results = rl.simulate(2, lambda w: run(w, pieces, gpt_loss, plan, token_batches(3)))
+    schedule = send_gradients_first(make_schedule(name, 2, 3))
+    results = rl.simulate(2, lambda w: run(w, pieces, gpt_loss, schedule, token_batches(3)))
     expect_equal(results, gpt_alone(3))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_sent_tensors_are_let_go_while_the_step_goes_on(name):
-    plan = with_messages(make_plan(name, 4 * CHUNKS[name], 64))
-    for rank, actions in enumerate(plan.ranks):
-        proven, held, most = proven_arrivals(plan, rank), 0, 0
+    schedule = with_messages(make_schedule(name, 4 * CHUNKS[name], 64))
+    for rank, actions in enumerate(schedule.ranks):
+        proven, held, most = proven_arrivals(schedule, rank), 0, 0
         for action in actions:
             held += action.kind.startswith("SEND") - len(proven.get(action, ()))
             most = max(most, held)
@@ -331,7 +331,7 @@ def test_sent_tensors_are_let_go_while_the_step_goes_on(name):
 
 def test_a_long_step_holds_no_more_messages_than_a_short_one():
     def body(world):
-        pipeline = Pipeline({world.rank: nn.Linear(4, 4)}, world, make_plan("1f1b", 3, 24), lambda y, _: (y.sum(), 1))
+        pipeline = Pipeline({world.rank: nn.Linear(4, 4)}, world, make_schedule("1f1b", 3, 24), lambda y, _: (y.sum(), 1))
         seen = {"sent": 0, "open": 0}
         pipeline.stages[world.rank].register_forward_hook(lambda *_: seen.update(
             sent=max(seen["sent"], len(pipeline._messages._sent)), open=max(seen["open"], len(pipeline._messages._open))))
@@ -344,12 +344,12 @@ def test_a_long_step_holds_no_more_messages_than_a_short_one():
 
 
 def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():
-    plan, batches = make_plan("interleaved", 6, 4), token_batches(7, lengths=(8, 5))
+    schedule, batches = make_schedule("interleaved", 6, 4), token_batches(7, lengths=(8, 5))
 
     def body(world):
         stages = make_stages(gpt_pieces(make_gpt()), balance([1.0] * 8, 6))
-        held = {stage: stages[stage] for stage in plan.held_by(world.rank)}
-        pipeline = Pipeline(held, world, plan, gpt_loss, tied=find_tied(stages))
+        held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+        pipeline = Pipeline(held, world, schedule, gpt_loss, tied=find_tied(stages))
         pipeline.step(batches[:4])
         for stage in held.values():
             stage.zero_grad()
@@ -363,16 +363,16 @@ def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():
 
 
 def test_gathers_and_reductions_are_called_where_the_plan_has_them():
-    plan = apply_pass(apply_pass(make_plan("breadth-first", 4, 2), add_gathers), add_reductions)
+    schedule = apply_pass(apply_pass(make_schedule("breadth-first", 4, 2), add_gathers), add_reductions)
     batches, called = token_batches(2), {0: [], 1: []}
 
     def body(world):
         log = called[world.rank]
-        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches,
+        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches,
                    hooks=Hooks(gather=lambda stage: log.append(f"GATHER@{stage}"), reduce=lambda stage: log.append(f"REDUCE@{stage}")))
 
     expect_equal(rl.simulate(2, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
-    assert called == {rank: [str(a) for a in actions if a.microbatch is None] for rank, actions in enumerate(plan.ranks)}
+    assert called == {rank: [str(a) for a in actions if a.microbatch is None] for rank, actions in enumerate(schedule.ranks)}
 
 
 def test_gradients_of_several_steps_add_up_also_of_a_tied_parameter():
@@ -380,7 +380,7 @@ def test_gradients_of_several_steps_add_up_also_of_a_tied_parameter():
 
     def body(world):
         stages = make_stages(pieces(), [3, 5])
-        pipeline = Pipeline({world.rank: stages[world.rank]}, world, make_plan("1f1b", 2, 1), gpt_loss, tied=find_tied(stages))
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, make_schedule("1f1b", 2, 1), gpt_loss, tied=find_tied(stages))
         totals = sum(pipeline.step([batch]) for batch in batches)
         return totals, {name: p.grad for name, p in stages[world.rank].named_parameters()}
 
@@ -396,7 +396,7 @@ def routed_pieces():
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
-    batches, plan = token_batches(3), make_plan(name, 3, 3)
+    batches, schedule = token_batches(3), make_schedule(name, 3, 3)
     (whole,) = make_stages(routed_pieces(), [4])
 
     def with_extra(output, targets):
@@ -409,34 +409,34 @@ def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
         total.backward()
         expected += torch.tensor([total.item(), float(count)], dtype=torch.float64)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-    results = rl.simulate(3, lambda w: run(w, routed_pieces, gpt_loss, plan, batches))
+    results = rl.simulate(3, lambda w: run(w, routed_pieces, gpt_loss, schedule, batches))
     expect_equal(results, (expected, grads))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_gradients_are_of_the_scaled_loss_and_the_loss_is_told_unscaled(name):
-    batches, plan = token_batches(3), make_plan(name, 3, 3)
+    batches, schedule = token_batches(3), make_schedule(name, 3, 3)
     totals, grads = gpt_alone(3)
-    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, hooks=Hooks(scale=lambda: 8.0)))
+    results = rl.simulate(3, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches, hooks=Hooks(scale=lambda: 8.0)))
     expect_equal(results, (totals, {key: 8 * grad for key, grad in grads.items()}))
 
 
 def test_before_each_forward_and_backward_its_micro_batch_is_told():
-    plan, told = make_plan("1f1b", 2, 3), {0: [], 1: []}
-    rl.simulate(2, lambda w: small(w, plan, 3, hooks=Hooks(before=told[w.rank].append)))
-    assert told == {rank: [a.microbatch for a in actions] for rank, actions in enumerate(plan.ranks)}
+    schedule, told = make_schedule("1f1b", 2, 3), {0: [], 1: []}
+    rl.simulate(2, lambda w: small(w, schedule, 3, hooks=Hooks(before=told[w.rank].append)))
+    assert told == {rank: [a.microbatch for a in actions] for rank, actions in enumerate(schedule.ranks)}
 
 
 def test_ranks_may_take_micro_batches_in_different_orders():
-    plan = parse_plan("F0@0 F1@0 F2@0 B1@0 B2@0 B0@0\nF2@1 F0@1 B0@1 F1@1 B2@1 B1@1")
+    schedule = parse_schedule("F0@0 F1@0 F2@0 B1@0 B2@0 B0@0\nF2@1 F0@1 B0@1 F1@1 B2@1 B1@1")
     batches = token_batches(3, lengths=(8, 5, 8))
-    results = rl.simulate(2, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2))
+    results = rl.simulate(2, lambda w: run(w, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches, steps=2))
     expect_equal(results, one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v"])
 def test_random_delays_before_every_message_change_nothing(name):
-    plan, batches = make_plan(name, 3 * CHUNKS[name], 5), token_batches(5, lengths=(8, 4))
+    schedule, batches = make_schedule(name, 3 * CHUNKS[name], 5), token_batches(5, lengths=(8, 4))
 
     def body(world):
         draw = random.Random(world.rank)
@@ -448,14 +448,14 @@ def test_random_delays_before_every_message_change_nothing(name):
                 return plain(*args, **kwargs)
 
             setattr(world, verb, late)
-        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, plan, batches, steps=2)
+        return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches, steps=2)
 
     expect_equal(rl.simulate(3, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
 
 
 def in_a_process(world):
     """At the top of the module, so that a process can be told to run it."""
-    return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, make_plan("zb-v", 4, 5), token_batches(5, lengths=(8, 4)), steps=2)
+    return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, make_schedule("zb-v", 4, 5), token_batches(5, lengths=(8, 4)), steps=2)
 
 
 def test_processes_equal_one_process_too():
@@ -465,40 +465,41 @@ def test_processes_equal_one_process_too():
 # ---------------------------------------------------------------------- mistakes
 
 
-def small(world, plan, microbatches=2, module=None, loss=lambda y, _: (y.sum(), 1), batches=None, **options):
-    """One step of a plan over linear layers."""
+def small(world, schedule, microbatches=2, module=None, loss=lambda y, _: (y.sum(), 1), batches=None, **options):
+    """One step of a schedule over linear layers."""
     module = module or nn.Linear(4, 4)
     batches = batches or [(torch.ones(2, 4), None)] * microbatches
-    return Pipeline(dict.fromkeys(plan.held_by(world.rank), module), world, plan, loss, **options).step(batches)
+    return Pipeline(dict.fromkeys(schedule.held_by(world.rank), module), world, schedule, loss, **options).step(batches)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"microbatches": 3}, BatchError, "rank 0: step in group 'world': 3 micro-batches for a schedule of 2; make the plan"),
+    ({"microbatches": 3}, BatchError, "rank 0: step in group 'world': 3 micro-batches for a schedule of 2; make one"),
     ({"loss": lambda y, _: y.mean()}, LossError, r"F0@0 in group 'world': the loss function returned .*expected \(sum, count\)"),
     ({"loss": lambda y, _: (y, 1)}, LossError, r"expected \(sum, count\)"),
     ({"batches": [("text", None)] * 2}, ConfigError, "a micro-batch gives str; stages take and return tensors, one or several"),
 ])
 def test_a_mistake_is_refused_with_what_was_expected(options, error, message):
     with pytest.raises(error, match=message):
-        rl.simulate(1, lambda w: small(w, make_plan("1f1b", 1, 2), **options))
+        rl.simulate(1, lambda w: small(w, make_schedule("1f1b", 1, 2), **options))
 
 
 def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
-    plans = {"a schedule for 3 ranks in a group of 2": make_plan("1f1b", 3, 2), "stage 0 is on rank 1": parse_plan("F0@0\nB0@0")}
-    for message, plan in plans.items():
+    schedules = {"a schedule for 3 ranks in a group of 2": make_schedule("1f1b", 3, 2),
+                 "stage 0 is on rank 1": parse_schedule("F0@0\nB0@0")}
+    for message, schedule in schedules.items():
         with pytest.raises(ConfigError, match=message):
-            rl.simulate(2, lambda w, plan=plan: small(w, plan))
+            rl.simulate(2, lambda w, schedule=schedule: small(w, schedule))
     with pytest.raises(ConfigError, match=r"given stages \[0\], but the schedule has \[0, 1\] on this rank"):
-        rl.simulate(1, lambda w: Pipeline({0: nn.Linear(1, 1)}, w, make_plan("interleaved", 2, 1), None))
+        rl.simulate(1, lambda w: Pipeline({0: nn.Linear(1, 1)}, w, make_schedule("interleaved", 2, 1), None))
     with pytest.raises(ConfigError, match="the schedule has GATHER actions; say what they do with Hooks\\(gather="):
-        rl.simulate(1, lambda w: small(w, apply_pass(make_plan("1f1b", 1, 2), add_gathers)))
+        rl.simulate(1, lambda w: small(w, apply_pass(make_schedule("1f1b", 1, 2), add_gathers)))
 
 
 def test_a_backend_without_tags_is_refused(monkeypatch):
     assert rl.simulate(2, lambda w: w.in_order) == [False, False]
     monkeypatch.setattr(rl.Group, "in_order", property(lambda self: True))
     with pytest.raises(ConfigError, match="delivers messages in one order only, and stages need tags"):
-        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2)))
+        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2)))
 
 
 class Moody(nn.Module):
@@ -515,7 +516,7 @@ class Moody(nn.Module):
 
 def test_a_stage_whose_output_has_another_shape_for_the_same_input_is_named():
     with pytest.raises(ShapeMismatch, match=r"rank 0: SEND_F1@0 .*dims=\(1, 4\), gradient=True\).*neither shapes nor what needs"):
-        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2), module=Moody()))
+        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2), module=Moody()))
 
 
 class Wide(nn.Module):
@@ -535,4 +536,4 @@ class Wide(nn.Module):
 ])
 def test_what_cannot_travel_between_stages_is_refused(output, message):
     with pytest.raises(ConfigError, match=message):
-        rl.simulate(2, lambda w: small(w, make_plan("1f1b", 2, 2), module=Wide(output)))
+        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2), module=Wide(output)))

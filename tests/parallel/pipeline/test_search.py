@@ -6,9 +6,9 @@ import pytest
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.check import check
-from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.schedules import make_schedule
 from rankloom.parallel.pipeline.search import search_zero_bubble
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 
 def uneven(stages: int, seed: int) -> Costs:
@@ -22,29 +22,29 @@ def uneven(stages: int, seed: int) -> Costs:
 def test_any_costs_make_a_right_plan_within_its_memory(seed, memory):
     stages, microbatches = 1 + seed % 5, (1, 3, 7, 12)[seed % 4]
     costs = uneven(stages, seed)
-    plan = search_zero_bubble(costs, microbatches, memory)
-    check(plan)
-    assert (plan.stages, plan.microbatches) == (stages, microbatches)
-    for rank, actions in enumerate(plan.ranks):
+    schedule = search_zero_bubble(costs, microbatches, memory)
+    check(schedule)
+    assert (schedule.stages, schedule.microbatches) == (stages, microbatches)
+    for rank, actions in enumerate(schedule.ranks):
         whole = most = 0
         for action in actions:
             whole += {"F": 1, "I": -1}.get(action.kind, 0)
             most = max(most, whole)
         assert most <= int(memory * (stages - rank))
     for name in ("zb-h1", "zb-h2")[:int(memory)]:
-        by_hand = simulate_plan(make_plan(name, stages, microbatches), costs)
-        assert simulate_plan(plan, costs).own_bubble <= by_hand.own_bubble + 1e-12
+        by_hand = simulate_schedule(make_schedule(name, stages, microbatches), costs)
+        assert simulate_schedule(schedule, costs).own_bubble <= by_hand.own_bubble + 1e-12
 
 
 def test_with_equal_costs_and_enough_memory_nobody_waits():
-    timeline = simulate_plan(search_zero_bubble(Costs.even(6), 24, memory=2.0), Costs.even(6))
+    timeline = simulate_schedule(search_zero_bubble(Costs.even(6), 24, memory=2.0), Costs.even(6))
     assert timeline.own_bubble == pytest.approx(0, abs=1e-12)
 
 
 def test_costs_that_no_hand_foresaw_are_waited_for_less():
     costs = Costs.even(6, forward=29.7, input=29.4, weight=19.9, message=0.5)
-    searched = simulate_plan(search_zero_bubble(costs, 24), costs).own_bubble
-    assert searched < simulate_plan(make_plan("zb-h2", 6, 24), costs).own_bubble / 3
+    searched = simulate_schedule(search_zero_bubble(costs, 24), costs).own_bubble
+    assert searched < simulate_schedule(make_schedule("zb-h2", 6, 24), costs).own_bubble / 3
 
 
 @pytest.mark.parametrize(("microbatches", "memory"), [(0, 1.0), (4, 0.9)])

@@ -7,9 +7,9 @@ import pytest
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.passes import send_gradients_first
-from rankloom.parallel.pipeline.schedules import make_plan
+from rankloom.parallel.pipeline.schedules import make_schedule
 from rankloom.parallel.pipeline.search import SEARCHED, search_zero_bubble
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "zero_bubble.csv").read_text().splitlines()))
 
@@ -18,7 +18,7 @@ def bubble(name: str, ranks: int, microbatches: int, chunks: int = 1, **costs: f
     """With costs of a rank's whole part of the model, whatever the number of pieces."""
     costs = {"forward": 1.0, "input": 1.0, "weight": 1.0} | costs
     each = {key: cost / (1 if key == "message" else chunks) for key, cost in costs.items()}
-    return simulate_plan(make_plan(name, ranks * chunks, microbatches, chunks), Costs.even(ranks * chunks, **each))
+    return simulate_schedule(make_schedule(name, ranks * chunks, microbatches, chunks), Costs.even(ranks * chunks, **each))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -39,8 +39,8 @@ def test_the_bubble_is_v_times_smaller_with_v_stages_on_a_rank(name, p, v, round
 @pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("breadth-first", 2)])
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (8, 24)])
 def test_where_gradients_leave_first_nobody_waits_for_the_weights_products_of_others(name, v, p, m):
-    plan = send_gradients_first(make_plan(name, p * v, m, v))
-    timeline = simulate_plan(plan, Costs.even(p * v, forward=2.0 / v, input=1.5 / v, weight=3.0 / v))
+    schedule = send_gradients_first(make_schedule(name, p * v, m, v))
+    timeline = simulate_schedule(schedule, Costs.even(p * v, forward=2.0 / v, input=1.5 / v, weight=3.0 / v))
     assert timeline.makespan - 6.5 * m == pytest.approx((p - 1) * 3.5 / v)
 
 
@@ -79,8 +79,8 @@ def test_the_published_bubbles_come_out_within_2_points(row, name):
 @pytest.mark.parametrize("name", SEARCHED)
 def test_the_published_bubbles_of_searched_schedules_come_out_within_2_points(row, name):
     costs = Costs.even(int(row["ranks"]), **{key: float(row[key]) for key in ("forward", "input", "weight", "message")})
-    plan = search_zero_bubble(costs, int(row["microbatches"]), SEARCHED[name])
-    assert simulate_plan(plan, costs).own_bubble == pytest.approx(float(row[name]), abs=0.02)
+    schedule = search_zero_bubble(costs, int(row["microbatches"]), SEARCHED[name])
+    assert simulate_schedule(schedule, costs).own_bubble == pytest.approx(float(row[name]), abs=0.02)
 
 
 @pytest.mark.parametrize("row", TABLE[:-1], ids=lambda row: f"{row['model']}-{row['microbatches']}")
@@ -102,13 +102,13 @@ def test_stages_of_one_rank_hand_over_without_a_message():
 
 def test_a_slow_stage_sets_the_pace_of_all():
     costs = Costs(forward=(1, 1, 4), input=(1, 1, 4), weight=(0, 0, 0))
-    timeline = simulate_plan(make_plan("1f1b", 3, 10), costs)
+    timeline = simulate_schedule(make_schedule("1f1b", 3, 10), costs)
     assert timeline.makespan == 2 + 10 * 8 + 2 and timeline.busy == (20, 20, 80)
 
 
 def test_costs_of_another_number_of_stages_or_below_0_are_refused():
     with pytest.raises(ConfigError, match="the costs are of 3 stages, the schedule has 4"):
-        simulate_plan(make_plan("1f1b", 4, 2), Costs.even(3))
+        simulate_schedule(make_schedule("1f1b", 4, 2), Costs.even(3))
     with pytest.raises(ConfigError, match="none below 0"):
         Costs.even(3, weight=-1)
     with pytest.raises(ConfigError, match="one cost of each kind for each stage"):
@@ -116,5 +116,5 @@ def test_costs_of_another_number_of_stages_or_below_0_are_refused():
 
 
 def test_peaks_are_counted_with_what_the_weights_keep():
-    plan = make_plan("zb-h1", 4, 8)
-    assert simulate_plan(plan, Costs((1,) * 4, (1,) * 4, (1,) * 4, kept=0.5)).peaks == (4, 3.5, 3, 2.5)
+    schedule = make_schedule("zb-h1", 4, 8)
+    assert simulate_schedule(schedule, Costs((1,) * 4, (1,) * 4, (1,) * 4, kept=0.5)).peaks == (4, 3.5, 3, 2.5)

@@ -1,7 +1,7 @@
 """The words of a pipeline schedule: what a rank does, one action after another, and what an action waits for.
 
 A model is cut into stages 0..s-1; a rank holds one of them or several. An action is written `F3@1`: the forward of
-micro-batch 3 through stage 1; `F3` where the rank holds one stage only. A plan is every rank's list of actions, written one rank a
+micro-batch 3 through stage 1; `F3` where the rank holds one stage only. A schedule is every rank's list of actions, written one rank a
 line. Read schedules.py after this.
 """
 
@@ -21,7 +21,7 @@ MEANING = {
 }
 COMPUTES = ("F", "B", "I", "W")
 WHOLE_STAGE = ("GATHER", "REDUCE")   # of no micro-batch
-OWN = -1                             # in place of a stage: the only one of the rank, whose number the plan fills in
+OWN = -1                             # in place of a stage: the only one of the rank, whose number the schedule fills in
 
 
 class Action(NamedTuple):
@@ -55,28 +55,28 @@ def parse_action(text: str) -> Action:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What every rank does, in its order.
 
-    >>> plan = Plan.of([parse_action("F0"), parse_action("B0")], [parse_action("F0@1"), parse_action("B0@1")])
-    >>> print(plan)
+    >>> schedule = Schedule.of([parse_action("F0"), parse_action("B0")], [parse_action("F0@1"), parse_action("B0@1")])
+    >>> print(schedule)
     F0@0 B0@0
     F0@1 B0@1
-    >>> plan.stages, plan.microbatches, plan.owner
+    >>> schedule.stages, schedule.microbatches, schedule.owner
     (2, 1, {0: 0, 1: 1})
     """
 
     ranks: tuple[tuple[Action, ...], ...]
 
     @classmethod
-    def of(cls, *ranks: Iterable[Action]) -> "Plan":
+    def of(cls, *ranks: Iterable[Action]) -> "Schedule":
         """From a list of actions for each rank; those that name no stage are of stage `rank`."""
         return cls(tuple(tuple(action._replace(stage=rank) if action.stage == OWN else action for action in actions)
                          for rank, actions in enumerate(ranks)))
 
     @cached_property
     def owner(self) -> Mapping[int, int]:
-        """Stage -> the rank that holds it; where a faulty plan names several, the last."""
+        """Stage -> the rank that holds it; where a faulty schedule names several, the last."""
         held = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
         return dict(sorted(held.items()))
 
@@ -103,13 +103,13 @@ class Plan:
         return "\n".join(" ".join(map(repr, actions)) for actions in self.ranks)
 
 
-def parse_plan(text: str) -> Plan:
-    """The reverse of `str(plan)`: a line for each rank; what follows a # is not read. raises: ConfigError"""
+def parse_schedule(text: str) -> Schedule:
+    """The reverse of `str(schedule)`: a line for each rank; what follows a # is not read. raises: ConfigError"""
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    plan = Plan.of(*([parse_action(word) for word in line] for line in lines if line))
-    if not plan.ranks:
+    schedule = Schedule.of(*([parse_action(word) for word in line] for line in lines if line))
+    if not schedule.ranks:
         raise ConfigError("the schedule is empty; give a line of actions for each rank, such as F0@0 F1@0 B0@0 B1@0")
-    return plan
+    return schedule
 
 
 def finishes(action: Action) -> tuple[Action, ...]:
@@ -121,25 +121,25 @@ def finishes(action: Action) -> tuple[Action, ...]:
     return (action._replace(kind="I"), action._replace(kind="W")) if action.kind == "B" else (action,)
 
 
-def needs(action: Action, plan: Plan) -> list[Action]:
+def needs(action: Action, schedule: Schedule) -> list[Action]:
     """What must be finished before `action` may start, wherever it is done: the one dependency rule there is.
 
     Stages on different ranks meet through messages; stages on the same rank hand over directly.
     """
     kind, stage, m = action
     if kind == "F":
-        return [_handed_over("F", stage, stage - 1, m, plan)] if stage else []
+        return [_handed_over("F", stage, stage - 1, m, schedule)] if stage else []
     if kind in ("B", "I"):
-        above = [_handed_over("B", stage, stage + 1, m, plan)] if stage < plan.stages - 1 else []
+        above = [_handed_over("B", stage, stage + 1, m, schedule)] if stage < schedule.stages - 1 else []
         return [Action("F", stage, m), *above]
     if kind == "REDUCE":
-        return [Action("W", stage, each) for each in range(plan.microbatches)]
+        return [Action("W", stage, each) for each in range(schedule.microbatches)]
     rules = {"W": ("I", stage), "SEND_F": ("F", stage), "SEND_B": ("I", stage),
              "RECV_F": ("SEND_F", stage - 1), "RECV_B": ("SEND_B", stage + 1)}
     return [Action(*rules[kind], m)] if kind in rules else []
 
 
-def _handed_over(way: str, stage: int, neighbour: int, m: int | None, plan: Plan) -> Action:
-    if plan.owner.get(stage) == plan.owner.get(neighbour):
+def _handed_over(way: str, stage: int, neighbour: int, m: int | None, schedule: Schedule) -> Action:
+    if schedule.owner.get(stage) == schedule.owner.get(neighbour):
         return Action("F" if way == "F" else "I", neighbour, m)
     return Action(f"RECV_{way}", stage, m)

@@ -8,7 +8,7 @@ from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stage
 from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
-from rankloom.parallel.pipeline.search import named_plan, stages_a_rank
+from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.world.group import Group
 
@@ -29,14 +29,14 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
     """
     stages = group.size * stages_a_rank(schedule, chunks)
-    plan, times = named_plan(schedule, stages, microbatches, chunks), [1.0] * len(pieces)
+    times, costs = [1.0] * len(pieces), None
     if example is not None:
         measured = measure_pieces(pieces, example, loss, group)
         times = [piece.seconds for piece in measured]
-        plan = named_plan(schedule, stages, microbatches, chunks, stage_costs(measured, balance(times, stages)))
-    plan = send_gradients_first(plan)
+        costs = stage_costs(measured, balance(times, stages))
+    runs = send_gradients_first(named_schedule(schedule, stages, microbatches, chunks, costs))
     modules = make_stages(pieces, balance(times, stages))
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
-    return Pipeline({stage: modules[stage] for stage in plan.held_by(group.rank)}, group, plan, loss, tied=find_tied(modules), hooks=hooks)
+    return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=find_tied(modules), hooks=hooks)

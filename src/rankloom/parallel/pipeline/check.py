@@ -1,6 +1,6 @@
-"""Prove a plan before it runs: everything is done once, in an order in which nobody waits for ever.
+"""Prove a schedule before it runs: everything is done once, in an order in which nobody waits for ever.
 
-`walk` runs a plan without computing anything: each rank goes on as far as it can. The simulator goes the same way with a clock.
+`walk` runs a schedule without computing anything: each rank goes on as far as it can. The simulator goes the same way with a clock.
 """
 
 from collections import Counter, defaultdict, deque
@@ -8,56 +8,58 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan, finishes, needs
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Schedule, finishes, needs
 from rankloom.parallel.pipeline.passes import with_messages
 
 
-def check(plan: Plan) -> None:
-    """Raise ConfigError unless every stage does every forward and backward once, on one rank, and the plan comes to its end.
+def check(schedule: Schedule) -> None:
+    """Raise ConfigError unless every stage does every forward and backward once, on one rank, and the schedule comes to its end.
 
-    A plan without messages is taken as if they were there; `with_messages` adds them.
+    A schedule without messages is taken as if they were there; `with_messages` adds them.
     """
-    for rank, actions in enumerate(plan.ranks):
+    for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            if plan.owner[action.stage] != rank:
-                raise ConfigError(f"rank {rank} does {action}, but stage {action.stage} is on rank {plan.owner[action.stage]}: "
+            if schedule.owner[action.stage] != rank:
+                raise ConfigError(f"rank {rank} does {action}, but stage {action.stage} is on rank {schedule.owner[action.stage]}: "
                                   "a stage is on one rank")
         _expect_gathered(rank, actions)
-    actions_in_all = sum(map(len, plan.ranks))
-    if plan.stages * plan.microbatches > actions_in_all:   # the missing would be too many to list
-        raise ConfigError(f"{actions_in_all} actions cannot be those of {plan.stages} stages and {plan.microbatches} micro-batches, as the "
+    actions_in_all = sum(map(len, schedule.ranks))
+    stages, microbatches = schedule.stages, schedule.microbatches
+    if stages * microbatches > actions_in_all:   # the missing would be too many to list
+        raise ConfigError(f"{actions_in_all} actions cannot be those of {stages} stages and {microbatches} micro-batches, as the "
                           "largest numbers say: both are counted from 0, and each micro-batch goes forward and backward through each stage")
-    done = Counter(part for actions in plan.ranks for action in actions for part in finishes(action))
-    wanted = {Action(kind, stage, m) for kind in ("F", "I", "W") for stage in range(plan.stages) for m in range(plan.microbatches)}
+    done = Counter(part for actions in schedule.ranks for action in actions for part in finishes(action))
+    wanted = {Action(kind, stage, m) for kind in ("F", "I", "W") for stage in range(stages) for m in range(microbatches)}
     missing = sorted(wanted - done.keys(), key=str)
     if missing:
         raise ConfigError(f"{_listed(missing)} missing: every micro-batch goes forward and backward (B, or I and W) through every stage")
     twice = sorted((action for action, times in done.items() if times > 1 and action.kind != "GATHER"), key=str)
     if twice:
         raise ConfigError(f"{_listed(twice)} done more than once; note that B is I and W in one")
-    plan = with_messages(plan)
-    received = {need for actions in plan.ranks for action in actions if action.kind.startswith("RECV") for need in needs(action, plan)}
-    for rank, actions in enumerate(plan.ranks):
+    schedule = with_messages(schedule)
+    receives = [action for actions in schedule.ranks for action in actions if action.kind.startswith("RECV")]
+    received = {sent for action in receives for sent in needs(action, schedule)}
+    for rank, actions in enumerate(schedule.ranks):
         unwanted = [action for action in actions if action.kind.startswith("SEND") and action not in received]
         if unwanted:
             raise ConfigError(f"rank {rank}: nobody receives {unwanted[0]}")
-    for _ in walk(plan):
+    for _ in walk(schedule):
         pass
 
 
-def walk(plan: Plan) -> Iterator[tuple[int, Action]]:
+def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """(rank, action) in an order that needs no waiting: each rank as far as it can, in turns.
 
     raises: ConfigError that tells who waits for whom, when nobody can go on
     """
     done: set[Action] = set()
-    at = [0] * len(plan.ranks)
-    ready = deque(range(len(plan.ranks)))
+    at = [0] * len(schedule.ranks)
+    ready = deque(range(len(schedule.ranks)))
     waiting: defaultdict[Action, list[int]] = defaultdict(list)   # for what, and who
     while ready:
         rank = ready.popleft()
-        for action in islice(plan.ranks[rank], at[rank], None):
-            missing = [need for need in needs(action, plan) if need not in done]
+        for action in islice(schedule.ranks[rank], at[rank], None):
+            missing = [need for need in needs(action, schedule) if need not in done]
             if missing:
                 waiting[missing[0]].append(rank)
                 break
@@ -66,18 +68,18 @@ def walk(plan: Plan) -> Iterator[tuple[int, Action]]:
             for part in finishes(action):
                 done.add(part)
                 ready.extend(waiting.pop(part, ()))
-    blocked = {rank: actions[at[rank]:] for rank, actions in enumerate(plan.ranks) if at[rank] < len(actions)}
+    blocked = {rank: actions[at[rank]:] for rank, actions in enumerate(schedule.ranks) if at[rank] < len(actions)}
     if blocked:
-        raise ConfigError(_explain_deadlock(plan, blocked, done))
+        raise ConfigError(_explain_deadlock(schedule, blocked, done))
 
 
-def _explain_deadlock(plan: Plan, blocked: dict[int, tuple[Action, ...]], done: set[Action]) -> str:
+def _explain_deadlock(schedule: Schedule, blocked: dict[int, tuple[Action, ...]], done: set[Action]) -> str:
     """Follow who waits for whom until a rank comes again: that is the cycle."""
     rank = next(iter(blocked))
     links: dict[int, tuple[int, str]] = {}
     while rank not in links:
         head = blocked[rank][0]
-        missing = next(need for need in needs(head, plan) if need not in done)
+        missing = next(need for need in needs(head, schedule) if need not in done)
         other = next((r for r, left in blocked.items() if any(missing in finishes(a) for a in left)), None)
         if other is None:
             return f"rank {rank} waits in {head} for {missing}, which no rank does"
@@ -92,7 +94,7 @@ def _explain_deadlock(plan: Plan, blocked: dict[int, tuple[Action, ...]], done: 
 
 
 def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
-    """Where a plan gathers at all, only the stage gathered last can compute."""
+    """Where a schedule gathers at all, only the stage gathered last can compute."""
     actions, whole = tuple(actions), None
     if not any(action.kind == "GATHER" for action in actions):
         return

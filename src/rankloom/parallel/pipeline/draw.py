@@ -22,14 +22,14 @@ TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
 def colour_of(timeline: Timeline, span: Span) -> tuple[str, str]:
     """The colours of a cell and of what is written on it."""
-    later = span.action.stage != timeline.plan.held_by(span.rank)[0]
+    later = span.action.stage != timeline.schedule.held_by(span.rank)[0]
     return COLOURS[span.action.kind][later], INKS[later]
 
 
 def grid(timeline: Timeline, columns: int = 100) -> Text:
     """A row for each rank, at most `columns` wide, in colours where the terminal has them; dots where a rank waits."""
     shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
-    label = len(f"rank {len(timeline.plan.ranks) - 1}  ")
+    label = len(f"rank {len(timeline.schedule.ranks) - 1}  ")
     scale = min((columns - label) / timeline.makespan, WIDEST / shortest)
     if scale * shortest >= 1:   # whole columns: equal actions look equal
         scale = int(scale * shortest) / shortest
@@ -60,7 +60,7 @@ def legend(timeline: Timeline) -> Text:
 
 def as_svg(timeline: Timeline, title: str) -> str:
     """The same as a picture of its own."""
-    ranks, scale = len(timeline.plan.ranks), INCH / timeline.makespan
+    ranks, scale = len(timeline.schedule.ranks), INCH / timeline.makespan
     width, height = LEFT + INCH + 12, TOP + ROW * ranks + 40
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
              'font-family="sans-serif" font-size="12">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
@@ -95,7 +95,7 @@ def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:
 def as_trace(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace format, as a value to write as JSON: a thread for each rank, an arrow for each message."""
     names: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-                                   for rank in range(len(timeline.plan.ranks))]
+                                   for rank in range(len(timeline.schedule.ranks))]
     events = [{"ph": "X", "name": str(span.action), "cat": MEANING[span.action.kind], "pid": 0, "tid": span.rank,
                "ts": span.start * TRACE_UNIT, "dur": (span.end - span.start) * TRACE_UNIT, "args": span.action._asdict()}
               for span in timeline.spans]
@@ -105,9 +105,9 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     makers = {part: span for span in timeline.spans for part in finishes(span.action)}
     for number, span in enumerate(timeline.spans):
-        received = [need for need in needs(span.action, timeline.plan) if need.kind.startswith("RECV")]
-        for sent in (sent for need in received for sent in needs(need, timeline.plan)):
-            maker = makers[needs(sent, timeline.plan)[0]]
+        received = [need for need in needs(span.action, timeline.schedule) if need.kind.startswith("RECV")]
+        for sent in (sent for need in received for sent in needs(need, timeline.schedule)):
+            maker = makers[needs(sent, timeline.schedule)[0]]
             message = {"cat": "message", "name": str(sent), "pid": 0, "id": number}
             leaves = maker.end - 0.01 * (maker.end - maker.start)   # inside the slice, or the arrow would begin at the next one
             yield message | {"ph": "s", "tid": maker.rank, "ts": leaves * TRACE_UNIT}

@@ -1,6 +1,6 @@
 """Measure what schedules are made of: the time and memory of each piece of a model, and of a step that has run.
 
-Measured pieces say where to cut (`balance`) and what a plan should take (`stage_costs`, then `simulate_plan`). A recorded step is
+Measured pieces say where to cut (`balance`) and what a schedule should take (`stage_costs`, then `simulate_schedule`). A recorded step is
 a `Timeline` like a simulated one, so that the same numbers and drawings show where the two differ.
 """
 
@@ -72,7 +72,7 @@ def measure_message(x: Tensor, group: Group) -> float:
 
 
 def stage_costs(measured: Sequence[Measured], sizes: Sequence[int], message: float = 0.0) -> Costs:
-    """What stages of so many pieces should take, for `simulate_plan`. message: seconds from one rank to another"""
+    """What stages of so many pieces should take, for `simulate_schedule`. message: seconds from one rank to another"""
     parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
     forward, back, weight = zip(*parts)
     return Costs(forward, back, weight, message)
@@ -102,7 +102,7 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
     first = min(start for told in everyone for *_, start, _ in told)
     found = [Span(rank, Action(kind, stage, m), start - first, end - first)
              for rank, told in enumerate(everyone) for kind, stage, m, start, end in told]
-    return Timeline(pipeline.plan, tuple(found), kept=1.0)
+    return Timeline(pipeline.schedule, tuple(found), kept=1.0)
 
 
 def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

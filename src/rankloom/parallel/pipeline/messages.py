@@ -1,6 +1,6 @@
 """What travels between stages on different ranks: activations forth, gradients back.
 
-Plan of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
+Schedule of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
 a stage meets micro-batches of such shapes; afterwards both sides know them, and the receiver opens its next receives before
 it needs them, so that bytes arrive while it computes. Sends never wait; their memory is let go once a later message from
 the same neighbour proves that they have arrived.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
-from rankloom.parallel.pipeline.actions import Action, Plan, needs
+from rankloom.parallel.pipeline.actions import Action, Schedule, needs
 from rankloom.world.group import Group, Handle
 
 Values = list[Tensor | None]
@@ -36,11 +36,11 @@ class Shape(NamedTuple):
 
 
 class Messages:
-    """The messages of one rank in a step. `begin`, then `send` and `receive` in the plan's order, then `finish`."""
+    """The messages of one rank in a step. `begin`, then `send` and `receive` in the schedule's order, then `finish`."""
 
-    def __init__(self, group: Group, plan: Plan):
-        self.group, self.plan = group, plan
-        self._arrived = proven_arrivals(plan, group.rank)
+    def __init__(self, group: Group, schedule: Schedule):
+        self.group, self.schedule = group, schedule
+        self._arrived = proven_arrivals(schedule, group.rank)
         self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by way, receiving stage, kind of micro-batch
         self._numbers: dict[Hashable, int] = {}
         self._kinds: Sequence[int] = ()      # of this step's micro-batches
@@ -103,7 +103,7 @@ class Messages:
     # ------------------------------------------------------------------ inside
 
     def _start(self, x: Tensor, action: Action, tag: int) -> tuple[Handle, Tensor]:
-        to = self.plan.owner[_receiver(action).stage]
+        to = self.schedule.owner[_receiver(action).stage]
         return self.group.send(x, to, tag=tag, label=str(action), async_op=True), x
 
     def _settle(self, action: Action) -> None:
@@ -117,7 +117,7 @@ class Messages:
     def _post(self, action: Action) -> None:
         """Open a receive; where the shapes are not known, wait for them first."""
         way, stage, kind = self._key(action)
-        frm = self.plan.owner[needs(action, self.plan)[0].stage]
+        frm = self.schedule.owner[needs(action, self.schedule)[0].stage]
         shapes = self._known.get((way, stage, kind))
         if shapes is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
@@ -139,22 +139,22 @@ class Messages:
             self._known[way, stage, kind] = shapes
 
     def _tag(self, way: str, stage: int, number: int, index: int) -> int:
-        return ((number * self.plan.stages + stage) * 2 + (way == "B")) * (TENSORS + 1) + index
+        return ((number * self.schedule.stages + stage) * 2 + (way == "B")) * (TENSORS + 1) + index
 
 
-def proven_arrivals(plan: Plan, rank: int) -> dict[Action, list[Action]]:
+def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     """What a receive of `rank` proves: its own sends that the neighbour must have received before it sent this."""
-    place = {action: number for actions in plan.ranks for number, action in enumerate(actions)}
+    place = {action: number for actions in schedule.ranks for number, action in enumerate(actions)}
     proven: dict[Action, list[Action]] = {}
     leaving: list[Action] = []
-    for action in plan.ranks[rank]:
+    for action in schedule.ranks[rank]:
         if action.kind.startswith("SEND"):
             leaving.append(action)
         elif action.kind.startswith("RECV"):
-            answer = needs(action, plan)[0]
-            neighbour = plan.owner[answer.stage]
+            answer = needs(action, schedule)[0]
+            neighbour = schedule.owner[answer.stage]
             proven[action] = [sent for sent in leaving
-                              if plan.owner[_receiver(sent).stage] == neighbour and place[_receiver(sent)] < place[answer]]
+                              if schedule.owner[_receiver(sent).stage] == neighbour and place[_receiver(sent)] < place[answer]]
             leaving = [sent for sent in leaving if sent not in proven[action]]
     return proven
 

@@ -2,38 +2,38 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan, finishes
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Schedule, finishes
 
 Pass = Callable[[list[Action]], list[Action]]
 
 
-def apply_pass(plan: Plan, change: Pass) -> Plan:
-    """The plan with every rank's list changed."""
-    return Plan.of(*(change(list(actions)) for actions in plan.ranks))
+def apply_pass(schedule: Schedule, change: Pass) -> Schedule:
+    """The schedule with every rank's list changed."""
+    return Schedule.of(*(change(list(actions)) for actions in schedule.ranks))
 
 
-def with_messages(plan: Plan) -> Plan:
-    """The plan with sends and receives; as it is, if it has some."""
-    if any(action.kind.startswith(("SEND", "RECV")) for actions in plan.ranks for action in actions):
-        return plan
-    return apply_pass(plan, lambda actions: add_messages(actions, plan.owner))
+def with_messages(schedule: Schedule) -> Schedule:
+    """The schedule with sends and receives; as it is, if it has some."""
+    if any(action.kind.startswith(("SEND", "RECV")) for actions in schedule.ranks for action in actions):
+        return schedule
+    return apply_pass(schedule, lambda actions: add_messages(actions, schedule.owner))
 
 
-def send_gradients_first(plan: Plan) -> Plan:
+def send_gradients_first(schedule: Schedule) -> Schedule:
     """Where a backward's gradient goes to another rank, its weights' products wait until that has left: a shorter way through all stages.
 
     bubble: of 1F1B and GPipe (p-1)(F + I) in place of (p-1)(F + I + W)
     keeps:  of one micro-batch, what the products are made of, a moment longer
 
-    >>> print(send_gradients_first(Plan.of([Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)])))
+    >>> print(send_gradients_first(Schedule.of([Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)])))
     F0@0 B0@0
     F0@1 I0@1 W0@1
     """
     def in_parts(action: Action) -> tuple[Action, ...]:
-        leaves = action.kind == "B" and plan.owner.get(action.stage - 1, plan.owner[action.stage]) != plan.owner[action.stage]
+        leaves = action.kind == "B" and schedule.owner.get(action.stage - 1, schedule.owner[action.stage]) != schedule.owner[action.stage]
         return finishes(action) if leaves else (action,)
 
-    return apply_pass(plan, lambda actions: [part for action in actions for part in in_parts(action)])
+    return apply_pass(schedule, lambda actions: [part for action in actions for part in in_parts(action)])
 
 
 def add_messages(actions: Iterable[Action], owner: Mapping[int, int]) -> list[Action]:

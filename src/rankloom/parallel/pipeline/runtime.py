@@ -1,7 +1,7 @@
-"""Run a plan: one small interpreter that knows what each action does, and nothing about schedules.
+"""Run a schedule: one small interpreter that knows what each action does, and not which schedule it is.
 
 A stage's forward keeps its inputs and outputs until its backward. Values cross a border between two stages: handed over where
-both are on this rank, else sent and received by the plan's own actions (messages.py). In the end gradients of parameters that
+both are on this rank, else sent and received by the schedule's own actions (messages.py). In the end gradients of parameters that
 stand on several ranks are summed, and every rank learns the loss. Read actions.py, messages.py and split.py before.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.loss import take_extra_loss
-from rankloom.parallel.pipeline.actions import Action, Plan
+from rankloom.parallel.pipeline.actions import Action, Schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
@@ -54,25 +54,25 @@ HOOKS = Hooks()
 class Pipeline:
     """The stages of one rank, and how they run a step together with those of the others.
 
-    stages: this rank's modules by stage, as `plan.held_by(group.rank)` says; each takes what the one before returns:
+    stages: this rank's modules by stage, as `schedule.held_by(group.rank)` says; each takes what the one before returns:
             a tensor, or several
     loss:   loss(what the last stage returns, the micro-batch's second part) -> (sum, count)
     tied:   parameters that stand in several stages (cut.py finds them); their gradients are summed over ranks
     hooks:  what else is to be done on the way
-    raises: ConfigError for a plan that is not right, or not for this group
+    raises: ConfigError for a schedule that is not right, or not for this group
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], group: Group, plan: Plan, loss: Loss, *, tied: Sequence[Tied] = (),
+    def __init__(self, stages: Mapping[int, nn.Module], group: Group, schedule: Schedule, loss: Loss, *, tied: Sequence[Tied] = (),
                  hooks: Hooks = HOOKS):
-        self.plan = with_messages(plan)
+        self.schedule = with_messages(schedule)
         self.stages, self.group, self.loss, self.hooks = dict(stages), group, loss, hooks
         self._expect_fit()
         # What each kind of action does; whoever measures may put a clock around it.
         self.do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
                     "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
                     "GATHER": self._call_hook, "REDUCE": self._call_hook}
-        self._tied = [each for each in tied if len({self.plan.owner[stage] for stage, _ in each}) > 1]
-        self._messages = Messages(group, self.plan)
+        self._tied = [each for each in tied if len({self.schedule.owner[stage] for stage, _ in each}) > 1]
+        self._messages = Messages(group, self.schedule)
         self._step: Sequence[MicroBatch] = ()
         self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
         self._live: dict[tuple[int, int | None], _Live] = {}
@@ -82,16 +82,16 @@ class Pipeline:
         """Forward and backward of all micro-batches, which every rank is given alike; gradients are added to `.grad`, of the loss *sum*.
 
         returns: fp64 [sum of the loss, count], on every rank
-        raises:  BatchError when there are not as many as the plan is made for; LossError
+        raises:  BatchError when there are not as many as the schedule is made for; LossError
         """
-        if len(microbatches) != self.plan.microbatches:
-            raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of {self.plan.microbatches}; "
-                             "make the plan for the number there is")
+        if len(microbatches) != self.schedule.microbatches:
+            raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
+                             f"{self.schedule.microbatches}; make one for the number there is")
         tied = self._tied_here()
         before = [param.grad for param, _ in tied]   # summed already
         for param, _ in tied:
             param.grad = None
-        totals = self._run(self.plan.ranks[self.group.rank], microbatches)
+        totals = self._run(self.schedule.ranks[self.group.rank], microbatches)
         for (param, ranks), grad in zip(tied, before):
             now = sum_tied(param.grad, param, self.group, ranks)
             param.grad = now if grad is None else grad if now is None else grad.add_(now)
@@ -100,10 +100,10 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Forward only, any number of micro-batches. returns: fp64 [sum of the loss, count], on every rank"""
-        forward = [action for action in self.plan.ranks[self.group.rank] if action.kind in ("F", "SEND_F", "RECV_F", "GATHER")]
+        forward = [action for action in self.schedule.ranks[self.group.rank] if action.kind in ("F", "SEND_F", "RECV_F", "GATHER")]
         totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
-        for first in range(0, len(microbatches), self.plan.microbatches):
-            some = microbatches[first:first + self.plan.microbatches]
+        for first in range(0, len(microbatches), self.schedule.microbatches):
+            some = microbatches[first:first + self.schedule.microbatches]
             totals += self._run([a for a in forward if a.microbatch is None or a.microbatch < len(some)], some)
         return totals
 
@@ -124,11 +124,11 @@ class Pipeline:
         stage, m = action.stage, action.microbatch or 0
         inputs = _as_list(self._border.pop(("F", stage, m)) if stage else self._step[m][0], "a micro-batch")
         products: list[Product] = []
-        with deferring(products) if stage in self.plan.split else nullcontext():
+        with deferring(products) if stage in self.schedule.split else nullcontext():
             outputs, losses = self._compute(stage, m, inputs)
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
-        if stage < self.plan.stages - 1:
+        if stage < self.schedule.stages - 1:
             self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
 
     def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,16 +138,16 @@ class Pipeline:
         output = self.stages[stage](*inputs)
         extra = take_extra_loss(self.stages[stage])
         losses = [] if extra is None else [extra]
-        if stage == self.plan.stages - 1:
+        if stage == self.schedule.stages - 1:
             losses.append(self._loss(output, m))
         self._totals[0] += sum(loss.detach().double() for loss in losses)
-        return ([] if stage == self.plan.stages - 1 else _as_list(output, f"stage {stage}")), losses
+        return ([] if stage == self.schedule.stages - 1 else _as_list(output, f"stage {stage}")), losses
 
     def _loss(self, output: Any, m: int) -> Tensor:
         returned = self.loss(output, self._step[m][1])
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
-            raise LossError(f"{self.group.where(f'F{m}@{self.plan.stages - 1}')}: the loss function returned {returned!r:.200}, expected "
-                            "(sum, count): the loss summed over items, a tensor of no dims, and how many items that were")
+            raise LossError(f"{self.group.where(f'F{m}@{self.schedule.stages - 1}')}: the loss function returned {returned!r:.200}, "
+                            "expected (sum, count): the loss summed over items, a tensor of no dims, and how many items that were")
         self._totals[1] += float(returned[1])
         return returned[0]
 
@@ -157,12 +157,12 @@ class Pipeline:
         if self.hooks.before:
             self.hooks.before(m)
         live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
-        grads = self._border.pop(("B", stage + 1, m)) if stage < self.plan.stages - 1 else []
+        grads = self._border.pop(("B", stage + 1, m)) if stage < self.schedule.stages - 1 else []
         ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None]
         ends += [(loss, torch.full_like(loss, scale)) for loss in live.losses]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
         if ends:
-            backward = partial(backward_to_inputs, live.products) if stage in self.plan.split else torch.autograd.backward
+            backward = partial(backward_to_inputs, live.products) if stage in self.schedule.split else torch.autograd.backward
             backward([y for y, _ in ends], [grad for _, grad in ends])
         if stage:
             self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
@@ -196,7 +196,7 @@ class Pipeline:
         """This rank's trained parameters that stand on other ranks too, each with all of its ranks, in one order everywhere."""
         found = []
         for places in self._tied:
-            held = {self.plan.owner[stage]: (stage, name) for stage, name in reversed(places)}
+            held = {self.schedule.owner[stage]: (stage, name) for stage, name in reversed(places)}
             if self.group.rank in held:
                 stage, name = held[self.group.rank]
                 found.append((self.stages[stage].get_parameter(name), sorted(held)))
@@ -205,18 +205,18 @@ class Pipeline:
     # ------------------------------------------------------------------ before
 
     def _expect_fit(self) -> None:
-        check(self.plan)
-        if len(self.plan.ranks) != self.group.size:
-            raise ConfigError(f"{self.group.where('pipeline')}: a schedule for {len(self.plan.ranks)} ranks in a group "
+        check(self.schedule)
+        if len(self.schedule.ranks) != self.group.size:
+            raise ConfigError(f"{self.group.where('pipeline')}: a schedule for {len(self.schedule.ranks)} ranks in a group "
                               f"of {self.group.size}")
         if self.group.in_order:
             raise ConfigError(f"{self.group.where('pipeline')}: its backend delivers messages in one order only, and stages need tags; "
                               "join the world with backend='rankloom' or 'gloo'")
-        held = self.plan.held_by(self.group.rank)
+        held = self.schedule.held_by(self.group.rank)
         if set(held) != self.stages.keys():
             raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
                               f"{list(held)} on this rank")
-        used = {action.kind for actions in self.plan.ranks for action in actions}
+        used = {action.kind for actions in self.schedule.ranks for action in actions}
         for kind in (kind for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)) if kind in used and not hook):
             raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
                               f"with Hooks({kind.lower()}=)")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.parallel.pipeline.actions import OWN, Action, Plan
+from rankloom.parallel.pipeline.actions import OWN, Action, Schedule
 
 
 def gpipe(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
@@ -178,8 +178,8 @@ def _existing(actions: list[Action], microbatches: int) -> list[Action]:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """A function above, and how many stages a rank holds under it."""
+class KnownSchedule:
+    """One of the functions above, and how many stages a rank holds under it."""
 
     rank_actions: Callable[[int, int, int, int], list[Action]]
     says: str
@@ -188,38 +188,38 @@ class Schedule:
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, "all forwards, then all backwards"),
-    "1f1b": Schedule(one_f_one_b, "a forward, a backward; the least memory"),
-    "interleaved": Schedule(interleaved, "1F1B over several stages on each rank: smaller bubble, more messages", 2, None),
-    "breadth-first": Schedule(breadth_first, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
-    "zb-h1": Schedule(zero_bubble_h1, "1F1B with the weights' gradients in the bubbles; its memory, a third of its bubble"),
-    "zb-h2": Schedule(zero_bubble_h2, "nearly no bubble, for twice the memory"),
-    "zb-v": Schedule(zero_bubble_v, "two stages on each rank, folded: nearly no bubble in 1F1B's memory", 2, 2),
-    "dualpipe-v": Schedule(dual_pipe_v, "two stages on each rank, folded: a forward beside each backward", 2, 2),
+    "gpipe": KnownSchedule(gpipe, "all forwards, then all backwards"),
+    "1f1b": KnownSchedule(one_f_one_b, "a forward, a backward; the least memory"),
+    "interleaved": KnownSchedule(interleaved, "1F1B over several stages on each rank: smaller bubble, more messages", 2, None),
+    "breadth-first": KnownSchedule(breadth_first, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
+    "zb-h1": KnownSchedule(zero_bubble_h1, "1F1B with the weights' gradients in the bubbles; its memory, a third of its bubble"),
+    "zb-h2": KnownSchedule(zero_bubble_h2, "nearly no bubble, for twice the memory"),
+    "zb-v": KnownSchedule(zero_bubble_v, "two stages on each rank, folded: nearly no bubble in 1F1B's memory", 2, 2),
+    "dualpipe-v": KnownSchedule(dual_pipe_v, "two stages on each rank, folded: a forward beside each backward", 2, 2),
 }
 
 
-def make_plan(name: str, stages: int, microbatches: int, chunks: int | None = None, *, others: Iterable[str] = ()) -> Plan:
-    """The plan of a known schedule, without communication.
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None, *, others: Iterable[str] = ()) -> Schedule:
+    """A known schedule for so many stages, without communication.
 
     stages: pieces that the model is cut into; chunks: how many of them each rank holds, left out: as few as the schedule allows
     others: names that an error should tell too
     raises: ConfigError
 
-    >>> print(make_plan("gpipe", stages=2, microbatches=2))
+    >>> print(make_schedule("gpipe", stages=2, microbatches=2))
     F0@0 F1@0 B0@0 B1@0
     F0@1 F1@1 B0@1 B1@1
     """
     if name not in SCHEDULES:
         raise ConfigError(f"there is no schedule {name!r}. {did_you_mean(name, [*SCHEDULES, *others])}")
-    schedule = SCHEDULES[name]
-    chunks = schedule.fewest if chunks is None else chunks
+    known = SCHEDULES[name]
+    chunks = known.fewest if chunks is None else chunks
     if stages < 1 or microbatches < 1:
         raise ConfigError(f"{stages} stages and {microbatches} micro-batches: expected 1 or more of each")
-    if chunks < schedule.fewest or (schedule.most and chunks > schedule.most):
+    if chunks < known.fewest or (known.most and chunks > known.most):
         raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for "
-                          f"{schedule.fewest}{'' if schedule.most else ' or more'}")
+                          f"{known.fewest}{'' if known.most else ' or more'}")
     if stages % chunks:
         raise ConfigError(f"schedule {name!r}: {stages} stages cannot be dealt out {chunks} to a rank; give a multiple of {chunks}")
     ranks = stages // chunks
-    return Plan.of(*(schedule.rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)))
+    return Schedule.of(*(known.rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)))

@@ -8,16 +8,16 @@ from collections import Counter
 from heapq import heappop, heappush
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.actions import Action, Plan
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_plan
-from rankloom.parallel.pipeline.simulate import Costs, simulate_plan
+from rankloom.parallel.pipeline.actions import Action, Schedule
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 SEARCHED = {"zb-1p": 1.0, "zb-2p": 2.0}   # names, and memory as a multiple of that of 1F1B
 PATIENCE = (0.0, 0.5, 1.0)
 
 
-def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Plan:
-    """The best of a few plans with one stage on each rank, for these costs; never worse than those made by hand.
+def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Schedule:
+    """The best of a few schedules with one stage on each rank, for these costs; never worse than those made by hand.
 
     memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. What waits for its weights only is not counted
     bubble: with memory = 2 nearly none, if there are enough micro-batches and no rank waits for the others' last
@@ -26,9 +26,9 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
     if memory < 1 or microbatches < 1 or not costs.forward:
         raise ConfigError(f"memory {memory:g}, {microbatches} micro-batches, {len(costs.forward)} stages: expected 1 or more of each; "
                           "memory 1 is what 1F1B needs")
-    plans = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
-    plans += [make_plan(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
-    return min(plans, key=lambda plan: simulate_plan(plan, costs).own_bubble)
+    schedules = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
+    schedules += [make_schedule(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
+    return min(schedules, key=lambda schedule: simulate_schedule(schedule, costs).own_bubble)
 
 
 def stages_a_rank(name: str, chunks: int | None) -> int:
@@ -36,14 +36,14 @@ def stages_a_rank(name: str, chunks: int | None) -> int:
     return chunks or (SCHEDULES[name].fewest if name in SCHEDULES else 1)
 
 
-def named_plan(name: str, stages: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None) -> Plan:
-    """The plan of any schedule that `rankloom schedule list` knows, without communication.
+def named_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None) -> Schedule:
+    """Any schedule that `rankloom schedule list` knows, without communication.
 
     costs:  of the stages, for those that are made for them; left out, all take equally long
     raises: ConfigError
     """
     if name not in SEARCHED:
-        return make_plan(name, stages, microbatches, chunks, others=SEARCHED)
+        return make_schedule(name, stages, microbatches, chunks, others=SEARCHED)
     if chunks not in (None, 1):
         raise ConfigError(f"schedule {name!r} with {chunks} stages on each rank: it is made for 1")
     return search_zero_bubble(costs or Costs.even(stages), microbatches, SEARCHED[name])
@@ -60,24 +60,24 @@ class _Search:
         self.costs, self.microbatches, self.patience = costs, microbatches, patience
         self.last = len(costs.forward) - 1
         self.limits = [int(memory * (self.last + 1 - rank)) for rank in range(self.last + 1)]
-        self.plan: list[list[Action]] = [[] for _ in self.limits]
+        self.actions: list[list[Action]] = [[] for _ in self.limits]
         self.done = [Counter[str]() for _ in self.limits]
         self.free = [0.0] * len(self.limits)
         self.ends: dict[Action, float] = {}
         self.wake = [(0.0, rank) for rank in range(len(self.limits))]
 
-    def run(self) -> Plan:
+    def run(self) -> Schedule:
         """The whole step: whoever may have something to do is woken, in the order of time."""
         while self.wake:
             now, rank = heappop(self.wake)
             if self.free[rank] <= now and (kind := self._choose(rank, now)):
                 self._begin(Action(kind, rank, self.done[rank][kind]), now)
-        return Plan.of(*self.plan)
+        return Schedule.of(*self.actions)
 
     def _begin(self, action: Action, now: float) -> None:
         rank, end = action.stage, now + self.costs.of(action)
         self.done[rank][action.kind] += 1
-        self.plan[rank].append(action)
+        self.actions[rank].append(action)
         self.free[rank] = self.ends[action] = end
         heappush(self.wake, (end, rank))
         other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]

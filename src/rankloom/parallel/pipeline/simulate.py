@@ -1,4 +1,4 @@
-"""What a plan takes: run it on paper with the time of every action, and see when each rank computes and when it waits.
+"""What a schedule takes: run it on paper with the time of every action, and see when each rank computes and when it waits.
 
 A message leaves when what it carries is finished and takes no time of the sender; it arrives `message` seconds later.
 """
@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.actions import COMPUTES, Action, Plan, finishes, needs
+from rankloom.parallel.pipeline.actions import COMPUTES, Action, Schedule, finishes, needs
 from rankloom.parallel.pipeline.check import peak_live, walk
 from rankloom.parallel.pipeline.passes import with_messages
 
@@ -59,14 +59,14 @@ class Span(NamedTuple):
 class Timeline:
     """What came out: who did what when."""
 
-    plan: Plan
+    schedule: Schedule
     spans: tuple[Span, ...]       # of what takes time, rank by rank, in order
     kept: float
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank."""
-        return tuple(tuple(span for span in self.spans if span.rank == rank) for rank in range(len(self.plan.ranks)))
+        return tuple(tuple(span for span in self.spans if span.rank == rank) for rank in range(len(self.schedule.ranks)))
 
     @cached_property
     def makespan(self) -> float:
@@ -92,22 +92,22 @@ class Timeline:
     @property
     def peaks(self) -> tuple[float, ...]:
         """The most activations that each rank holds, in those of one stage and micro-batch."""
-        return tuple(peak_live(actions, self.kept) for actions in self.plan.ranks)
+        return tuple(peak_live(actions, self.kept) for actions in self.schedule.ranks)
 
 
-def simulate_plan(plan: Plan, costs: Costs) -> Timeline:
-    """When everything happens. raises: ConfigError for a plan that comes to no end, or costs of another number of stages"""
-    if len(costs.forward) != plan.stages:
-        raise ConfigError(f"the costs are of {len(costs.forward)} stages, the schedule has {plan.stages}")
-    plan = with_messages(plan)
+def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
+    """When everything happens. raises: ConfigError for a schedule that comes to no end, or costs of another number of stages"""
+    if len(costs.forward) != schedule.stages:
+        raise ConfigError(f"the costs are of {len(costs.forward)} stages, the schedule has {schedule.stages}")
+    schedule = with_messages(schedule)
     ended: dict[Action, float] = {}
-    clock = [0.0] * len(plan.ranks)
+    clock = [0.0] * len(schedule.ranks)
     spans = []
-    for rank, action in walk(plan):
-        begin = max([clock[rank], *(ended[need] for need in needs(action, plan))])
+    for rank, action in walk(schedule):
+        begin = max([clock[rank], *(ended[need] for need in needs(action, schedule))])
         busy = costs.of(action)
         ended.update(dict.fromkeys(finishes(action), begin + busy + (costs.message if action.kind.startswith("SEND") else 0.0)))
         clock[rank] = begin + busy
         if action.kind in COMPUTES:
             spans.append(Span(rank, action, begin, begin + busy))
-    return Timeline(plan, tuple(sorted(spans, key=lambda span: (span.rank, span.start))), costs.kept)
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))), costs.kept)
