@@ -6,7 +6,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.float8 import E4M3, cast, magnitude
-from rankloom.parallel.zero import Plan, shard, step_bill
+from rankloom.parallel.zero import ShardingStrategy, shard, step_bill
 from rankloom.shard.float8_unit import Float8Unit
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe, to_float8
@@ -93,8 +93,8 @@ def sharded_steps(world, stage: int, *, in_float8: bool):
     """Three steps on the same rows on every rank: losses, bytes sent in the last and the bill for them, kinds of units."""
     group, model = world.group("shard"), Net()
     layers = to_float8(model)
-    plan = Plan(stage, lambda name, param: BF16, scale=1.0 / group.size, float8=layers.readers(model) if in_float8 else {})
-    sharding = shard(model, group, group.alone(), plan)
+    strategy = ShardingStrategy(stage, lambda name, param: BF16, scale=1.0 / group.size, float8=layers.readers(model) if in_float8 else {})
+    sharding = shard(model, group, group.alone(), strategy)
     optimizer = torch.optim.SGD(sharding.owners().values(), lr=0.05)
     x, losses = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16), []
     for _ in range(3):

@@ -24,7 +24,7 @@ from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
-from rankloom.parallel.zero import Plan, expect_counts, shard
+from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
@@ -155,9 +155,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         asked = (compute, reduce) if param.is_floating_point() else (None, None)   # other numbers stay as they are
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
-    plan = Plan(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, scale=1.0 / (group.size * alone.size),
-                reduces_once=False)
-    sharding = shard(model, group, alone, plan, fill=first)
+    strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
+                                scale=1.0 / (group.size * alone.size), reduces_once=False)
+    sharding = shard(model, group, alone, strategy, fill=first)
     if first is not None:
         found = group.all_gather_object(first.make.problem, label="initial values")
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")

@@ -35,7 +35,7 @@ STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardingStrategy:
     """How a model is sharded.
 
     units:            which modules are sections (parallel/wrapping.py)
@@ -73,7 +73,7 @@ def expect_counts(**numbers: int) -> None:
             raise ConfigError(f"{name}={number!r}, expected 0 or more")
 
 
-def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole: frozenset[str] = frozenset(),
+def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStrategy, *, whole: frozenset[str] = frozenset(),
           lay_out_whole: LayOut = lay_out_evenly, canonical: bool = False, fill: Fill | None = None) -> Sharding:
     """Cut the parameters of `model` over `group`, and watch its forward and backward. A collective.
 
@@ -82,27 +82,29 @@ def shard(model: nn.Module, group: Group, replicas: Group, plan: Plan, *, whole:
     fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
     raises: ConfigError for a stage or units that cannot be
     """
-    if plan.stage not in (0, *STAGES):
-        raise ConfigError(f"stage={plan.stage!r} is none of {(0, *STAGES)}")
+    if strategy.stage not in (0, *STAGES):
+        raise ConfigError(f"stage={strategy.stage!r} is none of {(0, *STAGES)}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    host, frames = Host(group.device) if plan.offload else None, Frames(group.device)
+    host, frames = Host(group.device) if strategy.offload else None, Frames(group.device)
     sections = []
-    members_of = parameters_of_sections(model, section_names(model, plan.units))
+    members_of = parameters_of_sections(model, section_names(model, strategy.units))
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
-        units = make_units(name, {member: params[member] for member in members}, group, plan.formats, keep=plan.stage < 3, whole=whole,
-                           lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=plan.float8,
-                           apart=plan.apart.names if plan.apart else frozenset())
+        units = make_units(name, {member: params[member] for member in members}, group, strategy.formats, keep=strategy.stage < 3,
+                           whole=whole, lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=strategy.float8,
+                           apart=strategy.apart.names if strategy.apart else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
-    _choose_what_accumulates_whole(sections, plan, _is_one_slice(plan, group, canonical))
-    let_go = plan.stage == 3 and not canonical and plan.reshard_after_forward is not False and plan.hooked
-    return Sharding(sections, group, replicas, keep_gradients=_is_one_slice(plan, group, canonical), scale=plan.scale, apart=plan.apart,
-                    frames=frames, gathering=Gathering(let_go, _neighbours(group, plan.reshard_after_forward), plan.ahead, plan.hooked))
+    keep_gradients = _is_one_slice(strategy, group, canonical)
+    _choose_what_accumulates_whole(sections, strategy, all_do=keep_gradients)
+    let_go = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
+    gathering = Gathering(let_go, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
+    return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, apart=strategy.apart, frames=frames,
+                    gathering=gathering)
 
 
-def _is_one_slice(plan: Plan, group: Group, canonical: bool) -> bool:
+def _is_one_slice(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
     """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all."""
-    return plan.stage <= 1 or canonical or (plan.reduces_once and group.size == 1)
+    return strategy.stage <= 1 or canonical or (strategy.reduces_once and group.size == 1)
 
 
 def _neighbours(group: Group, n: bool | int) -> Group | None:
@@ -115,9 +117,9 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     return Subgroup(group, range(first, first + n))
 
 
-def _choose_what_accumulates_whole(sections: list[Section], plan: Plan, all_do: bool) -> None:
+def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingStrategy, all_do: bool) -> None:
     """Sections whose whole gradients fit the budget are reduced once a step, the others after every backward."""
-    left = plan.gradient_memory
+    left = strategy.gradient_memory
     for section in sections:
         size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
         section.each = size > left and not all_do

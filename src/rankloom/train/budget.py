@@ -49,7 +49,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecomputePlan:
     """A decision for each block. Printed, it is a table."""
 
     decisions: tuple[Decision, ...]
@@ -75,7 +75,7 @@ class _Partial:
     choices: tuple[str, ...] = ()
 
 
-def fit(costs: Sequence[BlockCost], budget: int) -> Plan:
+def fit(costs: Sequence[BlockCost], budget: int) -> RecomputePlan:
     """Choose for each block, in the order of forward, so that all fits in `budget` bytes and the least work is repeated.
 
     raises: ConfigError with the bytes that are missing when even `full` everywhere does not fit
@@ -133,11 +133,11 @@ def _best(partials: list[_Partial]) -> list[_Partial]:
     return best
 
 
-def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int) -> Plan:
+def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int) -> RecomputePlan:
     decisions = tuple(_explain(cost, choice) for cost, choice in zip(costs, choices, strict=True))
     work = sum(cost.calls * cost.work for cost in costs)
     repeated = sum(cost.calls * cost.repeated[choice] for cost, choice in zip(costs, choices))
-    return Plan(decisions, budget, peak(costs, choices), repeated / work if work else 0.0)
+    return RecomputePlan(decisions, budget, peak(costs, choices), repeated / work if work else 0.0)
 
 
 def _explain(cost: BlockCost, choice: str) -> Decision:

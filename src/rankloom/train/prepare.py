@@ -29,7 +29,7 @@ from rankloom.parallel.parts import Parts
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
-from rankloom.parallel.zero import STAGES, Plan, expect_counts, shard
+from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.shard.unit import Fill
@@ -125,7 +125,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                  compress_after=compress_after)
     else:
         axes = Axes.of(world, stage, parts)
-        plan = Plan(stage, formats_of(model, settings.precision), units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
+        strategy = ShardingStrategy(
+                    stage, formats_of(model, settings.precision), units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
                     offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
                     apart=Apart(parts.experts, axes.fewer, world.group("shard", "expert")) if parts is not None and parts.experts else None)
         local = None
@@ -133,7 +134,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             turn = Turn(dropout, world.group("context"), context)
             chosen = Pipe.of(pipe, model, loss, settings.precision)
             local = make_local(model, chosen, world.group("pipe"), accumulate, units, turn, sparing=recompute != NONE)
-        placement, made = _sharded(model, axes, plan, optimizer, settings, fill=fill, local=local)
+        placement, made = _sharded(model, axes, strategy, optimizer, settings, fill=fill, local=local)
     kind = Engine if world.mesh.pipe == 1 else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
                 tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
@@ -240,25 +241,25 @@ def _whole(model: nn.Module, world: World, settings: Settings, build: Build, fil
     return placement, make_optimizer(build, placement.owners)
 
 
-def _sharded(model: nn.Module, axes: Axes, plan: Plan, build: Build, settings: Settings, *, fill: FirstValues | None,
+def _sharded(model: nn.Module, axes: Axes, strategy: ShardingStrategy, build: Build, settings: Settings, *, fill: FirstValues | None,
              local: LocalStages | None) -> tuple[Placement, Optimizer]:
     """Stages 1 to 3; stage 0 too, over one rank, where the model is split or cut into stages."""
-    device = torch.device("cpu") if plan.offload else axes.shard.device
-    stand_ins = {name: stand_in(param, dtype=plan.formats(name, param).master, device=device)
+    device = torch.device("cpu") if strategy.offload else axes.shard.device
+    stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = make_optimizer(build, stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
     cast_activations(model, settings.precision)
     if local is not None:
-        model, plan = local.body, replace(plan, units=lambda name, module: name in local.units)
+        model, strategy = local.body, replace(strategy, units=lambda name, module: name in local.units)
     values = None if fill is None else SharedValues(fill, local.shared if local else frozenset())
     if values is not None:   # what is frozen is no unit below stage 3
-        give_memory(model, values, axes.shard.device, lambda param: plan.stage < 3 and not param.requires_grad)
-    if plan.stage < 3:
+        give_memory(model, values, axes.shard.device, lambda param: strategy.stage < 3 and not param.requires_grad)
+    if strategy.stage < 3:
         for name, param in model.named_parameters():
-            param.data = param if param.requires_grad else param.data.to(plan.formats(name, param).compute)
-    sharding = shard(model, axes.shard, axes.replicas, plan, whole=whole, lay_out_whole=lay_out_matrices, canonical=bool(settings.leaves),
-                     fill=values)
+            param.data = param if param.requires_grad else param.data.to(strategy.formats(name, param).compute)
+    sharding = shard(model, axes.shard, axes.replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
+                     canonical=bool(settings.leaves), fill=values)
     if values is not None:
         axes.everyone.agree(values.problem(local.pipeline.group if local else axes.shard.alone()), label="initial values")
     if local is not None and axes.parts is not None:

@@ -32,7 +32,7 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.units import parse_size
 from rankloom.models.moe import uncounted
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
-from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, Plan, fit
+from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
 from rankloom.train.dropout import KeyedDropout
 from rankloom.train.measure import Trace
 from rankloom.train.selective import Keep, Reuse, is_kept
@@ -88,7 +88,7 @@ class Recompute:
     def __init__(self, blocks: dict[str, nn.Module], choice: str, budget: int, group: Group | None):
         self.budget = budget
         self._group = group
-        self.plan: Plan | None = None
+        self.plan: RecomputePlan | None = None
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
         self._costs: dict[Any, BlockCost] = {}                     # by kind of block and input: equal ones are measured once
