@@ -72,6 +72,18 @@ def large_engine(world: rl.World, stage: int) -> rl.Engine:
     return engine
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_names_stand_in_the_order_of_the_plain_model_whichever_ranks_have_which_stages(schedule):
+    def body(world):
+        model = GPT(GPTConfig(vocab_size=37, width=16, layers=6, heads=4, kv_heads=1, ffn=24, seq_len=12))
+        names = list(model.state_dict())
+        engine = rl.prepare(model, loss=language_model_loss, world=world, optimizer=torch.optim.AdamW, accumulate=2, pipe=schedule)
+        return names, list(engine.full_state_dict()["model"])
+
+    for plain, gathered in rl.simulate(rl.Mesh(pipe=2), body):
+        assert gathered == plain
+
+
 @pytest.mark.parametrize("mesh, stage", [(rl.Mesh(tensor=2), 0), (rl.Mesh(pipe=2), 1), (rl.Mesh(replicate=2, shard=2), 3),
                                          (rl.Mesh(pipe=2, shard=2), 3), (rl.Mesh(context=2), 2)], ids=str)
 def test_the_others_hold_a_tensor_at_a_time(mesh, stage):

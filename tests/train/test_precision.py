@@ -221,6 +221,27 @@ def test_the_scale_grows_again_on_all_ranks(monkeypatch):
     assert values == [(4 * start, 5)] * 2
 
 
+@pytest.mark.parametrize("mesh, more", [(rl.Mesh(), {}), (rl.Mesh(), {"accumulate": 4}), (rl.Mesh(replicate=2), {"accumulate": 2}),
+                                        (rl.Mesh(shard=4), {"stage": 3}), (rl.Mesh(replicate=2), {"deterministic": 4}),
+                                        (rl.Mesh(pipe=2), {"accumulate": 4})], ids=str)
+def test_the_scale_is_that_of_all_items_of_the_first_step_whichever_of_them_came_first(mesh, more):
+    """Seven of eight items stand in the first two rows of eight, as where rows are padded."""
+    def body(world):
+        pipe = {"pipe": rl.Pipe(pieces=two_pieces, loss=lambda model: counted)} if world.mesh.pipe > 1 else {}
+        engine = rl.prepare(TwoLayers(), loss=lambda m, batch: counted(m(batch[0]), batch[1]), optimizer=adamw, world=world,
+                            precision="fp16", **more, **pipe)
+        items = torch.tensor([[448.0], [448.0]] + [[21.0]] * 5 + [[23.0]])   # 1024
+        rows = (torch.ones(8, 8), items)
+        engine.step(tuple(t.tensor_split(engine.group.size)[engine.group.rank].clone() for t in rows))
+        return engine.scale.value
+
+    assert set(rl.simulate(mesh, body)) == {2.0**16 / 1024}
+
+
+def counted(output, items):
+    return output.sum() * 1e-3, items.sum()
+
+
 def test_a_scale_that_is_measured_as_one_is_measured_once():
     """65536 items a step make the first scale exactly 1; measuring again would give micro-batches scales of their own."""
     def body(world):

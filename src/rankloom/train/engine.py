@@ -263,7 +263,9 @@ class Engine:
         return totals
 
     def _measure_scale(self, totals: Tensor) -> None:
-        """The first loss scale, for as many items as a micro-batch of `totals` has; they are spent."""
+        """The loss scale of the first step, as if all of it were like a micro-batch of `totals`; they are spent. The next step's is that
+        of all its items, the same on every layout.
+        """
         items = self.tokens.all_reduce(totals, label="first count")[1].item()
         self.scale = LossScale.first(items * (self.settings.leaves or self.settings.accumulate))
 
@@ -331,7 +333,8 @@ class Engine:
             raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
-            before, self.scale = self.scale, self.scale.after(overflow=not finite)
+            before, known = self.scale, self.scale if self.steps_done else LossScale.first(count)   # no longer what was guessed
+            self.scale = known.after(overflow=not finite)
             self.placement.rescale(self.scale.value / before.value)
         if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"

@@ -104,6 +104,7 @@ class LocalStages:
 
     body:   its modules under the names of the whole; never called as one
     names:  of all trainable parameters of the whole model, and their shapes, in its order
+    state:  the names in its state dict, in order
     where:  the ranks on which a parameter stands
     """
 
@@ -111,6 +112,7 @@ class LocalStages:
     pipeline: Pipeline
     turn: Turn
     names: Mapping[str, torch.Size]
+    state: tuple[str, ...]
     where: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
     experts: tuple[str, ...]   # the layers of experts of the whole model, in its order
@@ -143,7 +145,8 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
                         hooks=Hooks(before=turn.move_on_to, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
-    return LocalStages(body, pipeline, turn, names, {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
+    return LocalStages(body, pipeline, turn, names, tuple(model.state_dict()),
+                       {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 
 
 def _pieces(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
@@ -217,6 +220,11 @@ class ShardedStages(ShardedParts):
     def copies(self, name: str) -> int:
         """A tied parameter stands in two stages."""
         return super().copies(name) * len(self.local.where[name])
+
+    def values(self, rank: int | None) -> dict[str, Tensor]:
+        """In the order of the model, not of the stages."""
+        found = super().values(rank)
+        return {name: found[name] for name in (*self.local.state, *found) if name in found}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each stage takes what it has."""
