@@ -13,7 +13,7 @@ from rankloom.base.errors import ConfigError, DataError, MeshError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.data.loader import TokenSamples
 from rankloom.models.loss import language_model_loss
-from rankloom.train import loop
+from rankloom.train import finish, loop
 from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
@@ -257,6 +257,19 @@ def test_a_signal_after_the_last_step_waits_for_the_weights(table, monkeypatch):
     summary = loop.train(table(), init(device="cpu"), list().append)
     assert summary.stopped_by == signal.SIGINT and summary.validation_loss is not None, "which had been measured"
     assert load_model(Path(summary.folder)) and not (Path(summary.folder) / "samples.txt").exists()
+
+
+@pytest.mark.parametrize("work", ["trigram_loss", "continue_texts"])
+def test_a_signal_while_the_rest_is_made_cuts_it_short_and_leaves_a_summary(table, monkeypatch, work):
+    def interrupted(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(finish, work, interrupted)
+    summary = loop.train(table(), init(device="cpu"), list().append)
+    assert summary.stopped_by == signal.SIGTERM and summary.validation_loss is not None
+    assert (summary.trigram_loss is None) == (work == "trigram_loss"), "what was measured before is told"
+    assert json.loads((Path(summary.folder) / "summary.json").read_text())["stopped_by"] == signal.SIGTERM
 
 
 def test_a_signal_cuts_an_evaluation_short_and_its_loss_is_not_told(table, monkeypatch):

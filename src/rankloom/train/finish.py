@@ -18,6 +18,7 @@ from rankloom.train.files import replacing
 from rankloom.train.job import Job, reporter
 from rankloom.train.run_folder import write_json
 from rankloom.train.samples import continue_texts, starts
+from rankloom.train.stop import StopSignal
 from rankloom.train.together import while_others_wait
 from rankloom.train.weights import load_model, save_model
 
@@ -47,16 +48,23 @@ def save_weights(job: Job, engine: Engine) -> None:
     while_others_wait(job.world, save, label="save the weights")
 
 
-def finish(job: Job, outcome: Mapping[str, Any]) -> Summary:
+def finish(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summary:
     """Write what is left of a run once the weights are on disk; `outcome` has the fields of Summary that the steps know.
 
-    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended leaves the rest out.
+    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended leaves the rest out, and what a
+    signal now breaks off; the summary is there in any case.
     """
     trigram = None
-    if job.world.rank == 0 and not outcome["stopped_by"]:
+
+    def rest() -> None:
+        nonlocal trigram
         trigram = _compare(job, outcome["validation_loss"])
         _write_samples(job)
-    summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), trigram_loss=trigram, **outcome)
+
+    if job.world.rank == 0 and not outcome["stopped_by"]:
+        stop.unless_asked(rest)
+    facts = {**outcome, "trigram_loss": trigram, "stopped_by": outcome["stopped_by"] or stop.number}
+    summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), **facts)
     if job.world.rank == 0:
         write_json(job.run / "summary.json", asdict(summary))
     return summary

@@ -53,7 +53,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         with stepper.stop:   # a signal after the last step waits for the weights, too
             stepper.run()
             save_weights(job, stepper.engine)
-        return finish(job, stepper.outcome())
+            return finish(job, stepper.outcome(), stepper.stop)
 
 
 class Stepper:

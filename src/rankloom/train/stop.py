@@ -2,12 +2,13 @@
 
 Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only raise a flag; one that was ignored before (nohup) stays
 ignored. At each step boundary the ranks add their flags up, in an all-reduce of two numbers that travels while the next
-step computes; so a stop takes effect at most two steps after the signal, and costs no waiting. A second signal of the same
-kind ends this rank at once.
+step computes; so a stop takes effect at most two steps after the signal, and costs no waiting. Work after the last step that no
+other rank waits for is broken off where it is. A second signal of the same kind ends this rank at once.
 """
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,10 @@ import torch
 from rankloom.world.connect import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _BrokenOff(BaseException):
+    """A signal came while work was done that may be left as it is."""
 
 
 class StopSignal:
@@ -27,7 +32,19 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number = 0
+        self._may_break_off = False
         self._before: dict[int, Any] = {}
+
+    def unless_asked(self, work: Callable[[], None]) -> None:
+        """Do `work` that this rank does alone; not at all after a signal, and no further than to one that comes meanwhile."""
+        self._may_break_off = True
+        try:
+            if not self.number:
+                work()
+        except _BrokenOff:
+            pass
+        finally:
+            self._may_break_off = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -44,6 +61,9 @@ class StopSignal:
         if number == self.number and number != signal.SIGHUP:   # one closed terminal may say so several times
             raise SystemExit(128 + number)
         self.number = self.number or number
+        if self._may_break_off:
+            self._may_break_off = False
+            raise _BrokenOff
 
 
 class Agreement:
