@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 from datetime import datetime
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_a_full_disk_is_kept_as_a_problem_and_not_raised_in_the_middle_of_a_step
         journal(STEP)
         journal(STEP)
     assert re.search(r"rank-1.jsonl: cannot be written \(No space left", journal.problem)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_whole_lines(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(tmp_path, 1) as journal:
+        journal(STEP)
+        whole = (tmp_path / "events" / "rank-1.jsonl").read_text()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) * 3 // 2, before[1]))
+        try:
+            journal(STEP)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        journal(STEP)
+    assert "rank-1.jsonl: cannot be written in full; is the disk full?" in journal.problem
+    assert (tmp_path / "events" / "rank-1.jsonl").read_text() == whole
 
 
 def test_a_journal_that_cannot_be_opened_says_so(tmp_path):

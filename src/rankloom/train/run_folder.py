@@ -135,6 +135,7 @@ class Journal:
             self.problem = f"{file.name}: cannot be written ({error.strerror})"
             return
         if written != len(line):
+            file.truncate(file.tell() - written)   # whole lines only: other programs read this file too
             self.problem = f"{file.name}: cannot be written in full; is the disk full?"
 
 
