@@ -44,6 +44,13 @@ def test_a_named_folder_that_holds_a_run_is_never_used_again(tmp_path, kept):
     assert (path / kept).read_text() == "something"
 
 
+def test_a_job_that_its_launcher_starts_again_gets_a_folder_beside_that_of_the_first_time(tmp_path, monkeypatch):
+    first = claim_run_folder(config(tmp_path, "mine"), NOW)
+    (first / "metrics.jsonl").write_text("something")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert claim_run_folder(config(tmp_path, "mine"), NOW) == tmp_path / "mine-2"
+
+
 def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):
     path = claim_run_folder(config(tmp_path, "mine"), NOW)
     (path / "metrics.jsonl").write_text("")

@@ -10,7 +10,8 @@
       samples.txt, summary.json, loss.png
 
 A folder that was named is used when it holds no run yet: neither a step nor weights. Else it is an error: a run is
-never overwritten. A name that was left out is the time and the preset, with a number when that is taken.
+never overwritten. A name that was left out is the time and the preset. It gets a number when it is taken, and so does a given one
+when torchrun starts the job again: the first time's folder is there.
 """
 
 import json
@@ -37,6 +38,7 @@ from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.train.files import replacing
 from rankloom.train.sections import Config
 from rankloom.world.connect import World
+from rankloom.world.launch import restarts
 
 PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
 
@@ -50,7 +52,7 @@ def claim_run_folder(config: Config, now: datetime) -> Path:
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        if config.run.name is None:
+        if config.run.name is None or restarts():
             path = _next_free(path)
         for folder in (path, path / "events", path / "logs"):
             folder.mkdir(exist_ok=True)
