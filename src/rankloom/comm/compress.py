@@ -20,13 +20,13 @@ from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.lossy import Compressed
-from rankloom.comm.power import Parts, PowerSGD
+from rankloom.comm.power import BufferParts, PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
 from rankloom.comm.two_levels import TwoLevels
 
 HIERARCHICAL = "hierarchical"
-_COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
+_COMPRESSED: dict[str, Callable[[BufferParts], Compressed]] = {
     "bf16": lambda parts: Blockwise(Floats(torch.bfloat16)),
     "fp16": lambda parts: Blockwise(Floats(torch.float16)),
     "int8": lambda parts: Blockwise(INT8),
@@ -37,7 +37,7 @@ _COMPRESSED: dict[str, Callable[[Parts], Compressed]] = {
 }
 
 
-def compressed_all_reduce(name: str, parts: Parts = ()) -> Compressed:
+def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
     """A compressed all-reduce for one buffer: call it with (buffer, group) in every step.
 
     parts:  where each tensor in the buffer begins, and its shape; powersgd needs them, the others do not
@@ -113,14 +113,14 @@ class Summing:
         """What sums a buffer in this step: its own `algorithm`, or the exact one."""
         return self._exact if self.is_exact_now else algorithm
 
-    def lossy(self, parts: Parts) -> Compressed | None:
+    def lossy(self, parts: BufferParts) -> Compressed | None:
         """A new compressed all-reduce, for one buffer over the whole group; None where sums are exact."""
         if not self.is_compressed:
             return None
         self._lossy.append(compressed_all_reduce(self.compress, parts))
         return self._lossy[-1]
 
-    def algorithm(self, parts: Parts) -> AllReduce | None:
+    def algorithm(self, parts: BufferParts) -> AllReduce | None:
         """What sums one buffer, in which tensors lie as `parts` say; None means the backend's own all-reduce."""
         lossy = self.lossy(parts)
         if lossy is None:

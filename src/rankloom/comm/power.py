@@ -38,7 +38,7 @@ RANK = 4
 IN_C = 16   # the highest rank whose sums stay in registers and nearest caches; above it, products are torch's
 SMALL = 1e-30
 
-Parts = Sequence[tuple[int, Sequence[int]]]
+BufferParts = Sequence[tuple[int, Sequence[int]]]
 """The tensors in a flat buffer: where each begins, and its shape."""
 
 
@@ -100,7 +100,7 @@ class PowerSGD(Compressed):
     source: Vogels, Karimireddy & Jaggi 2019
     """
 
-    def __init__(self, parts: Parts, rank: int = RANK):
+    def __init__(self, parts: BufferParts, rank: int = RANK):
         super().__init__()
         if not parts:
             raise ConfigError("powersgd needs to know where the matrices in the buffer are: give parts=[(first element, shape), ...]")

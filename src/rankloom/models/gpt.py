@@ -24,7 +24,7 @@ from rankloom.models.loss import (
 )
 from rankloom.models.mlp import MLP
 from rankloom.models.moe import Experts, MoE
-from rankloom.models.part import WHOLE, Packed, Part
+from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
            "parameter_count", "plain_language_model_loss", "preset"]
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: Part = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: SequencePart = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]. The number of heads is read off the weights, whoever cut them."""
         query, key, value = (f(x).unflatten(-1, (-1, self.head_width)) for f in (self.query, self.key, self.value))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.ffn) if config.moe is None else MoE(config.moe, config.width)
         self.mlp_dropout = _dropout(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: Part = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: SequencePart = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]; cos and sin are those of the T positions."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache, part))
         inner = self.mlp_norm(x)
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         return (self.tp_plan | dict.fromkeys(("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm"), "sequence_parallel")
                 | dict.fromkeys(dropouts, "sequence_dropout"))
 
-    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: Part = WHOLE) -> Tensor:
+    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: SequencePart = WHOLE) -> Tensor:
         """tokens [B, T] -> what the output matrix is applied to [B, T, W].
 
         part:   of the sequences the tokens are, for whoever has cut them
@@ -196,7 +196,7 @@ class GPT(nn.Module):
             x = block(x, cos, sin, caches[i] if caches else None, part)
         return self.norm(x)   # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None, part: Part = WHOLE,
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None, part: SequencePart = WHOLE,
                 caches: list[KVCache] | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted).
 

@@ -6,7 +6,7 @@
 
 Everything that looks at more than one token looks at its *row* (sequence), never at the batch: the balance that the auxiliary
 loss asks for, and the capacity. So losses, gradients and dropped tokens are the same however rows are dealt to micro-batches
-and ranks. Where rows themselves are cut, the `Part` knows the rest of them.
+and ranks. Where rows themselves are cut, the `SequencePart` knows the rest of them.
 
 source: Shazeer et al. 2017; Fedus et al. 2021 (capacity, balance loss); Zoph et al. 2022 (z-loss);
         Wang et al. 2024 (bias in place of a loss); Dai et al. 2024 (shared experts; balance by row)
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from rankloom.base.scoped import temporarily
 from rankloom.models.config import MoEConfig
 from rankloom.models.mlp import MLP
-from rankloom.models.part import WHOLE, Part
+from rankloom.models.sequence_part import WHOLE, SequencePart
 
 
 class Experts(nn.Module):
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         self.routed: Tensor | None = None
         self.dropped: Tensor | None = None
 
-    def forward(self, x: Tensor, part: Part = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, part: SequencePart = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]; what was dropped adds nothing, so the token keeps its residual stream."""
         choice = self.router(x)
         row = part.gather(choice.experts)

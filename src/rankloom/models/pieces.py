@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from rankloom.models.gpt import GPT, Rotary
-from rankloom.models.part import WHOLE, Part
+from rankloom.models.sequence_part import WHOLE, SequencePart
 
 
 class BeforeOutput(NamedTuple):
@@ -20,7 +20,7 @@ class BeforeOutput(NamedTuple):
     weight: Tensor   # [V, W], the output matrix
 
 
-def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE,
+def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = lambda: WHOLE,
                inputs: Callable[[], Tensor] | None = None) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
     """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> what `gpt_loss` takes.
 
@@ -36,7 +36,8 @@ def gpt_pieces(model: GPT, part: Callable[[], Part] = lambda: WHOLE,
             ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: BeforeOutput(norm(x), head.weight))]
 
 
-def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], Part], inputs: Callable[[], Tensor] | None, x: Tensor) -> Tensor:
+def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart], inputs: Callable[[], Tensor] | None,
+               x: Tensor) -> Tensor:
     now = part()
     tokens = x if inputs is None else inputs()
     cos, sin = rotary(0, tokens.shape[1]) if now.positions is None else rotary.at(now.positions)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.rng import stream
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import named_state
 from rankloom.shard.optimizer import stand_in
 from rankloom.shard.unit import Fill
@@ -88,25 +88,25 @@ class FirstValues:
 
     make:   fills whole tensors
     groups: along them, one after the other, a whole reaches all ranks that hold a part of it; the rank that is first in each makes it
-    parts:  how the model is split over them, if it is
+    split:  how the model is split over them, if it is
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it
     """
 
-    def __init__(self, make: InitialValues, *groups: Group, parts: Parts | None = None):
-        self.make, self.groups, self.parts = make, groups, parts
+    def __init__(self, make: InitialValues, *groups: Group, split: ModelSplit | None = None):
+        self.make, self.groups, self.split = make, groups, split
 
     @torch.no_grad()
     def __call__(self, name: str, part: Tensor) -> None:
         """Fill this rank's part of a parameter, or a whole buffer, in place. A collective."""
-        shape = part.shape if self.parts is None else self.parts.whole_shape(name, part.shape)
+        shape = part.shape if self.split is None else self.split.whole_shape(name, part.shape)
         whole = part if shape == part.shape else part.new_empty(shape)
         if not any(group.rank for group in self.groups):
             self.make(name, whole)
         for group in self.groups:
             group.broadcast(whole, label=f"initial {name}")
-        if self.parts is not None and whole is not part:
-            self.parts.cut_into(part, name, whole)
+        if self.split is not None and whole is not part:
+            self.split.cut_into(part, name, whole)
 
 
 class SharedValues:

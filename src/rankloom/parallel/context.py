@@ -56,7 +56,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
     signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
-                          "attention about tokens on other ranks; see Part in models/part.py")
+                          "attention about tokens on other ranks; see SequencePart in models/sequence_part.py")
     expect_no_dropout(model, group, but=() if tell is None else KEYED_DROPOUT)
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")

@@ -5,7 +5,7 @@ Nothing is worked out here that a real run works out. The engine is built by the
 one can be. `tests/train/test_paper.py` compares the two.
 
 Ranks that differ along pipe or shard are built one by one. Along the other axes they differ in *which* elements they hold, not in how
-many: the holdings of the one that is built say which (parallel/parts.py).
+many: the holdings of the one that is built say which (parallel/model_split.py).
 """
 
 from dataclasses import asdict, replace
@@ -18,7 +18,7 @@ from rankloom.comm.canonical import owned_leaves
 from rankloom.data.order import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import Piece
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
@@ -79,31 +79,31 @@ def _backward(engine: Engine, *, last: bool) -> None:
 def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
     """engine: of this rank, or of one that holds equally much."""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
-    parts = None
+    split = None
     if isinstance(placement, ShardedParts):
-        parts = replace(placement.parts, tensor=world.group("tensor"), expert=world.group("expert"))
+        split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
     pieces = placement.pieces()
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
-        parameters=tuple(_parameter(pieces[name], parts) for name, _ in placement.model.named_parameters() if name in pieces),
+        parameters=tuple(_parameter(pieces[name], split) for name, _ in placement.model.named_parameters() if name in pieces),
         rows=share(rows.rank, rows.size, config.batch().global_),
         tokens=Context(tokens, config.train.seq_len).spans[tokens.rank],
         held=asdict(engine.held()))
 
 
-def _parameter(piece: Piece, parts: Parts | None) -> ParameterPart:
+def _parameter(piece: Piece, split: ModelSplit | None) -> ParameterPart:
     local = whole = tuple(piece.shape)
     spans: list[tuple[Span, ...]]
-    if parts is None:
+    if split is None:
         spans = [(Span(0, length),) for length in whole]
     else:
-        whole = tuple(parts.whole_shape(piece.name, piece.shape))
+        whole = tuple(split.whole_shape(piece.name, piece.shape))
         spans = [(Span(0, length),) for length in whole]
-        holding = parts.held[piece.name]
+        holding = split.held[piece.name]
         if holding.dim is not None:
-            spans[holding.dim] = holding.spans[parts.tensor.rank]
-        if piece.name in parts.experts:
-            mine = replace(parts, held={}).cut(piece.name, torch.arange(whole[0])).tolist()
+            spans[holding.dim] = holding.spans[split.tensor.rank]
+        if piece.name in split.experts:
+            mine = replace(split, held={}).cut(piece.name, torch.arange(whole[0])).tolist()
             spans[0] = (Span(mine[0], mine[-1] + 1),)
     return ParameterPart(piece.name, whole, tuple(spans), local, (piece.start, piece.stop))

@@ -25,7 +25,7 @@ from rankloom.comm.compress import EXACT, expect_exact_steps
 from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
@@ -46,7 +46,7 @@ from rankloom.train.precision import Precision, cast_activations, cast_floats, f
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
-from rankloom.train.split import PART_AXES, ROW_AXES, is_split, split
+from rankloom.train.split import PART_AXES, ROW_AXES, is_split, split_model
 from rankloom.train.stages import LocalStages, PipelineEngine, ShardedStages, Turn, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -115,20 +115,20 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     dropout = DropoutKey(seed)
-    parts = split(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
-    fill = None if initial is None else _stand_in(model, world, initial, parts)
+    split = split_model(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
+    fill = None if initial is None else _stand_in(model, world, initial, split)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
-    if stage == 0 and parts is None:
+    if stage == 0 and split is None:
         placement, made = _whole(model, world, settings, optimizer, fill, all_reduce=all_reduce, compress=compress,
                                  compress_after=compress_after)
     else:
-        axes = Axes.of(world, stage, parts)
+        axes = Axes.of(world, stage, split)
         strategy = ShardingStrategy(
                     stage, formats_of(model, settings.precision), units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
                     offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
-                    apart=Apart(parts.experts, axes.fewer, world.group("shard", "expert")) if parts is not None and parts.experts else None)
+                    apart=Apart(split.experts, axes.fewer, world.group("shard", "expert")) if split is not None and split.experts else None)
         local = None
         if world.mesh.pipe > 1:
             turn = Turn(dropout, world.group("context"), context)
@@ -154,18 +154,18 @@ class Axes:
     fewer: Group
     holders: Group
     everyone: Group
-    parts: Parts | None
+    split: ModelSplit | None
 
     @classmethod
-    def of(cls, world: World, stage: int, parts: Parts | None) -> "Axes":
+    def of(cls, world: World, stage: int, split: ModelSplit | None) -> "Axes":
         """Those of a mesh. Where only a number of ranks was given, all of them are the shard axis."""
         if not world.axes_named:
-            return cls(world, world.alone(), world.alone(), world, world, parts)
+            return cls(world, world.alone(), world.alone(), world, world, split)
         cut = ("shard",) if stage else ()
         repeated = tuple(axis for axis in TOKEN_AXES if axis not in cut)
         shard, replicas, fewer, holders = (_along(world, *axes) for axes in (
             cut, repeated, [axis for axis in repeated if axis != "expert"], [axis for axis in PART_AXES if axis != "shard" or stage]))
-        return cls(shard, replicas, fewer, holders, world, parts)
+        return cls(shard, replicas, fewer, holders, world, split)
 
 
 def _along(world: World, *axes: str) -> Group:
@@ -225,10 +225,10 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
     return InitialValues(model, initialize, seed)
 
 
-def _stand_in(model: nn.Module, world: World, initial: InitialValues, parts: Parts | None) -> FirstValues:
+def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit | None) -> FirstValues:
     """Parameters of a model on the meta device get shapes without memory. Returns what will give them values."""
     put_stand_ins(model, world.device)
-    return FirstValues(initial, _along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe")), parts=parts)
+    return FirstValues(initial, _along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe")), split=split)
 
 
 def _whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
@@ -262,10 +262,10 @@ def _sharded(model: nn.Module, axes: Axes, strategy: ShardingStrategy, build: Bu
                      canonical=bool(settings.leaves), fill=values)
     if values is not None:
         axes.everyone.agree(values.problem(local.pipeline.group if local else axes.shard.alone()), label="initial values")
-    if local is not None and axes.parts is not None:
-        placement: Placement = ShardedStages(sharding, axes.holders, axes.parts, local)
-    elif axes.parts is not None:
-        placement = ShardedParts(model, sharding, axes.holders, axes.parts)
+    if local is not None and axes.split is not None:
+        placement: Placement = ShardedStages(sharding, axes.holders, axes.split, local)
+    elif axes.split is not None:
+        placement = ShardedParts(model, sharding, axes.holders, axes.split)
     else:
         placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, axes.everyone)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())

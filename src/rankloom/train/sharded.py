@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
-from rankloom.parallel.parts import Goal, Parts
+from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
 from rankloom.shard.norm import norm_of
@@ -180,18 +180,18 @@ class ShardedCanonical(Sharded):
 
 
 class ShardedParts(Sharded):
-    """Slices of the parts of a model that is split over tensor and expert ranks (parallel/parts.py).
+    """Slices of the parts of a model that is split over tensor and expert ranks (parallel/model_split.py).
 
     everyone: all ranks that hold different elements: along shard, tensor and expert
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, parts: Parts):
+    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit):
         super().__init__(model, sharding, everyone)
-        self.parts = parts
+        self.split = split
         guide_layers(model, sharding.guide)
 
     def _groups(self) -> tuple[Group, ...]:
-        return *super()._groups(), self.parts.tensor, self.parts.expert, self.parts.context
+        return *super()._groups(), self.split.tensor, self.split.expert, self.split.context
 
     def norm(self) -> Tensor:
         """Each element once: what lies on several ranks counts for a part on each."""
@@ -202,7 +202,7 @@ class ShardedParts(Sharded):
 
     def copies(self, name: str) -> int:
         """On how many of these ranks the same elements lie."""
-        return self.parts.copies(name)
+        return self.split.copies(name)
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """Joined over the shard axis, then over the others, tensor by tensor."""
@@ -221,7 +221,7 @@ class ShardedParts(Sharded):
         return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
 
     def _place(self) -> Goal:
-        return Goal(self.group.rank, self.parts.tensor.rank, self.parts.expert.rank)
+        return Goal(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
 
     def _goal(self, rank: int | None) -> Goal | None:
         """Where that rank of the world stands. A collective."""
@@ -239,28 +239,28 @@ class ShardedParts(Sharded):
     def _join(self, entry: Entry, goal: Goal | None) -> Any:
         """The whole before the model was split; where the value is no tensor that lies like the parameter, the part's."""
         name = entry.parameter if self._lies_alike(entry) else ""
-        if entry.dtype is None or not self.parts.is_asked(name, goal):
+        if entry.dtype is None or not self.split.is_asked(name, goal):
             return entry.get() if entry.dtype is None else None
         value = entry.get()
-        whole = None if value is None else self.parts.join(name, value.to(self.group.device), goal)
+        whole = None if value is None else self.split.join(name, value.to(self.group.device), goal)
         return None if whole is None else whole.cpu()
 
     def _whole_shape(self, entry: Entry) -> torch.Size:
-        return self.parts.whole_shape(entry.parameter, entry.shape) if self._lies_alike(entry) else entry.shape
+        return self.split.whole_shape(entry.parameter, entry.shape) if self._lies_alike(entry) else entry.shape
 
     def _lies_alike(self, entry: Entry) -> bool:
         """Whether it is a tensor that lies on the ranks as its parameter does."""
-        held = self.parts.held.get(entry.parameter)
+        held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces of its parts."""
-        super().load({name: self.parts.cut(name, value) for name, value in state.items()})
+        super().load({name: self.split.cut(name, value) for name, value in state.items()})
 
     def part(self, name: str, value: Any) -> Any:
         """Tensors that lie like the parameter."""
-        whole = self.parts.whole_shape(name, self._shapes[name])
-        return self.parts.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
+        whole = self.split.whole_shape(name, self._shapes[name])
+        return self.split.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankloom.parallel.context import KEYED_DROPOUT, RING, TellPositions, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import expert_parallel
-from rankloom.parallel.parts import Parts
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel
 from rankloom.world.connect import World
 
@@ -27,8 +27,8 @@ def is_split(world: World) -> bool:
     return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
 
 
-def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
-          tell: TellPositions | None = None) -> Parts:
+def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
+          tell: TellPositions | None = None) -> ModelSplit:
     """Apply what the mesh asks for, in place; what this rank holds from then on.
 
     model:  it may be on the meta device, where only shapes are cut
@@ -44,4 +44,4 @@ def split(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None,
         context_parallel(model, world.group("context"), context, tell=tell)
     elif sizes["context"] > 1:   # stages are told their tokens by the engine (stages.py)
         expect_no_dropout(model, world.group("context"), but=KEYED_DROPOUT)
-    return Parts.of(model, world.group("tensor"), world.group("expert"), world.group("context"))
+    return ModelSplit.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
-from rankloom.models.part import WHOLE, Packed, Part
+from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
-from rankloom.parallel.parts import Goal, Parts
+from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance, in_runs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
@@ -55,9 +55,9 @@ class Turn:
     def __init__(self, dropout: DropoutKey, context: Group, kind: str):
         self.dropout, self.context, self.kind = dropout, context, kind
         self.scale, self.packs = 1.0, False
-        self._parts: list[Part] = []
+        self._parts: list[SequencePart] = []
         self._inputs: list[Any] = []
-        self._now: Part = WHOLE
+        self._now: SequencePart = WHOLE
         self._called_with: Any = None
 
     def begin(self, step: int, first: int, scale: float = 1.0) -> None:
@@ -89,7 +89,7 @@ class Turn:
         if isinstance(self._now, Context):
             self.dropout.stand_at(self._now.spans[self.context.rank], self._now.length)
 
-    def part(self) -> Part:
+    def part(self) -> SequencePart:
         """What the blocks are told."""
         return self._now
 
@@ -175,8 +175,8 @@ class ShardedStages(ShardedParts):
     parameters, which are a sum over stages.
     """
 
-    def __init__(self, sharding: Sharding, everyone: Group, parts: Parts, local: LocalStages):
-        super().__init__(local.body, sharding, everyone, parts)
+    def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages):
+        super().__init__(local.body, sharding, everyone, split)
         self.local = local
         elsewhere = torch.empty(0, device=sharding.group.device)
         self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}

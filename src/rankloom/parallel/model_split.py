@@ -29,8 +29,8 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts that this rank holds.
+class ModelSplit:
+    """How a model is split, and which part of it is this rank's.
 
     tensor, expert, context: the groups of these axes; of one rank where the mesh has none
     held:    how each parameter lies over the tensor axis
@@ -44,7 +44,7 @@ class Parts:
     experts: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, tensor: Group, expert: Group, context: Group) -> "Parts":
+    def of(cls, model: nn.Module, tensor: Group, expert: Group, context: Group) -> "ModelSplit":
         """Those of a model that `tensor_parallel` and `expert_parallel` have split."""
         spread = frozenset(name for name, axes in gradient_axes(model).items() if "expert" not in axes) if expert.size > 1 else frozenset()
         return cls(tensor, expert, context, holdings(model), spread)

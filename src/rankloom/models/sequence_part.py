@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rankloom.base.documents import document_cuts
 
 
-class Part(Protocol):
+class SequencePart(Protocol):
     """The tokens that are here, of sequences that may go on elsewhere. Whoever cuts sequences hands in one that knows the rest."""
 
     @property
@@ -36,7 +36,7 @@ class Whole:
     positions = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Part.attend`; keys and values may be more than the queries, which are then the last ones."""
+        """As `SequencePart.attend`; keys and values may be more than the queries, which are then the last ones."""
         new, known = query.shape[1], key.shape[1]
         # one new token sees all; with no past the plain triangle does; else the triangle starts after the past
         mask = None
@@ -73,7 +73,7 @@ class Packed(Whole):
         self.mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (places[:, None] >= places)   # [B or 1, 1, T, T]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Part.attend`."""
+        """As `SequencePart.attend`."""
         mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=self.mask,
                                                enable_gqa=query.shape[2] != key.shape[2])
         return mixed.transpose(1, 2)
