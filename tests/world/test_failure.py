@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rankloom as rl
 from rankloom.world.failure import Failure, describe, read_failure, user_frame, write_failure
@@ -59,6 +59,14 @@ def test_a_failure_travels_in_the_file_that_torchrun_reads(tmp_path):
     assert "ValueError: too bad" in left.traceback and "and a note" in left.traceback
     torchs = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert torchs.message["message"].startswith("ValueError: too bad") and torchs.timestamp > 0
+
+
+def test_torchrun_takes_a_killed_rank_for_the_cause_and_not_the_one_that_lost_it(tmp_path):
+    file = tmp_path / "error.json"
+    assert write_failure(rl.RankLost("rank 0: gradients lost rank 1"), file)
+    lost = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    killed = ProcessFailure(local_rank=1, pid=2, exitcode=-9, error_file="none")   # torchrun sees it a moment later
+    assert ChildFailedError("job", {0: lost, 1: killed}).get_first_failure()[0] == 1
 
 
 def test_the_first_failure_that_a_rank_tells_stays(tmp_path):

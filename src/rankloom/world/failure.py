@@ -70,7 +70,9 @@ def describe(error: BaseException) -> Failure:
 
 
 def _torchrun_format(failure: Failure) -> dict:
-    extra = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
+    # torchrun takes the earliest for the cause, in whole seconds, and sees a killed rank only after the ranks that lost it.
+    told_at = int(time.time()) + (2 if failure.is_collateral else 0)
+    extra = {"py_callstack": failure.traceback, "timestamp": str(told_at)}
     message = {"message": f"{failure.type}: {failure.message}", "extraInfo": extra}
     return {"message": message, "rankloom": asdict(failure)}
 
