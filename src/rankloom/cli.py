@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rankloom.bench import Measured
     from rankloom.comm.bench import Study
     from rankloom.train.finish import Summary
-    from rankloom.train.sections import Config
+    from rankloom.train.schema import Config
     from rankloom.watch.scaling import Row
 
 SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while it drew has left it hidden

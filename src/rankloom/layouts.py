@@ -23,7 +23,7 @@ from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.train.config import config_of, load_config, parse_overrides, with_ranks
 from rankloom.train.job import CUT
 from rankloom.train.paper import ranks_on_paper
-from rankloom.train.sections import BYTES_VOCAB, Config
+from rankloom.train.schema import BYTES_VOCAB, Config
 from rankloom.watch.boxes import Scene, draw
 from rankloom.watch.canvas import Sheet, as_svg, write_png
 from rankloom.world.cluster import read_cluster

@@ -12,9 +12,9 @@ from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.data.tokenizer import ByteTokenizer
 from rankloom.models.config import MoEConfig
-from rankloom.train import prepare, sections
+from rankloom.train import prepare, schema
 from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 
 MINIMAL = "[train]\nglobal_batch_size = 8\n"
 
@@ -190,8 +190,8 @@ def test_an_option_that_would_have_no_effect_is_refused(file, flags):
 
 
 def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():
-    assert prepare.LOGICAL_SHARDS == sections.LOGICAL_SHARDS
-    assert ByteTokenizer().vocab_size == sections.BYTES_VOCAB
+    assert prepare.LOGICAL_SHARDS == schema.LOGICAL_SHARDS
+    assert ByteTokenizer().vocab_size == schema.BYTES_VOCAB
 
 
 def test_a_batch_that_does_not_divide_shows_the_equation_before_any_rank_starts(file):
@@ -287,7 +287,7 @@ def test_a_table_of_experts_has_the_keys_and_defaults_of_the_model_s_own_and_can
     assert config.gpt(257).moe == MoEConfig(experts=4, capacity=1.0)
     assert load_config("train.toml", ["--model.moe", "none"]).gpt(257).moe is None
     assert load_config(file(), ["--model.moe.experts", "none"]).model.moe is None, "nothing to take away"
-    assert [field.name for field in fields(MoEConfig)] == list(sections.MoESection.model_fields)
+    assert [field.name for field in fields(MoEConfig)] == list(schema.MoESection.model_fields)
 
 
 def test_given_replicate_must_be_the_ranks_there_are(file):

@@ -13,7 +13,7 @@ import rankloom as rl
 from rankloom.base.events import Evaluated, Notice, StepDone
 from rankloom.train import loop
 from rankloom.train.config import make_config, write_config
-from rankloom.train.sections import MoESection
+from rankloom.train.schema import MoESection
 from rankloom.train.weights import load_model
 from tiny_runs import maker_of_configs
 

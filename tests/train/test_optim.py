@@ -8,7 +8,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.train.optim import build_optimizer, learning_rate, scale_learning_rate
-from rankloom.train.sections import Optimizer
+from rankloom.train.schema import Optimizer
 
 DECAYS = ["cosine", "linear", "constant"]
 lengths = st.tuples(st.integers(0, 30), st.integers(1, 60)).map(lambda pair: (pair[0], pair[0] + pair[1]))

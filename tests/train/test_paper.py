@@ -9,7 +9,7 @@ from rankloom.models.gpt import GPT
 from rankloom.train.config import make_config
 from rankloom.train.loop import build_engine
 from rankloom.train.paper import ranks_on_paper
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 
 pytestmark = pytest.mark.gloo
 

@@ -1,7 +1,7 @@
 """From a TOML file and command-line overrides to one frozen `Config`, or to one clear error.
 
 The error names the file or the flag, the section, the key, what was expected, and the nearest known key. What a
-file may say stands in `sections.py`. No torch here: reading a config costs milliseconds.
+file may say stands in `schema.py`. No torch here: reading a config costs milliseconds.
 """
 
 import re
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.train.files import replacing
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 
 Table = dict[str, Any]
 NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"

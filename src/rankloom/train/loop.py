@@ -21,7 +21,7 @@ from rankloom.train.job import Job, introduce, open_corpus, open_run
 from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
 from rankloom.train.run_folder import Journal
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 from rankloom.train.split import is_split
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.connect import World

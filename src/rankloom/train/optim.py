@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.train.sections import Config, Optimizer
+from rankloom.train.schema import Config, Optimizer
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9

@@ -22,7 +22,7 @@ from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import Piece
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 from rankloom.train.sharded import Sharded, ShardedParts
 from rankloom.train.split import ROW_AXES
 from rankloom.train.stages import PipelineEngine

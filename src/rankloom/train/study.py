@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rankloom.base.errors import ConfigError
 from rankloom.train.config import load_config
-from rankloom.train.sections import Config
+from rankloom.train.schema import Config
 
 
 def parse_ranks(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a config file may say: one frozen, strict model per section, and the rules between sections.
+"""What a config file may say: a frozen, strict model for each section, and the rules between sections.
 
 Nothing is accepted and then ignored. An option that this version cannot honour, or that has no meaning beside
 another one, is refused here, before any rank starts. No torch in this file: a mistake is told in milliseconds.
@@ -29,13 +29,13 @@ BYTES_VOCAB = 257   # 256 bytes and the end of a text
 MOE = MoEConfig()
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Run(Section):
+class Run(ConfigSection):
     """Where the results go, and the seed that every random stream starts from."""
 
     name: str | None = Field(default=None, pattern=NAME)   # None: time stamp and preset
@@ -43,7 +43,7 @@ class Run(Section):
     seed: Whole = 0
 
 
-class MeshSection(Section):
+class MeshSection(ConfigSection):
     """The grid of ranks. Where all axes are left out, the ranks that a launcher started (or the one) take the axis of the stage.
 
     `replicate` alone left out: as many as the ranks that were started leave to the other axes.
@@ -81,7 +81,7 @@ class MeshSection(Section):
         return {"replicate": ranks // (shard * others), "shard": shard}
 
 
-class MoESection(Section):
+class MoESection(ConfigSection):
     """A mixture of experts in place of each block's MLP; MoEConfig of models/config.py says what each number is."""
 
     experts: Count = MOE.experts
@@ -94,7 +94,7 @@ class MoESection(Section):
     bias_rate: float = Field(default=MOE.bias_rate, ge=0)
 
 
-class Model(Section):
+class Model(ConfigSection):
     """A preset by name, and what to change in it. The sequence length is that of [train]."""
 
     preset: str = "3M"
@@ -121,7 +121,7 @@ class Model(Section):
         return self
 
 
-class Data(Section):
+class Data(ConfigSection):
     """The text, how it becomes tokens, and the part of it that is kept for validation."""
 
     source: str = Field(default="stdlib", pattern=PRINTABLE)               # stdlib, shakespeare, or a path
@@ -155,7 +155,7 @@ class Data(Section):
         return self.source.endswith((".npy", ".bin"))
 
 
-class Train(Section):
+class Train(ConfigSection):
     """How long, how much per step, and in which numbers. One batch size may be left out, or two: it is solved."""
 
     steps: Count = 1000
@@ -204,7 +204,7 @@ class Train(Section):
         return self
 
 
-class Optimizer(Section):
+class Optimizer(ConfigSection):
     """Which optimizer, and its numbers; weight decay acts on matrices only. `max_norm` 0 turns clipping off."""
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -227,7 +227,7 @@ class Optimizer(Section):
         return self
 
 
-class Schedule(Section):
+class LRSchedule(ConfigSection):
     """The learning rate over steps: warm-up, then decay to `min_lr_ratio` x lr."""
 
     warmup_steps: Whole = 0
@@ -241,7 +241,7 @@ class Schedule(Section):
         return self
 
 
-class Comm(Section):
+class Comm(ConfigSection):
     """How gradients are summed over ranks, which ranks share a node, and the seconds after which a silent rank ends the job."""
 
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
@@ -270,7 +270,7 @@ class Comm(Section):
         return self
 
 
-class Config(Section):
+class Config(ConfigSection):
     """A whole run. Every section may be left out, [train] aside: it must say a batch size."""
 
     run: Run = Run()
@@ -279,7 +279,7 @@ class Config(Section):
     data: Data = Data()
     train: Train
     optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
+    schedule: LRSchedule = LRSchedule()
     comm: Comm = Comm()
 
     @model_validator(mode="after")
