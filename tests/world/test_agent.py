@@ -19,7 +19,7 @@ import pytest
 
 import rankloom as rl
 from rankloom.world import agent
-from rankloom.world.agent import Watch, _Meeting, conclude, launch_ranks
+from rankloom.world.agent import StopRequests, Watch, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
 from rankloom.world.verdict import Ending
 
@@ -383,6 +383,27 @@ def test_a_rank_that_does_not_listen_after_a_failure_is_killed(monkeypatch):
     assert failed.value.rank == 1 and time.monotonic() - begin < 10
 
 
+def test_a_stopped_rank_that_nobody_waits_for_does_not_keep_the_launcher(monkeypatch):
+    monkeypatch.setattr("rankloom.world.agent.STOPPED_GRACE", 1.0)
+    begin = time.monotonic()
+    with pytest.raises(rl.RankFailed, match=r"(?s)rank 1 of 2 failed first.*it was stopped \(SIGSTOP, or Ctrl-Z\)"):
+        launch("import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 19)")
+    assert 1 < time.monotonic() - begin < 20
+
+
+def test_ranks_that_are_all_stopped_are_left_in_peace(monkeypatch):
+    """Whoever stops a whole job wants it to go on later."""
+    monkeypatch.setattr("rankloom.world.agent.STOPPED_GRACE", 0.0)
+    ranks = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in (0, 1)}
+    watch = Watch(ranks, {rank: Path("none") for rank in ranks}, StopRequests(), 1.0)
+    for process in ranks.values():
+        process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: all(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED for process in ranks.values()))
+    assert watch.tick() and watch.tick() and not watch.asked
+    watch.kill()
+    assert [process.wait() for process in ranks.values()] == [-9, -9]
+
+
 @pytest.mark.parametrize("platform", ["linux", "elsewhere"])
 def test_ranks_end_when_their_launcher_is_killed(platform, monkeypatch):
     Path("job.py").write_text("import os, time; open(os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)")
@@ -418,3 +439,7 @@ def test_a_log_folder_that_cannot_be_made_is_an_error_that_names_it():
 ])
 def test_the_exit_code_of_a_job_that_did_not_fail(codes, stop_signal, code):
     assert conclude([Ending(rank, c, 0.0) for rank, c in enumerate(codes)], stop_signal) == code
+
+
+def test_a_stopped_rank_that_ctrl_c_woke_up_is_no_failure():
+    assert conclude([Ending(0, 130, 0.0, asked=True), Ending(1, 130, 0.0, asked=True, hung="it was stopped")], 2) == 130

@@ -7,9 +7,9 @@ torch's elastic agent starts the processes and gives each its rank and a store t
 - When a rank fails, the others have some seconds to notice and to end by themselves, which tells cause from consequence;
   then they get SIGTERM, and SIGKILL after a grace. torch's agent sends SIGTERM at once, and SIGKILL after 30 seconds.
 - SIGINT and SIGTERM are passed on to the ranks once, so that they can end cleanly; a second signal kills them.
-- When all is over, failure.py picks the cause; the agent's own talk goes to launcher.log.
+- When all is over, verdict.py picks the cause; the agent's own talk goes to launcher.log.
 
-The agent runs in a thread, so that signals are ours alone. Read failure.py for the causes.
+The agent runs in a thread, so that signals are ours alone. Read verdict.py for the causes.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ SETTLE = 1.0           # seconds that the others have to end by themselves when 
 PATIENCE = 5.0         # the same when all that is known is that a rank lost another: a process may take long to end
 FAILURE_GRACE = 5.0    # seconds from SIGTERM to SIGKILL when a rank failed: there is nothing left to save
 GRACE = 20.0           # the same when the user asked to stop: the ranks finish their step and save the weights
+STOPPED_GRACE = 300.0  # seconds that a stopped rank may take to go on when all others are done: as ranks wait for each other
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -103,10 +104,10 @@ def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
     stop_signal: what the launcher was asked to stop with, or 0. Then only an error that a rank reported counts.
     """
     errors = [e for e in endings if e.failure and not (stop_signal and e.failure.is_collateral)]
-    codes = {ending.code for ending in endings}
-    if not errors and stop_signal and not any(ending.hung for ending in endings):
+    codes, hung = {ending.code for ending in endings}, any(ending.hung for ending in endings)
+    if not errors and stop_signal and not hung:
         return 128 + stop_signal
-    if not errors and codes <= CLEAN_CODES:
+    if not errors and codes <= CLEAN_CODES and (stop_signal or not hung):
         return max(codes)   # the ranks may have agreed to stop because one of them got a signal
     raise explain(endings, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
 
@@ -151,6 +152,7 @@ class Watch:
         self.asked_at = float("inf")          # when they were, because of a failure
         self.hung: dict[int, str] = {}
         self.ask_at = float("inf")            # when to ask them, once a failure was seen
+        self.at_work = time.monotonic()       # when there was more than stopped ones that nobody waits for
         self.patience = (float("inf"), 0)     # until when, and up to how many signals, they are not killed
 
     def tick(self) -> bool:
@@ -165,7 +167,7 @@ class Watch:
             self.kill("did not end when asked to: it hangs in a call that does not return" if now > until else "")
         elif not self.asked and self.stop.count:
             self._ask(self.stop.number, now + self.grace)
-        elif not self.asked and (now > self.ask_at or self._only_stopped_ones_are_left()):
+        elif not self.asked and (now > self.ask_at or self._waits_in_vain(now)):
             self.asked_at = now
             self._ask(signal.SIGTERM, now + FAILURE_GRACE)
         return True
@@ -194,8 +196,13 @@ class Watch:
             if code is not None:
                 _kill_group(process)   # the helpers that it left behind
 
-    def _only_stopped_ones_are_left(self) -> bool:
-        return self.ask_at < float("inf") and all(_is_stopped(process.pid) for process in self.running.values())
+    def _waits_in_vain(self, now: float) -> bool:
+        """Whether only stopped ones are left, of ranks of which some failed; or all others were done long ago."""
+        failed = self.ask_at < float("inf")
+        if (failed or self.codes) and all(_is_stopped(process.pid) for process in self.running.values()):
+            return failed or now - self.at_work > STOPPED_GRACE
+        self.at_work = now
+        return False
 
     def _ask(self, number: int, until: float) -> None:
         self.asked, self.patience = set(self.running), (until, self.stop.count)
@@ -391,4 +398,3 @@ def _chatter_in(file: Path) -> Iterator[None]:
         logger.removeHandler(handler)
         with contextlib.suppress(OSError):   # a full disk, once more
             handler.close()
-        handler.close()

@@ -57,13 +57,13 @@ class Ending:
 def pick_cause(endings: Sequence[Ending]) -> Ending:
     """The rank that failed first of itself; the others only lost it, waited for it, or were stopped.
 
-    A real failure comes before all else, by time. Without one: when ranks waited in vain, the rank that does not
-    answer; when they lost a connection, the rank that left as if all were done.
+    A real failure comes before all else, by time. Without one: when ranks lost a connection, the rank that left as if all
+    were done; else the rank that does not answer.
     """
     collateral = [ending for ending in endings if ending.part == "collateral" and ending.failure]
     first = min(collateral, key=lambda ending: ending.time, default=None)
-    in_vain = first is not None and first.failure is not None and first.failure.type == "CollectiveTimeout"
-    silent = ["hung", "left"] if in_vain else ["left", "hung"]
+    lost = first is not None and first.failure is not None and first.failure.type != "CollectiveTimeout"
+    silent = ["left", "hung"] if lost else ["hung", "left"]
     order = ["cause", *silent, "collateral", "stopped"]
     return min(endings, key=lambda ending: (order.index(ending.part), ending.time, ending.rank))
 
