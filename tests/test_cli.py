@@ -211,6 +211,13 @@ def test_a_mistake_that_the_ranks_find_is_one_message_too(folder):
     assert "run folder: runs/bad" in done.stdout
 
 
+def test_ranks_that_all_end_with_0_before_the_summary_is_there_have_failed(folder, monkeypatch, capsys):
+    monkeypatch.setattr("rankloom.world.agent.launch_ranks", lambda *words, **options: 0)
+    with pytest.raises(rl.RankFailed, match=r"rank 0 ended with exit code 0 before it wrote runs/short/summary.json"):
+        cli.train(Path("train.toml"), "--mesh.replicate", "2", "--run.name", "short")
+    assert capsys.readouterr().out == "run folder: runs/short\n"
+
+
 def test_scale_measures_tabulates_and_draws(folder):
     done = rankloom("scale", "train.toml", "--ranks", "1,2", "--steps", "6", "--out", "out")
     assert done.returncode == 0, done.stdout + done.stderr
