@@ -1,37 +1,36 @@
 """Attention heads over ranks: where queries, keys and values may be cut, and what their module must know afterwards.
 
-A head is never cut. Query heads must divide by the ranks. With grouped queries there are fewer key-value heads: either
-they divide too, or the ranks divide by them, and then neighbouring ranks, whose query heads share a key-value head, hold
-the same one. Their gradients are terms of a sum: the holding says `owed`.
+A head is never cut. The ranks must divide the query heads. With grouped queries there are fewer key-value heads: the ranks divide
+these too, or there are several ranks to each. Then neighbouring ranks, whose query heads share a key-value head, all hold it, and
+each has one term of its gradient: the holding says `owed`.
 
-A module says how many heads it has by attributes of its own, under one of many names. One that seems to be attention and says so
-under none of them is refused: cut evenly, half of each head would pass for a head.
+A module says how many heads it has in an attribute, for which there are many names. What seems to be attention and has none of them
+is refused: cut evenly, half of a head would pass for a head.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.errors import ConfigError
 from rankloom.parallel.tensor.holding import Spans, pieces, shared
 
-# What the attention modules of the field call the width of a head, its number, and those of keys and values.
+# What attention modules of the field call the width of a head, the number of heads, and that of keys and values.
 WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head", "d_k")
 QUERIES = ("num_heads", "num_attention_heads", "num_q_heads", "num_query_heads", "n_head", "n_heads", "n_q_heads", "n_local_heads",
            "nhead", "nheads", "heads")
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "n_local_kv_heads", "kv_heads")
 FEATURES = ("split_size", "all_head_size")   # of all queries
 QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
-SHORT = ("nh", "n_h", "h", "hd", "hs", "d_h", "dh")   # said by attention alone: counts, and after those widths
-SHORT_COUNTS = 3
+SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # names that mean heads in attention only
 CONFIGS = ("config", "cfg", "args")
 
 
 class Cut(NamedTuple):
-    """How many heads of queries, keys or values there were, and how many a rank has."""
+    """How many heads of queries, keys or values there are, how many of them on a rank, and how wide each is."""
 
     whole: int
     here: int
@@ -47,7 +46,7 @@ class Heads:
     name: str      # of the module, for messages
 
     def spans(self, features: int, ranks: int) -> tuple[Spans, bool]:
-        """Who holds which of the `features` of queries, keys or values; and whether ranks hold the same, so that gradients are owed.
+        """Who holds which `features` of a layer of queries, keys or values; and whether some ranks hold the same: gradients are owed.
 
         raises: ConfigError with the reason
         """
@@ -63,7 +62,7 @@ class Heads:
                           f"to share its key-value heads; choose tensor = {_choices(self.query, units)}")
 
     def fused(self, features: int, key_values: int | None, ranks: int) -> Spans:
-        """The same for queries, keys and values in one matrix: each rank gets its heads of all three.
+        """Who holds which `features` of a layer of queries, keys and values end to end: each rank has its heads of all three.
 
         key_values: how many key-value heads; None: as many as query heads
         """
@@ -89,24 +88,27 @@ def _choices(query: int, key_values: int, *, repeats: bool = True) -> str:
 
 
 def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | None:
-    """The heads of `module`, if it is attention. features: of its column-cut layers, before the cut; the most are the queries'.
+    """The heads of `module`, if it is attention: by the width of a head where it says that, else by their number.
 
-    raises: ConfigError where it seems to be, and does not say how many there are
+    features: of its column-cut layers, before the cut; the most are the queries'
+    raises:   ConfigError where it seems to be attention, and does not say how many heads there are
     """
-    most, attention = max(features), len(features) > 2 or len(set(features)) > 1
-    for attribute in WIDTHS:
-        if width := _count(module, attribute):
-            heads = _anywhere(module, QUERIES)
-            fused = len(features) == 1 and most == 3 * width * (heads or 0)   # each head's query, key and value in a row: GPT-NeoX
-            return Heads(3 * width, most // (3 * width), name) if fused else Heads(width, most // width, name)
-    for attribute in (*QUERIES, *SHORT[:SHORT_COUNTS * attention]):
+    most = max(features)
+    seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
+    if width := _first(module, WIDTHS):
+        # where the query, key and value of each head lie in a row, as in GPT-NeoX, all three are cut as one head
+        in_a_row = len(features) == 1 and most == 3 * width * _anywhere(module, QUERIES)
+        width = 3 * width if in_a_row else width
+        return Heads(width, most // width, name)
+    for attribute in (*QUERIES, *(SHORT_QUERIES if seems_attention else ())):
         count = _count(module, attribute)
         if count and most % count == 0:
             return Heads(most // count, count, name)
-    for attribute in SHORT[SHORT_COUNTS:] if attention else ():
-        if width := _count(module, attribute):
-            return Heads(width, most // width, name)
-    if attention and (hints := _hints(module, features)):
+    if not seems_attention:
+        return None
+    if width := _first(module, SHORT_WIDTHS):
+        return Heads(width, most // width, name)
+    if hints := _hints(module, features):
         raise ConfigError(f"{name} has {len(features)} column-cut layers of {', '.join(map(str, features))} features and seems to be "
                           f"attention, but only {hints[0]} could say how many heads that are; give the module itself num_heads, "
                           "or head_dim if it reads the number off its input")
@@ -114,62 +116,55 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
 
 
 def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:
-    """What may be heads or their width under names that nobody knows, and counts in a config, which is not this module's to change."""
+    """Attributes that may be heads or their width under unknown names; and counts in a config, which other modules read too."""
     places = re.compile("idx|index|len|max|window")
     own = [name for name, value in vars(module).items() if _count(module, name) and not places.search(name)
            and 1 < value < max(features) and not any(each % value for each in features)]
-    shared = [f"{place}.{name}" for place in CONFIGS for name in (*QUERIES, *SHORT[:SHORT_COUNTS])
+    shared = [f"{place}.{name}" for place in CONFIGS for name in (*QUERIES, *SHORT_QUERIES)
               if _count(getattr(module, place, None), name)]
     return own + shared
 
 
 def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, int | None]:
-    """The heads of a module whose queries, keys and values are one matrix of `features`, and how many key-value heads.
+    """The heads of a module whose queries, keys and values are one layer of `features`; and how many key-value heads, if it says so.
 
-    raises: ConfigError when the module does not say
+    raises: ConfigError when the module does not say how wide a head is
     """
-    width = next((count for attribute in WIDTHS if (count := _count(module, attribute))), None)
-    query, key_values = _anywhere(module, QUERIES), _anywhere(module, KEY_VALUES)
-    if width is None and query:
+    width, query, key_values = _first(module, WIDTHS), _anywhere(module, QUERIES), _anywhere(module, KEY_VALUES)
+    if not width and query:
         width = features // (query + 2 * (key_values or query))
     if not width:
         raise ConfigError(f"{name} does not say how wide its heads are; give it head_dim, or num_heads")
     if not query:
         query = features // width - 2 * key_values if key_values else features // width // 3
-    return Heads(width, query, name), key_values
+    return Heads(width, query, name), key_values or None
 
 
 def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
-    """Once cut, an attention module that keeps counts of its own must keep those of this rank. cuts: of queries, keys and values"""
+    """Once it is cut, the counts that an attention module keeps must be those of this rank. cuts: of queries, keys and values"""
     query, key_values = max(cuts), min(cuts)
     values = [(QUERIES, query.here), (KEY_VALUES, key_values.here), (FEATURES, query.here * query.width),
               (QUERIES_OF_A_KEY, query.here // key_values.here)]
     known = {name: value for names, value in values for name in names}
+    here = {cut.whole: cut.here for cut in (key_values, query)}
     for name in list(vars(module)):
-        if count := _count(module, name):
-            counted = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)
-            by_value = {cut.whole: cut.here for cut in (key_values, query)} if counted else {}
-            setattr(module, name, known.get(name, by_value.get(count, count)))
+        count = _count(module, name)
+        counts_heads = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)
+        if count and name in known:
+            setattr(module, name, known[name])
+        elif counts_heads and count in here:   # a name that nobody knows
+            setattr(module, name, here[count])
 
 
-def _anywhere(module: nn.Module, names: Iterable[str]) -> int | None:
-    config: Any = getattr(module, "config", None)
-    return next((count for owner in (module, config) for name in names if (count := _count(owner, name))), None)
+def _anywhere(module: nn.Module, names: Sequence[str]) -> int:
+    """What the module or its config has under the first of `names` that is a number; 0: there is none."""
+    return _first(module, names) or _first(getattr(module, "config", None), names)
+
+
+def _first(owner: object, names: Sequence[str]) -> int:
+    return next((count for name in names if (count := _count(owner, name))), 0)
 
 
 def _count(owner: object, attribute: str) -> int:
     value = getattr(owner, attribute, 0)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
-    """Spans of `parts` fused matrices of equal size.
-
-    raises: ConfigError that says what does not divide
-    """
-    if length % parts:
-        raise ConfigError(f"{what}: {length} features are not {parts} fused matrices of equal size")
-    try:
-        return pieces([length // parts] * parts, ranks)
-    except ShapeMismatch as error:
-        raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks") from error

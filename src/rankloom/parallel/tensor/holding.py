@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ModelMismatch, ShapeMismatch
+from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.world.group import Group
 
@@ -92,6 +92,19 @@ def pieces(lengths: Sequence[int], ranks: int) -> Spans:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return tuple(tuple(Span(start + rank * (n // ranks), start + (rank + 1) * (n // ranks)) for start, n in zip(starts, lengths))
                  for rank in range(ranks))
+
+
+def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
+    """Spans of `parts` fused matrices of equal size.
+
+    raises: ConfigError that says what does not divide
+    """
+    if length % parts:
+        raise ConfigError(f"{what}: {length} features are not {parts} fused matrices of equal size")
+    try:
+        return pieces([length // parts] * parts, ranks)
+    except ShapeMismatch as error:
+        raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks") from error
 
 
 def padded(length: int, ranks: int) -> tuple[int, Spans]:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.heads import Cut, cut_evenly, fused_heads_of, heads_of, tell_local_counts
-from rankloom.parallel.tensor.holding import Holding, Spans, hold, padded
+from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, tell_local_counts
+from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
     RowLinear,

@@ -1,20 +1,21 @@
-"""Debug mode: every activation of a split model carries its layout, and whoever reads it compares. Without debug mode: not one hook.
+"""Debug mode: every activation of a split model carries a tag, and each module checks those of what it reads. Otherwise: not one hook.
 
-A tag (moves.py) is a layout over the tensor axis and the name of what made the tensor, whose attribute it is.
+A tag is an attribute of a tensor: its layout over the tensor axis, and the name of what made it (moves.py).
 
-    ends        a layer that the plan names says what it reads and what it gives (styles.py)
-    between     the result of any other function lies as its operands do together (`joined` in base/layout.py)
-    compared    at both ends of every module: what is whole has the same bits on all ranks, what is cut the same shape.
-                Backward: so has the gradient of what is whole, and of a parameter that is whole and whose gradient nobody sums
+    declared   a layer that the plan names says what it reads and what it gives (styles.py)
+    derived    the result of any other function lies as its operands do together (`joined` in base/layout.py)
+    compared   at both ends of every module: a whole tensor has the same bits on all ranks, a split one the same shape. In backward
+               so has the gradient of a whole tensor, and of a whole parameter, unless its gradient is summed later
 
-Tags follow from the program, so ranks that run one program raise the same; bits are compared by all ranks, so all raise.
+Tags follow from the program, so ranks that run one program raise the same error; bits are compared by all ranks together.
+An activation that is moved by hand, and not by `redistribute`, needs a call of `tag`.
 
-What it cannot see: elements that change places under one name (a mean over split features still is "split by features", which is
-an error where a whole is read, and none before that). What leaves torch (numpy, compiled graphs) and x[...] = y: such results have no
-tag, and are taken for what their reader expects, but for bits and widths. What happens between modules of which none is inside a
-call of the model. Modules put in after the cut, but for what they give to others. What is wrong on all ranks alike. Other axes: ranks
-of context and data hold other tokens by design. It takes rounding for an error: kernels that add in no fixed order, as some do
-on a GPU, need torch.use_deterministic_algorithms. Whoever moves an activation by hand, and not by `redistribute`, says so by `tag`.
+What it cannot see:
+- a result without a tag: of numpy, of compiled graphs, of x[...] = y. It is taken for what its reader expects; bits and widths are compared
+- elements that change their meaning: a mean over split features still counts as split, an error only where a whole one is read
+- functions that run outside of a call of the model, and what modules read that were put in after the cut
+- what is wrong on all ranks alike, and other axes than tensor, along which ranks differ by design
+It takes rounding for an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
 
 Price: a message of 8 bytes to each rank for every tensor at the end of a module, and a pass over its elements.
 """
@@ -40,7 +41,8 @@ USED_APART = Layout.parse("[...] -tensor")  # the same, of which each rank has a
 _ENDS = "rankloom_ends"   # where a module keeps what it reads and gives
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
-# What it is, and what it should be (states of base/layout.py) -> what to do.
+# What a tensor is and what it should be -> what to do. States of base/layout.py: "" is whole, "+" a term of a sum, "-" a whole tensor
+# whose gradient comes in terms, a name the dim that is cut.
 _GATHER = "end the split features with a rowwise layer, or gather them with colwise_rep"
 _ADVICE = {
     ("width", ""): _GATHER,
@@ -57,9 +59,8 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a module of the plan reads and gives.
+    """What a module of the plan reads and gives. None: that is not declared, but derived.
 
-    gives: None: what follows from what happens in it
     width: of the last dim of what it reads, on this rank
     """
 
@@ -92,7 +93,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module, group: Group):
         super().__init__()
         self.model, self.group = model, group
-        self.running: list[tuple[str, bool]] = []   # modules, outermost first; whether what happens inside is their own affair
+        self.running: list[tuple[str, bool]] = []   # modules, outermost first; True: it declares what it gives, nothing inside is derived
 
     # ------------------------------------------------------------------ the ends of modules
 
@@ -117,7 +118,7 @@ class _Watch(TorchFunctionMode):
         """After a module, also one that raised (no output): what it gives is what it should be."""
         if name not in (running for running, _ in self.running):
             return
-        while self.running.pop()[0] != name:
+        while self.running.pop()[0] != name:   # modules inside that raised may not have left
             pass
         if not self.running:
             self.__exit__(None, None, None)
@@ -139,23 +140,23 @@ class _Watch(TorchFunctionMode):
                 tag(param, _layout_of(held[name]), full)
                 self._compare_gradient(param, f"gradient of {full}")
 
-    # ------------------------------------------------------------------ between them
+    # ------------------------------------------------------------------ between the ends
 
     @torch.compiler.disable
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        layout = None if self.running[-1][1] else self._follows(func, list(_floats((args, kwargs))))
+        layout = None if self.running[-1][1] else self._derive(func, list(_floats((args, kwargs))))
         result = func(*args, **kwargs)
         if layout:
             self._take_as(_floats(result), layout, f"{_name(func)} in {self.running[-1][0] or 'the model'}", anew=True)
         return result
 
-    def _follows(self, func: Any, operands: list[Tensor]) -> Layout | None:
-        """How the result of `func` lies on the ranks, as far as can be said."""
-        if _name(func).endswith("_as"):
+    def _derive(self, func: Any, operands: list[Tensor]) -> Layout | None:
+        """How the result of `func` lies on the ranks; None where its operands do not say."""
+        if _name(func).endswith("_as"):   # of the other operand only shape or dtype is used
             operands = operands[:1]
         tags = [(x, known) for x in operands if (known := tag_of(x))]
-        if not tags or _name(func).startswith("new_") or _name(func).endswith("_like") or any(map(_is_strange, operands)):
+        if not tags or _name(func).startswith("new_") or _name(func).endswith("_like") or any(map(_is_unseen, operands)):
             return None
         where = self.group.where(f"{_name(func)} in {self.running[-1][0] or 'the model'}")
         if func in _ATTENTION and tags[0][1].layout.state(AXIS) == "tokens":
@@ -173,7 +174,7 @@ class _Watch(TorchFunctionMode):
         return layout
 
     def _expect_no_terms(self, tags: list[tuple[Tensor, Tag]], layout: Layout, where: str) -> None:
-        """What ranks use for parts of their own, each has a term of the gradient of. Of a whole nobody would add them up."""
+        """Raise where a whole tensor goes into a split result: each rank gets one term of its gradient, and nobody adds them up."""
         for x, known in tags:
             if torch.is_grad_enabled() and x.requires_grad and known.layout.state(AXIS) == "":
                 raise ConfigError(
@@ -185,14 +186,14 @@ class _Watch(TorchFunctionMode):
     # ------------------------------------------------------------------ checks
 
     def _take_as(self, tensors: Any, layout: Layout, name: str, *, anew: bool = False) -> None:
-        """Tag those that have no tag yet; `anew`: or another one."""
+        """Tag the tensors that have no tag yet; with `anew` also those that were tagged with another layout."""
         for x in tensors:
             known = tag_of(x)
             if known is None or (anew and known.layout != layout):
                 tag(x, layout, name)
 
     def _expect(self, x: Tensor, layout: Layout, what: str) -> None:
-        """Raise unless `x` lies as `layout` says; one of which nothing is known is taken for it."""
+        """Raise unless `x` lies as `layout` says; without a tag it is taken to."""
         self._take_as([x], layout, what)
         known = tag_of(x)
         assert known, "it has a tag now"
@@ -208,6 +209,7 @@ class _Watch(TorchFunctionMode):
                                 f"features on each of {self.group.size} ranks. Is what comes before it split as the plan says?")
 
     def _compare(self, x: Tensor, what: str) -> None:
+        """Compare with the other ranks, unless that has been done since it was last written."""
         known = tag_of(x)
         if known is None or known.compared == version_of(x) or isinstance(x, nn.Parameter):
             return
@@ -217,7 +219,7 @@ class _Watch(TorchFunctionMode):
             self._compare_gradient(x, f"gradient of the {what}")
 
     def _compare_gradient(self, x: Tensor, what: str) -> None:
-        """From now on the gradient of a whole `x` is compared when it is there."""
+        """The gradient of `x` will be compared as soon as there is one, if it must be whole."""
         known = tag_of(x)
         if known and x.requires_grad and known.layout.state(AXIS) in ("", "+"):
             layout = known.layout.gradient()
@@ -237,8 +239,8 @@ def _is_cut_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and known is not None and known.layout.state(AXIS) not in ("", "-")
 
 
-def _is_strange(x: Tensor) -> bool:
-    """Whether it was made by something that was not seen."""
+def _is_unseen(x: Tensor) -> bool:
+    """Whether it was made by a function that debug mode has not seen."""
     return x.grad_fn is not None and tag_of(x) is None
 
 
@@ -247,7 +249,7 @@ def _name(func: Any) -> str:
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:
-    """All tensors with a gradient, or that could have one, of arguments or results."""
+    """All floating tensors of arguments or results."""
     if isinstance(tree, Tensor):
         if tree.is_floating_point():
             yield tree
