@@ -46,7 +46,25 @@ def test_the_loss_plot_shows_training_validation_and_the_trigram(tmp_path, drawn
 def test_a_step_without_a_finite_loss_is_left_out(tmp_path, drawn):
     write_run(tmp_path)
     plot_loss(tmp_path)
-    assert list(drawn[0].axes[0].get_lines()[0].get_xdata()) == [1, 2, 4, 5]
+    line = drawn[0].axes[0].get_lines()[0]
+    assert list(line.get_xdata()) == [1, 2, 4, 5] and line.get_label() == "training, each step (1 without a finite loss)"
+
+
+def test_a_run_of_one_step_is_a_point_at_a_whole_number(tmp_path, drawn):
+    (tmp_path / "metrics.jsonl").write_text('{"event": "StepDone", "step": 1, "loss": 5.5}\n')
+    plot_loss(tmp_path)
+    axes = drawn[0].axes[0]
+    assert axes.get_lines()[1].get_marker() == "o", "a line of one point is not seen"
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_the_name_of_a_run_is_not_cut_off_however_long_it_is(tmp_path, drawn):
+    run = tmp_path / ("W" * 100)
+    run.mkdir()
+    write_run(run)
+    plot_loss(run)
+    title = drawn[0].axes[0].title.get_window_extent()
+    assert 0 <= title.x0 and title.x1 <= drawn[0].bbox.width
 
 
 def test_a_run_without_a_step_has_no_plot(tmp_path):

@@ -5,6 +5,7 @@ Figures are made without pyplot: no window, no backend to choose, nothing global
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -20,6 +21,7 @@ from rankloom.watch.scaling import Row
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # told apart by colour-blind readers too
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#8B5A2B", GREY)
 MARKERS = "osD^vPX*"
+TITLE_WIDTH = 42   # characters, the widest: longer names of runs go on in a second line
 
 
 def plot_loss(run: Path) -> Path:
@@ -34,8 +36,8 @@ def plot_loss(run: Path) -> Path:
     axes = figure.add_subplot()
     _draw_losses(axes, history)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(f"Training of {run.name}", parse_math=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(fill(f"Training of {run.name}", TITLE_WIDTH), parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     axes.legend()
     return _save(figure, run / "loss.png")
@@ -43,9 +45,10 @@ def plot_loss(run: Path) -> Path:
 
 def _draw_losses(axes: Axes, history: History) -> None:
     points = [(step["step"], step["loss"]) for step in history.steps if step["loss"] is not None]
-    steps, losses = [x for x, _ in points], [y for _, y in points]
-    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
-    axes.plot(steps, smooth(losses), color=BLUE, linewidth=2, label="training, smoothed")
+    steps, losses, lost = [x for x, _ in points], [y for _, y in points], len(history.steps) - len(points)
+    each = "training, each step" + (f" ({lost} without a finite loss)" if lost else "")
+    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=1, label=each)
+    axes.plot(steps, smooth(losses), "o" if len(points) == 1 else "-", color=BLUE, linewidth=2, label="training, smoothed")
     if history.evaluations:
         at = [event["step"] for event in history.evaluations]
         axes.plot(at, [event["loss"] for event in history.evaluations], "o-", color=ORANGE, label="validation")
