@@ -1,7 +1,8 @@
 """Rounds in which every rank has something for every other: all messages leave at once, and are waited for later.
 
 A slow link carries such messages at its full rate in both directions, where gloo's own all-to-all and all-gather reach 70 to 85 %. On a
-GPU the backend's own collectives do the same, for its messages are no better.
+GPU the backend's own collectives do the same, for its messages are no better. world/direct.py does this below `Group`, for the
+gathers and reduce-scatters of gloo itself; here each message has its label and its place in the ledger.
 """
 
 from collections.abc import Callable, Sequence

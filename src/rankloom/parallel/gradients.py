@@ -65,7 +65,7 @@ class Bucket:
                 owner.grad = self.gradient(name)
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient as others may have it: who casts or moves a model takes the tensor that hangs there to other memory."""
+        """The gradient to hang at a parameter: an alias of the view, because casting or moving a model gives that tensor other memory."""
         return self.views[name].detach()
 
     def holds(self, name: str, gradient: Tensor | None) -> bool:

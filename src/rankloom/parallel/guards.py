@@ -1,8 +1,8 @@
 """What an optimizer of one's own must not do to a sharded model, seen just before and after each of its steps.
 
-An optimizer made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them: these
-are errors. One made of the slices is followed: where ranks share pages, nobody may write before all have ended their backward, and after
-the step the parameters follow the slices.
+One that was made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them:
+these are errors. Of any other the step waits, where ranks share memory, until all have ended their backward; after it the parameters
+follow the slices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,14 +21,14 @@ CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters:
 
 
 def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
-    """An optimizer over these, the parameters of the model itself, raises UnitError in its next step."""
+    """From now on an optimizer of these parameters, which are the model's own and not slices, raises UnitError in its step."""
     for name, param in params.items():
         setattr(param, CUT, name)
     _watch_optimizers()
 
 
 def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
-    """Optimizers over these slices are followed."""
+    """From now on the model's parameters follow these slices after each step of an optimizer of them."""
     for owner in owners:
         setattr(owner, OWNED, sharding)
     _watch_optimizers()

@@ -53,7 +53,7 @@ class Gathering:
     let_go: a section leaves memory between its forward and its backward
     near:   ranks among which it stays cut meanwhile, if not among all
     ahead:  how many sections may be on their way while one is in use
-    hooked: sections gather and reduce as their modules run; without, whoever runs a step says `make_ready` and `collect`
+    hooked: sections gather and reduce as their modules run; else whoever runs a step calls `make_ready` and `collect`
     """
 
     let_go: bool = True
@@ -113,7 +113,7 @@ class Sharding:
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Backward passes inside leave whole gradients of this rank alone, whatever memory that takes."""
+        """Backward passes inside reduce nothing: they leave this rank's own gradients, whole, whatever memory that takes."""
         with ExitStack() as until_here:
             until_here.enter_context(self.sync(False))
             for section in self.sections:
@@ -154,7 +154,7 @@ class Sharding:
         return totals
 
     def wait_for_readers(self) -> None:
-        """Before an update: where ranks share pages, all must have ended what they read them for. A collective there."""
+        """Before an update: where ranks share memory, wait until none of them reads the old values any more. There it is a collective."""
         if any(unit.common for section in self.sections for unit in section.units):
             self.group.barrier(label="before the update")
 
@@ -286,7 +286,7 @@ class Sharding:
     # ------------------------------------------------------------------ backward
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
-        """Settle what is over, gather the section again, and start to gather those that were called before it."""
+        """Settle the sections whose backward is over, gather this one again, and start to gather those that were called before it."""
         if self.gathers_in_forward and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.rank}: a backward with create_graph=True leaves a graph that reads parameters which are let "
                             "go; keep them: reshard_after_forward=False, or a stage below 3")

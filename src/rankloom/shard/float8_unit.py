@@ -81,7 +81,7 @@ class Float8Unit(Unit):
 
     @cached_property
     def _bytes(self) -> Tensor:
-        """`.data` of the whole, or to autograd what it keeps for backward would seem changed when that is gathered again."""
+        """The whole. By `.data`: autograd must not count a gather as a change of what it keeps for backward."""
         return self.whole.data
 
     def _read_in_backward(self) -> Iterable[Tensor]:

@@ -97,7 +97,7 @@ class Frames:
 
 
 class _Moving:
-    """A range of addresses, through which frames are seen."""
+    """A range of addresses, at which frames (pieces of FRAME bytes) are mapped while it is open."""
 
     def __init__(self, n: int, dtype: torch.dtype, spare: dict[int, Tensor]):
         size = -(-n * dtype.itemsize // FRAME) * FRAME
@@ -107,7 +107,7 @@ class _Moving:
         self._addresses, self._spare, self._open = range(start, start + size, FRAME), spare, False
 
     def open(self) -> None:
-        """Its own frames first: those need not move."""
+        """Memory comes back: its own frames, where nobody has taken them, else moved from others."""
         if self._open:   # or frames of others would take the place of its own
             return
         gone = [address for address in self._addresses if self._spare.pop(address, None) is None]
@@ -118,18 +118,18 @@ class _Moving:
         self._open = True
 
     def close(self) -> None:
-        """Others may have its frames."""
+        """From now on others may take its frames."""
         self._spare.update(dict.fromkeys(self._addresses, self._memory))
         self._open = False
 
     @property
     def held(self) -> int:
-        """Of frames, what is used."""
+        """Bytes that are used of its frames."""
         return self.tensor.nbytes if self._open else 0
 
 
 def _move(frame: int, to: int) -> None:
-    """The pages of a frame are seen at another address, and no longer where they were. If that cannot be, they are given back."""
+    """Map the pages of a frame at another address, and no longer where they were. Where that fails, they are given back."""
     calls = _calls()
     assert calls is not None, "windows with frames need Linux"
     remap, advise = calls

@@ -104,7 +104,7 @@ class Gradient:
 
     @property
     def whole(self) -> Tensor | None:
-        """All elements, where there are any."""
+        """The whole buffer, while there is one."""
         return None if self._buffer is None else self._buffer.tensor
 
     @property

@@ -42,9 +42,9 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
 def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int) -> None:
     """Raise when the loss function seems to return a mean, though it counts as for a sum.
 
-    Two halves of a batch add up to the whole for a sum; for a mean they add up to twice the whole. A loss that is another when it is
-    computed again draws random numbers, and is not judged. Runs without dropout, with gradients on, as the function is used to; not at
-    all on one row, or on a compiled model, which would be compiled again for the halves.
+    Two halves of a batch add up to the whole for a sum; for a mean they add up to twice the whole. A loss that differs when it is
+    computed again draws random numbers, and is not judged. It is called without dropout and with gradients on. Nothing is checked on
+    one row, or of a compiled model, which would be compiled again for the halves.
     raises: LossError
     """
     rows = rows_of(piece, rank)
@@ -66,7 +66,7 @@ def runs_compiled(model: nn.Module) -> bool:
 
 
 class KeyedDrawsOnly(TorchDispatchMode):
-    """Inside, an operation that draws from torch's own generator raises ConfigError: every process has another, at another place.
+    """Inside, an operation that draws from torch's own generator raises ConfigError: its state differs between processes.
 
     It sees each operation, also those inside of torch's own modules, so it is for one step, not for all.
     """

@@ -167,7 +167,7 @@ def _shape(value: Any) -> torch.Size | None:
 
 
 def _options(model: nn.Module) -> dict[str, Any]:
-    """A decoder of `transformers` would keep keys and values for the next token."""
+    """How to call it: decoders of `transformers` must not keep keys and values for a next token."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
@@ -180,7 +180,7 @@ def _expect_all_in(runs: Sequence["_Run"], model: nn.Module) -> None:
 
 
 def _expect_same(mine: Any, theirs: Any, model: nn.Module) -> None:
-    """The same kernels saw the same numbers: a mistake is larger than half of the digits."""
+    """Raise ConfigError where they differ. The same kernels saw the same numbers, so half of the digits must be equal."""
     pairs = list(zip(tensors_in(mine), tensors_in(theirs)))
     if not (type(mine) is type(theirs) and len(pairs) == len(list(tensors_in(theirs))) == len(list(tensors_in(mine))) and
             all(_close(ours, truth) for ours, truth in pairs)):
@@ -189,7 +189,7 @@ def _expect_same(mine: Any, theirs: Any, model: nn.Module) -> None:
 
 
 def _close(mine: Tensor, truth: Tensor) -> bool:
-    """Also without values: NaN is like itself."""
+    """Whether half of the digits are equal; NaN, of parameters without values, equals itself."""
     if mine.shape != truth.shape or truth.is_meta:
         return mine.shape == truth.shape
     bound = torch.finfo(truth.dtype).eps ** 0.5 * float(truth.abs().max().nan_to_num()) if truth.is_floating_point() else 0.0

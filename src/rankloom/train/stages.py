@@ -196,12 +196,12 @@ class ShardedStages(ShardedParts):
         return *super()._groups(), self.pipe
 
     def pieces(self) -> dict[str, Owned]:
-        """Also of what other stages hold: nothing."""
+        """Of what other stages hold, empty ones."""
         mine = super().pieces()
         return {name: mine.get(name, Owned(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
     def abandon(self) -> None:
-        """Also what a schedule that died has left where autograd made it."""
+        """The gradients that a schedule that died has left in `.grad`, too."""
         super().abandon()
         for param in self.model.parameters():
             param.grad = None
@@ -277,7 +277,7 @@ def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Backends refuse some dtypes."""
+    """The bytes of a tensor: backends refuse some dtypes."""
     return x.view(-1).view(torch.uint8) if x.numel() else x.view(-1)
 
 
@@ -318,7 +318,7 @@ class PipelineEngine(Engine):
 
     @property
     def _has_experts(self) -> bool:
-        """In some stage."""
+        """Whether any stage has some."""
         return bool(self.placement.local.experts)
 
     def _taken_loss(self) -> Tensor:

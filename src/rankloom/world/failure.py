@@ -96,7 +96,7 @@ def user_frame(trace: TracebackType | None) -> tuple[str, str]:
 
 
 def _is_users(file: str) -> bool:
-    """Neither rankloom's, nor an installed library's, nor Python's own."""
+    """Whether a frame is in the user's code: not rankloom's, an installed library's, or Python's own."""
     own = (PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("scripts"))
     libraries = {"site-packages", "dist-packages"} & set(Path(file).parts)
     return not (libraries or file.startswith("<frozen") or any(Path(file).is_relative_to(path) for path in own))

@@ -19,7 +19,7 @@ NO_MEMORY = "meta"
 
 
 class PaperGroup(Group):
-    """One rank of a group of which no other exists. A collective is over at once; its result has the right shape."""
+    """One rank of a group whose other ranks do not exist. A collective ends at once; its result has the right shape."""
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str = "world"):
         Group.__init__(self, None, rank, ranks, name=name, device=NO_MEMORY)
@@ -47,7 +47,7 @@ class PaperGroup(Group):
 
 
 class PaperWorld(PaperGroup, World):
-    """One rank of a mesh of which no other exists."""
+    """One rank of a mesh whose other ranks do not exist."""
 
     def __init__(self, rank: int, mesh: Mesh):
         super().__init__(rank, range(mesh.size))

@@ -141,7 +141,7 @@ def _last_words(log: str) -> str:
 
 
 def _waited(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
-    """For a rank that did not say anything: what the first one that missed it said."""
+    """What the first rank that missed this one said of it, where it said nothing itself."""
     missed = [e for e in endings if e.part == "collateral" and e is not cause]
     if cause.failure or not missed:
         return []

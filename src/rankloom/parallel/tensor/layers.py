@@ -26,7 +26,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 
 
 def entered(x: Tensor, enter: Entrance | None, group: Group, label: str) -> Tensor:
-    """What a split layer reads of a whole `x`; where there is no entrance, the gather of tokens before it is told.
+    """A whole `x` as a split layer reads it. Without an entrance, the gather of tokens that x comes from will sum its gradient.
 
     raises: ConfigError when there is no such gather
     """

@@ -126,7 +126,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Each number [n] with its place stirred into another, so that their sum tells which stood where. source: Steele et al. 2014"""
+    """Each number [n] mixed with its place, so that two that change places change the sum of all. source: Steele et al. 2014"""
     stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         stirred = (stirred ^ (stirred >> shift)) * factor

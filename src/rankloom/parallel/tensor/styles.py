@@ -194,7 +194,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
 
 
 def _expect_one_matrix(site: Site, features: int, siblings: list[int]) -> None:
-    """Raise ConfigError where the row-cut layer behind an only column-cut one takes half its features: gate and up are one matrix."""
+    """Raise ConfigError for a gate and an up in one matrix: the row-cut layer behind a lone column-cut one takes half its features."""
     words, model = site.cutting.words, site.cutting.model
     behind = [name for name, word in words.items() if word == "rowwise" and name.rpartition(".")[0] == site.parent]
     for name in behind if len(siblings) == 1 else ():
