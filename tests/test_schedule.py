@@ -18,7 +18,7 @@ from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 from rankloom.schedule import find_schedule, known, read_costs, show
 
 DOCS = Path(__file__).parent.parent / "docs"
-NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, svg=None, trace=None, save=None)
+NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, coloured=True, svg=None, trace=None, save=None)
 
 
 def rankloom(*words):

@@ -406,8 +406,9 @@ def show(
 
     from rankloom.schedule import show as drawn
 
-    _show(drawn(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=Console().width,
-                svg=svg, trace=trace, save=save))
+    console = Console()
+    _show(drawn(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=console.width,
+                coloured=bool(console.color_system) and not console.no_color, svg=svg, trace=trace, save=save))
 
 
 @app.command

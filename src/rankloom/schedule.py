@@ -5,7 +5,8 @@ simulate, draw.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -75,9 +76,9 @@ def read_costs(text: str | None, stages: int) -> Costs:
     return Costs.even(stages, forward=numbers[0], input=numbers[1], weight=numbers[2], message=sum(numbers[3:]))
 
 
-def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
+def picture(timeline: Timeline, rows: Callable[[Timeline], Text]) -> Iterator[str | Text | Table]:
     """The rows, what the colours mean, and the numbers."""
-    yield grid(timeline, columns)
+    yield rows(timeline)
     yield legend(timeline)
     table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
     for rank, actions in enumerate(timeline.schedule.ranks):
@@ -90,14 +91,14 @@ def picture(timeline: Timeline, columns: int) -> Iterator[str | Text | Table]:
         yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"
 
 
-def as_run(schedule: Schedule, costs: Costs, columns: int) -> Iterator[str | Text]:
+def as_run(schedule: Schedule, costs: Costs, rows: Callable[[Timeline], Text]) -> Iterator[str | Text]:
     """The rows and the bubble of how `rl.pipeline` and the engine run a schedule; nothing where they run it as it is."""
     runs = send_gradients_first(schedule)
     if runs == schedule:
         return
     timeline = simulate_schedule(runs, costs)
     yield "as rl.pipeline and the engine run it: a gradient leaves before the products for the weights are computed"
-    yield grid(timeline, columns)
+    yield rows(timeline)
     yield legend(timeline)
     yield _waits(timeline)
 
@@ -120,16 +121,17 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 
 
 def show(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
-         svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
-    """All of it, for `rankloom schedule show`."""
+         coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
+    """All of it, for `rankloom schedule show`, on a terminal of so many columns, with colours or without."""
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)
     timeline = simulate_schedule(schedule, of_stages)
     title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
-    yield from picture(timeline, columns)
+    rows = partial(grid, columns=columns, coloured=coloured)
+    yield from picture(timeline, rows)
     if not name.endswith(".txt"):   # a file says itself what is done first
-        yield from as_run(schedule, of_stages, columns)
+        yield from as_run(schedule, of_stages, rows)
     yield from written(timeline, title, svg, trace, save)
 
 

@@ -21,7 +21,7 @@ from rankloom.watch.scaling import Row
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # told apart by colour-blind readers too
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#8B5A2B", GREY)
 MARKERS = "osD^vPX*"
-TITLE_WIDTH = 42   # characters, the widest: longer names of runs go on in a second line
+TITLE_WIDTH = 40   # characters, the widest: longer names of runs go on in a second line
 
 
 def plot_loss(run: Path) -> Path:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rankloom.parallel.pipeline.draw import COLOURS, INCH, LEFT, as_svg, as_trace, grid, legend
+from rankloom.parallel.pipeline.draw import COLOURS, INCH, LATER, LEFT, as_svg, as_trace, grid, legend
 from rankloom.parallel.pipeline.schedules import make_schedule
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
@@ -19,6 +19,12 @@ def test_the_rows_of_a_terminal_show_who_computes_and_who_waits():
     text = grid(drawn("1f1b", 2, 2), columns=100)
     assert text.plain == ("rank 0  F0  F1  ........B0      ....B1      \n"
                           "rank 1  ....F0  B0      F1  B1      ........")
+
+
+def test_a_narrow_cell_says_which_micro_batch_in_colours_and_what_is_computed_without():
+    timeline = drawn("1f1b", 2, 2)
+    assert grid(timeline, 17).plain == "rank 0  01..B0.B1\nrank 1  .0B01B1.."
+    assert grid(timeline, 17, coloured=False).plain == "rank 0  FF..B0.B1\nrank 1  .FB0FB1.."
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -38,6 +44,8 @@ def test_later_stages_of_a_rank_have_another_colour():
 def test_the_legend_names_what_is_there():
     assert legend(drawn("1f1b", 2, 2)).plain == " F  forward    B  backward, both parts"
     assert "towards the weights" in legend(drawn("zb-h1", 2, 2)).plain
+    assert LATER in legend(drawn("zb-v", 4, 2)).plain and LATER in as_svg(drawn("zb-v", 4, 2), "V")
+    assert LATER not in as_svg(drawn("zb-h1", 2, 2), "H1")
 
 
 def test_the_svg_has_a_cell_for_every_action_at_its_time():

@@ -15,6 +15,7 @@ from rankloom.parallel.pipeline.simulate import Span, Timeline
 # Told apart by colour-blind readers too: of the first stage of a rank, and of its later ones.
 COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d9bb", "#00694d"), "W": ("#e8bcd9", "#8a3f6e")}
 INKS = ("#000000", "#ffffff")
+LATER = "darker: later stages of a rank"
 WIDEST = 4                   # columns of the shortest action in a terminal
 ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: how wide a step is
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
@@ -26,8 +27,11 @@ def colour_of(timeline: Timeline, span: Span) -> tuple[str, str]:
     return COLOURS[span.action.kind][later], INKS[later]
 
 
-def grid(timeline: Timeline, columns: int = 100) -> Text:
-    """A row for each rank, at most `columns` wide, in colours where the terminal has them; dots where a rank waits."""
+def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
+    """A row for each rank, at most `columns` wide; dots where a rank waits.
+
+    coloured: the terminal shows colours. Then a cell of one column says which micro-batch, else what is computed
+    """
     shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
     label = len(f"rank {len(timeline.schedule.ranks) - 1}  ")
     scale = min((columns - label) / timeline.makespan, WIDEST / shortest)
@@ -39,14 +43,14 @@ def grid(timeline: Timeline, columns: int = 100) -> Text:
         for span in spans:
             start, end = round(span.start * scale), round(span.end * scale)
             fill, ink = colour_of(timeline, span)
-            row.append("." * (start - at), style="dim").append(_cell(span.action, end - start), style=f"{ink} on {fill}")
+            row.append("." * (start - at), style="dim").append(_cell(span.action, end - start, coloured), style=f"{ink} on {fill}")
             at = end
         rows.append(row.append("." * (round(timeline.makespan * scale) - at), style="dim"))
     return Text("\n").join(rows)
 
 
-def _cell(action: Action, width: int) -> str:
-    names = [f"{action.kind}{action.microbatch}", str(action.microbatch), ""]
+def _cell(action: Action, width: int, coloured: bool) -> str:
+    names = [f"{action.kind}{action.microbatch}", str(action.microbatch) if coloured else action.kind, ""]
     return next(name for name in names if len(name) <= width).ljust(width)
 
 
@@ -55,7 +59,13 @@ def legend(timeline: Timeline) -> Text:
     kinds = {span.action.kind for span in timeline.spans}
     parts = [Text(f" {kind} ", style=f"{INKS[0]} on {COLOURS[kind][0]}").append(f" {MEANING[kind]}", style="default on default")
              for kind in COLOURS if kind in kinds]
+    if _has_later_stages(timeline):
+        parts.append(Text("   ", style=f"{INKS[1]} on {COLOURS['F'][1]}").append(f" {LATER}", style="default on default"))
     return Text("   ").join(parts)
+
+
+def _has_later_stages(timeline: Timeline) -> bool:
+    return any(len(timeline.schedule.held_by(rank)) > 1 for rank in range(len(timeline.schedule.ranks)))
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
@@ -90,6 +100,9 @@ def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:
         yield f'<rect x="{left}" y="{top}" width="14" height="14" fill="{COLOURS[kind][0]}"/>'
         yield f'<text x="{left + 20}" y="{top + 12}">{MEANING[kind]}</text>'
         left += 44 + 7 * len(MEANING[kind])
+    if _has_later_stages(timeline):
+        yield f'<rect x="{left}" y="{top}" width="14" height="14" fill="{COLOURS["F"][1]}"/>'
+        yield f'<text x="{left + 20}" y="{top + 12}">{LATER}</text>'
 
 
 def as_trace(timeline: Timeline) -> dict[str, Any]:
