@@ -1,5 +1,7 @@
 """Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -339,6 +341,45 @@ def test_parameters_that_were_cast_or_moved_are_an_error_and_do_not_stop_to_lear
             engine.step(ROWS)
 
     rl.simulate(2, body, backend=backend)
+
+
+def two_layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("part", ["", "0"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_copy_of_a_sharded_model_is_refused_in_words(stage, part):
+    def body(world):
+        engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
+        with pytest.raises(UnitError, match="a sharded model cannot be copied|weight was used .* while it is away"):
+            copy.deepcopy(engine.model.get_submodule(part))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("penalty", [torch.Tensor.norm, lambda w: w.T.sum(), lambda w: torch.stack([w, w]).sum()])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_loss_that_uses_a_parameter_which_is_away_is_told_so(penalty, model_first):
+    """In memory that is gone it would find nothing, and add nothing."""
+    def body(world):
+        model = two_layers()
+
+        def loss(model, x):
+            if model_first:
+                model(x)
+            return penalty(model[1].weight) * len(x), len(x)
+
+        engine = rl.prepare(model, loss=loss, optimizer=torch.optim.AdamW, world=world, stage=3, units=nn.Linear)
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: 1.weight was used \(.*\) while it is away: unit 1 is in memory only"):
+            engine.step(torch.ones(2, 4))
+        return model[1].weight.requires_grad, model[1].weight.dtype, model[1].weight.grad   # looking is allowed
+
+    assert rl.simulate(2, body) == [(True, torch.float32, None)] * 2
 
 
 def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():

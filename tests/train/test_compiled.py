@@ -160,3 +160,24 @@ def test_compile_is_put_on_last_and_once():
     for put_on in (compile_blocks, offload_activations, lambda model: recompute(model, "full")):
         with pytest.raises(rl.ConfigError, match="a Block has CompiledForward already.*then compile_blocks, each once"):
             put_on(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("wrap", ["the model", "its blocks"])
+def test_a_model_that_torch_compile_has_wrapped_trains_under_its_plain_names(wrap, stage):
+    def trained(world, wrapped):
+        model, counter = GPT(GPTConfig(vocab_size=37, seq_len=16, width=16, layers=2, heads=2, kv_heads=1, ffn=48)), counting_backend()
+        names = list(model.state_dict())
+        if wrapped and wrap == "the model":
+            model = torch.compile(model, backend=counter)
+        elif wrapped:
+            model.blocks = nn.ModuleList(torch.compile(block, backend=counter) for block in model.blocks)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=torch.optim.AdamW, world=world, stage=stage)
+        losses = [engine.step(tokens(step)).loss for step in range(2)]
+        state = engine.full_state_dict()
+        assert list(state["model"]) == names and state["optimizer"]["state"].keys() <= set(names)
+        return losses, state["model"], counter.frame_count
+
+    (plain, weights, _), = rl.simulate(1, lambda world: trained(world, False))
+    (losses, mine, graphs), = rl.simulate(1, lambda world: trained(world, True))
+    assert losses == plain and graphs and all(torch.equal(mine[name], value) for name, value in weights.items())

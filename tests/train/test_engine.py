@@ -40,8 +40,8 @@ def rows(n: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Ten
     return torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def prepare(world: rl.World, model: nn.Module | None = None, **more) -> rl.Engine:
-    return rl.prepare(model or Line(), **{"loss": squares, "optimizer": sgd, "world": world, **more})
+def prepare(world: rl.World, /, model: nn.Module | None = None, **more) -> rl.Engine:
+    return rl.prepare(**{"model": model or Line(), "loss": squares, "optimizer": sgd, "world": world, **more})
 
 
 def quickly(p: int, body, error, match: str | None = None, seconds: float = 3.0) -> Exception:
@@ -439,7 +439,14 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"context": "rign"}, "no context parallelism 'rign'. Did you mean 'ring'"),
     ({"stage": 3, "ahead": -1}, "ahead=-1, expected 0 or more"), ({"stage": 2, "gradient_memory": -1}, "gradient_memory=-1"),
     ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "optimizer must be a function of the parameters"),
-    ({"optimizer": None}, "optimizer must be a function"),
+    ({"optimizer": None}, "optimizer must be a function"), ({"model": [1]}, "model is of type list, expected a torch module"),
+    ({"world": 2}, "world=2 is of type int, expected what rl.init gives"), ({"loss": None}, "loss=None cannot be called"),
+    ({"sink": "log"}, "sink='log' cannot be called"), ({"schedule": 1e-3}, "schedule=0.001 cannot be called, expected a function"),
+    ({"clip": "1.0"}, "clip='1.0' is of type str, expected a norm above 0, or None"),
+    ({"deterministic": None}, "deterministic=None is of type NoneType"),
+    ({"all_reduce": None}, "no all-reduce None. Known: auto"), ({"compress": None}, "no compression None. Did you mean 'none'"),
+    ({"context": 2}, "no context parallelism 2"), ({"stage": 3, "ahead": 1.5}, "ahead=1.5 is of type float, expected a whole number"),
+    ({"stage": 3, "reshard_after_forward": None}, "reshard_after_forward=None is no number"),
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
 ])
 def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
@@ -448,6 +455,18 @@ def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
             prepare(world, **asked)
 
     rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("gives", [None, "1e-3", math.nan, -1e-3])
+def test_a_schedule_that_gives_no_learning_rate_is_an_error_and_trains_nobody(gives):
+    def body(world):
+        engine = prepare(world, schedule=lambda step: gives)
+        before = engine.full_state_dict()["model"]
+        with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: schedule\(0\) gave {gives!r}, expected a learning rate"):
+            engine.step(rows(4))
+        return all(torch.equal(before[name], value) for name, value in engine.full_state_dict()["model"].items())
+
+    assert all(rl.simulate(2, body))
 
 
 def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():

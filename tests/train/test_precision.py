@@ -153,6 +153,14 @@ def test_an_unknown_precision_is_answered_with_the_nearest():
         precision_named(torch.bfloat16)
 
 
+def test_a_format_is_a_dtype_and_patterns_stand_in_a_tuple():
+    """The letters of a string would be patterns, too, and `*` fits all."""
+    with pytest.raises(rl.ConfigError, match="compute='bf16' is of type str, expected a torch dtype"):
+        Precision("mine", compute="bf16")
+    with pytest.raises(rl.ConfigError, match="full='\\*norm\\*' is of type str, expected patterns"):
+        Precision("mine", full="*norm*")
+
+
 # ---------------------------------------------------------------- the loss scale
 
 

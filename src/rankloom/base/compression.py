@@ -16,7 +16,7 @@ def split_compression(text: str) -> tuple[str, int | None]:
     >>> split_compression("powersgd:16"), split_compression("int8")
     (('powersgd', 16), ('int8', None))
     """
-    name, colon, rank = text.partition(":")
+    name, colon, rank = str(text).partition(":")
     if name not in NAMES:
         raise ConfigError(f"there is no compression {text!r}. {did_you_mean(name, NAMES)}")
     if not colon:

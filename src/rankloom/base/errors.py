@@ -94,5 +94,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     'Known: shard, tensor.'
     """
     known = sorted(known)
-    near = get_close_matches(word, known, n=1)
+    near = get_close_matches(str(word), known, n=1)
     return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."

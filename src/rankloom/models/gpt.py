@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.expect import expect_type
 from rankloom.base.loss import take_extra_loss
 from rankloom.base.rng import stream
 from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
@@ -138,11 +139,13 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, *, seed: int = 0, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32):
+        expect_type("config", config, GPTConfig, "a GPTConfig")
         super().__init__()
         self.config = config
         self.loss_kernel: Kernel | None = None
         with torch.device("meta"):     # nothing is drawn or allocated until each parameter is, once, by name
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
+            # Not nn.Embedding(...): what that draws, on the meta device too, makes torch import its compiler.
+            self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.width), freeze=False)
             self.embedding_dropout = _dropout(config)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)

@@ -17,7 +17,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
+from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
 from rankloom.world.group import Group
 
 
@@ -79,6 +79,7 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     sent:     2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
     raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for names that mean nothing, or not together
     """
+    expect_model_and_group(model, group)
     make_replicas_equal(model, group)
     reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
                               bucket_bytes=bucket_bytes, average=True, by_rows=embeddings(model))

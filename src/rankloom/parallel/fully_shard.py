@@ -12,15 +12,17 @@ How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses th
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, UnitError
+from rankloom.base.expect import expect_type
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.guards import guard_owners
-from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal
+from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
@@ -138,6 +140,11 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     sent:           3n(p-1)/p elements per rank and step (2n if they stay); on one host, n for the gradients only
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
+    expect_model_and_group(model, group)
+    for name, dtype in (("compute", compute), ("reduce", reduce)):
+        expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone = replicas or group.alone()
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):

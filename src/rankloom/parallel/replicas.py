@@ -4,11 +4,13 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
+from rankloom.base.expect import expect_type
 from rankloom.world.group import Group
 
 
@@ -16,6 +18,12 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers of `model`, each once, tied ones under their first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def expect_model_and_group(model: Any, group: Any) -> None:
+    """raises: ConfigError when one of them is something else"""
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
 
 
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:

@@ -8,7 +8,7 @@ Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ class Section:
         self.settled = False
         self.each = True                     # reduced after every backward, or only after the last of a step
         self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
+
+    def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model know their section, so a copy of the model comes here
+        raise UnitError("a sharded model cannot be copied: its parameters belong to a group of ranks. Make a plain model, and load what "
+                        "engine.full_state_dict()[\"model\"] gives")
 
     def start_gather(self) -> None:
         """Let the parameters set out; those on their way or here already stay so."""
@@ -93,6 +97,10 @@ class Section:
 
     def expect_own_parameters(self) -> None:
         """Raise when somebody has put another parameter in the place of one that is sharded, or written into it."""
+        with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+            self._expect_own_parameters()
+
+    def _expect_own_parameters(self) -> None:
         for module, key, param, unit, name, version, address in self._places:
             if module._parameters.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
@@ -124,7 +132,8 @@ class Section:
 
 
 def _will_get_gradient(param: nn.Parameter) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    with torch._C.DisableTorchFunctionSubclass():   # it may be away; its values are not read
+        node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return torch._C._will_engine_execute_node(node)   # type: ignore[attr-defined]
     except RuntimeError:   # is torch's answer in `torch.autograd.grad`, which leaves no gradient anywhere

@@ -19,6 +19,7 @@ from torch import nn
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_type
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
@@ -66,9 +67,11 @@ class ShardingStrategy:
     float8: Readers = field(default_factory=dict)
 
 
-def expect_counts(**numbers: int) -> None:
-    """Raise ConfigError for a number below 0."""
-    for name, number in numbers.items():
+def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:
+    """Raise ConfigError for what is no number, or one below 0."""
+    expect_type("ahead", ahead, int, "a whole number of units")
+    expect_type("gradient_memory", gradient_memory, (int, float), "a number of bytes")
+    for name, number in (("ahead", ahead), ("gradient_memory", gradient_memory)):
         if not number >= 0:
             raise ConfigError(f"{name}={number!r}, expected 0 or more")
 
@@ -111,8 +114,8 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     """The n ranks in a row that keep parameters among them from forward to backward."""
     if isinstance(n, bool):
         return None
-    if n < 1 or group.size % n:
-        raise ConfigError(f"reshard_after_forward={n} is no number of neighbours that divides the {group.size} ranks of the shard axis")
+    if not isinstance(n, int) or n < 1 or group.size % n:
+        raise ConfigError(f"reshard_after_forward={n!r} is no number of neighbours that divides the {group.size} ranks of the shard axis")
     first = group.rank // n * n
     return Subgroup(group, range(first, first + n))
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
+from rankloom.shard.away import come_back, leave, mark
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
@@ -86,6 +87,7 @@ class Unit:
         self.state = State.GATHERED
         self._pending: Handle | None = None
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
+        mark(self.params, group.ranks[group.rank], name)
         if fill is not None:
             self.release()   # nothing is in it yet
         in_place = self.stays and formats.master == formats.compute and host is None
@@ -116,8 +118,9 @@ class Unit:
         trained = next(iter(self.params.values())).requires_grad
         self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params if trained}
         for name, param in self.params.items():
-            values = param.detach()
-            if fill is not None:
+            if fill is None:
+                values = param.detach()
+            else:
                 values = torch.empty(self.layout.slot(name).shape, dtype=self.formats.master, device=self.group.device)
                 fill(name, values)
             self.slice_view(self.own, name).view(-1).copy_(self.piece(name, values))
@@ -253,6 +256,7 @@ class Unit:
     def _show(self) -> None:
         """Whoever reads the parameters finds them in `whole`."""
         for name, param in self.params.items():
+            come_back(param)
             param.data = self._view(name)
 
     def _hide(self) -> None:
@@ -260,6 +264,7 @@ class Unit:
         nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
         for param in self.params.values():
             param.data = nothing
+            leave(param)
 
     def _read_in_backward(self) -> Iterable[Tensor]:
         """Tensors whose version counters are those of all that autograd keeps of `whole`."""

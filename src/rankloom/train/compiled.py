@@ -16,6 +16,8 @@ from torch import nn
 
 from rankloom.train.blocks import Wrapped, blocks_of
 
+WRAPPED = "_orig_mod"   # under which torch's wrapper has the module
+
 
 def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), backend: Any = "inductor") -> None:
     """Compile the forward, and with it the backward, of the repeated blocks of `model`. Put on last.
@@ -33,6 +35,25 @@ def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = ()
 def is_compiled(model: nn.Module) -> bool:
     """Whether a block of the model is compiled, so that each new shape of its input costs seconds."""
     return any(isinstance(vars(module).get("forward"), CompiledForward) for module in model.modules())
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """The model without the wrappers that `torch.compile(module)` puts around it or modules of it: these compile themselves, as after
+    `module.compile()` with the same options, and parameters have the plain model's names.
+    """
+    for module in list(model.modules()):
+        for key, child in module._modules.items():
+            if child is not None and key != WRAPPED:
+                module._modules[key] = _unwrapped(child)
+    return _unwrapped(model)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    inner = module._modules.get(WRAPPED)
+    if inner is None:
+        return module
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)   # type: ignore[assignment, operator]
+    return inner
 
 
 class CompiledForward(Wrapped):

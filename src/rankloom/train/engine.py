@@ -353,6 +353,8 @@ class Engine:
     def _set_learning_rate(self) -> float:
         if self.settings.schedule:
             lr = self.settings.schedule(self.steps_done)
+            if not (isinstance(lr, Real | Tensor) and lr >= 0):   # nor NaN
+                raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate, 0 or more")
             for part, base in zip(self.optimizer.param_groups, self._base_lrs):
                 part["lr"] = lr * (base / self._base_lrs[0] if self._base_lrs[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])

@@ -10,6 +10,7 @@ source: Micikevicius et al. 2018
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.expect import expect_type
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
 
@@ -47,6 +49,11 @@ class Precision:
     full: tuple[str, ...] = ()
     scaled: bool = False
     float8: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "master", "reduce", "output"):
+            expect_type(name, getattr(self, name), (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
+        expect_type("full", self.full, (tuple, list), "patterns of module names, in a tuple")
 
 
 PRECISIONS = {p.name: p for p in (

@@ -13,6 +13,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
+from rankloom.base.expect import expect_callable, expect_type
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, expect_exact_steps
 from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
@@ -35,7 +37,7 @@ from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_ma
 from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
-from rankloom.train.compiled import compile_blocks
+from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
@@ -102,6 +104,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     sink:            gets a StepDone after each step of this rank
     raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
     """
+    _check_types(model, world, loss=loss, schedule=schedule, sink=sink)
+    model = compiled_in_place(model)
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule, world)
     _check(model, world, settings, pipe)
     expect_exact_steps(compress_after, compress)
@@ -273,12 +277,21 @@ def _sharded(model: nn.Module, axes: Axes, strategy: ShardingStrategy, build: Bu
 
 
 def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
+    expect_type("deterministic", deterministic, int, "True, False, or a number of logical shards")
     leaves = LOGICAL_SHARDS if deterministic is True else int(deterministic)
     if leaves and not world.size <= leaves:
         raise ConfigError(f"deterministic={leaves} logical shards cannot feed {world.size} ranks; give at least one shard for each rank")
     if leaves and accumulate != 1:
         raise ConfigError(f"accumulate={accumulate} has no meaning with deterministic={leaves}: each logical shard is one micro-batch")
     return leaves
+
+
+def _check_types(model: Any, world: Any, **functions: Any) -> None:
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("world", world, World, "what rl.init gives, or what rl.simulate and rl.spawn give their body")
+    for name, function in functions.items():
+        if function is not None or name == "loss":
+            expect_callable(name, function, "a function")
 
 
 def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
@@ -299,6 +312,7 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
 def _check_numbers(settings: Settings) -> None:
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
         raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
+    expect_type("clip", settings.clip, (int, float, NoneType), "a norm above 0, or None")
     if settings.clip is not None and not settings.clip > 0:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 

@@ -74,6 +74,11 @@ def test_where_models_differ_rank_0_s_values_win():
         rl.simulate(2, lambda w: rl.pipeline(pieces(w.rank), None, w, microbatches=2))
 
 
+def test_modules_that_are_no_pieces_are_refused_in_words():
+    with pytest.raises(rl.ConfigError, match=r"piece 0 is a Linear, expected \({name: module}, function\)"):
+        rl.simulate(2, lambda w: rl.pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], None, w, microbatches=2))
+
+
 def test_more_stages_than_pieces_and_unknown_schedules_are_refused():
     pieces = [({"a": nn.Linear(1, 1)}, None)] * 2
     with pytest.raises(rl.ConfigError, match="3 stages for a model of 2 pieces"):

@@ -1,9 +1,11 @@
 """The front door: from a list of pieces and the name of a schedule to this rank's part of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_type
 from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
 from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
@@ -28,6 +30,11 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
 
     The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
     """
+    expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
+    for number, piece in enumerate(pieces):
+        if not (isinstance(piece, tuple) and len(piece) == 2 and isinstance(piece[0], Mapping)):
+            raise ConfigError(f"piece {number} is a {type(piece).__name__}, expected ({{name: module}}, function); of modules that run one "
+                              "after the other, pieces_of(model, names) in parallel/pipeline/cut.py makes them")
     stages = group.size * stages_a_rank(schedule, chunks)
     times, costs = [1.0] * len(pieces), None
     if example is not None:

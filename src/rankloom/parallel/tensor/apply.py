@@ -14,13 +14,15 @@ holding.py for what happens to parameters and gradients.
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import NoneType
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
-from rankloom.parallel.replicas import make_replicas_equal
+from rankloom.base.expect import expect_type
+from rankloom.parallel.replicas import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.tensor.holding import Holding, holdings, sum_owed
 from rankloom.parallel.tensor.styles import COLUMNS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
@@ -53,6 +55,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
 
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
     """
+    expect_model_and_group(model, group)
+    expect_type("plan", plan, (Mapping, NoneType), "name patterns and their words, as a dict, or None for the model's own tp_plan")
     if overlap < 1:
         raise ConfigError(f"overlap = {overlap} pieces; it must be 1 or more")
     plan = _plan_of(model) if plan is None else dict(plan)

@@ -1,0 +1,26 @@
+"""What an argument must be, told to whoever gives something else, where it is given and not deep inside."""
+
+from typing import Any
+
+from rankloom.base.errors import ConfigError
+
+SHORT = (bool, int, float, str, type(None))   # shown as they are
+
+
+def expect_type(what: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise ConfigError unless the argument called `what` is one of `kinds`.
+
+    >>> expect_type("world", 3, str, "what rl.init gives")
+    Traceback (most recent call last):
+        ...
+    rankloom.base.errors.ConfigError: world=3 is of type int, expected what rl.init gives
+    """
+    if not isinstance(value, kinds):
+        shown = f"{what}={value!r}" if isinstance(value, SHORT) else what
+        raise ConfigError(f"{shown} is of type {type(value).__name__}, expected {wanted}")
+
+
+def expect_callable(what: str, value: Any, wanted: str) -> None:
+    """Raise ConfigError unless it can be called."""
+    if not callable(value):
+        raise ConfigError(f"{what}={value!r:.100} cannot be called, expected {wanted}")

@@ -1,0 +1,65 @@
+"""Parameters that are away: whoever computes with one is told so, where torch would take it for an empty tensor.
+
+While a unit is released its parameters are of the class `Away`, and every operation on them is an error. Modules do not notice: they
+are called when their parameters are back. What only looks (a shape, a dtype, `.grad`, a hook) goes through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rankloom.base.errors import UnitError
+
+WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})   # attributes that are tensors
+LOOKS = frozenset({
+    "__repr__", "__format__", "__len__", "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_"})
+
+
+class Away(nn.Parameter):
+    """A parameter without values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """raises: UnitError, where the values are asked for"""
+        if not _only_looks(func):
+            rank, name, unit = next(getattr(value, WHOSE) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
+            raise UnitError(
+                f"rank {rank}: {name} was used ({_said(func)}) while it is away: unit {unit} is in memory only while its module runs (the "
+                "root, which has what no other unit has, from the model's forward to the end of its backward). Use it there, cut the "
+                "model by other `units`, or keep parameters: a stage below 3")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _only_looks(func: Any) -> bool:
+    if func.__name__ == "__get__":
+        return func.__self__.__name__ not in VALUES
+    return func.__name__ in LOOKS or func.__name__ in ("__set__", "__delete__")
+
+
+def _said(func: Any) -> str:
+    return f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
+
+
+def mark(params: Mapping[str, nn.Parameter], rank: int, unit: str) -> None:
+    """Say once whose they are."""
+    for name, param in params.items():
+        setattr(param, WHOSE, (rank, name, unit))
+
+
+def leave(param: nn.Parameter) -> None:
+    """The values go. A parameter of a class of the user's own keeps it."""
+    if type(param) is nn.Parameter:
+        param.__class__ = Away
+
+
+def come_back(param: nn.Parameter) -> None:
+    """They are here again."""
+    if type(param) is Away:
+        param.__class__ = nn.Parameter   # type: ignore[assignment]
