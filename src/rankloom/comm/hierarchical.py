@@ -95,11 +95,15 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
     collected = peers.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
                                 recv_rows=[len(targets[place])] * len(node), label=label)
-    by_node = collected.view(len(node), len(targets[place]), blocks.shape[1]).split([len(nodes[there]) for there in partners[place]], dim=1)
+    mine = partners[place]   # the nodes to which this rank writes
+    by_node = collected.view(len(node), len(targets[place]), blocks.shape[1]).split([len(nodes[there]) for there in mine], dim=1)
     # Between: [from rank, to rank, what] there and back.
-    arrived = _swap(group, [(nodes[there][here % len(nodes[there])], bundle) for there, bundle in zip(partners[place], by_node)], label)
+    contacts = [nodes[there][here % len(nodes[there])] for there in mine]
+    arrived = _swap(group, list(zip(contacts, by_node)), label)
     # Inside: to each rank here what has come for it, and this rank's own.
-    to_deal = [rows for at in range(len(node)) for rows in [*(bundle[:, at] for bundle in arrived), blocks[node[at]].unsqueeze(0)]]
+    to_deal: list[Tensor] = []
+    for at, rank in enumerate(node):
+        to_deal += [*(bundle[:, at] for bundle in arrived), blocks[rank].unsqueeze(0)]
     sources = [[*(rank for there in partners[at] for rank in nodes[there]), node[at]] for at in range(len(node))]
     dealt = peers.all_to_all(torch.cat(to_deal), send_rows=[len(sources[place])] * len(node),
                             recv_rows=[len(ranks) for ranks in sources], label=label)

@@ -361,7 +361,9 @@ class Sharding:
 
 def _is_over(one: Section, other: Section) -> bool:
     """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
-    return not _is_inside(one, other) and one.first_call is not None and other.first_call is not None and one.first_call > other.first_call
+    if one.first_call is None or other.first_call is None or _is_inside(one, other):
+        return False
+    return one.first_call > other.first_call
 
 
 def _is_inside(one: Section, other: Section) -> bool:

@@ -231,12 +231,14 @@ class _Run:
         self.modules = {name: modules[name] if modules else model.get_submodule(name) for name in names}
         self.given: Tensor | None = None
         self.gave: Tensor | None = None
-        self.enters, self.leaves = (sight.layers[min(max(piece - 1, 0), len(sight.layers) - 1)] for piece in (pieces[0], pieces[-1]))
+        last = len(sight.layers) - 1
+        self.enters, self.leaves = (sight.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
         roles = dict.fromkeys(sight.front, self._zeros) | dict.fromkeys(sight.layers, self._hand_on) | dict.fromkeys(sight.back, _same)
         roles = {name: run for name, run in roles.items() if name not in self.modules}
         roles |= {name: partial(self._gate, name) for name in (self.enters, self.leaves)}
+        instead = {name: _Instead(run, model.get_submodule(name)) for name, run in roles.items()}
         self.shells: list[nn.Module] = []
-        self._shell(model, "", {**self.modules, **{name: _Instead(run, model.get_submodule(name)) for name, run in roles.items()}})
+        self._shell(model, "", self.modules | instead)
 
     def then(self, other: Any) -> "_Run | None":
         """These pieces and the next in one call of the model, where both are of one model."""

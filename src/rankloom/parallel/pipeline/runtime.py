@@ -217,9 +217,10 @@ class Pipeline:
             raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
                               f"{list(held)} on this rank")
         used = {action.kind for actions in self.schedule.ranks for action in actions}
-        for kind in (kind for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)) if kind in used and not hook):
-            raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
-                              f"with Hooks({kind.lower()}=)")
+        for kind, hook in (("GATHER", self.hooks.gather), ("REDUCE", self.hooks.reduce)):
+            if kind in used and not hook:
+                raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
+                                  f"with Hooks({kind.lower()}=)")
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
