@@ -186,7 +186,7 @@ class MoE(nn.Module):
         routed = choice.experts.flatten().bincount(minlength=config.experts)
         self._remember(extra, routed, None if kept is None else (~kept).sum())
 
-    @torch.compiler.disable   # a graph would hold for ever that this is not a backward
+    @torch._disable_dynamo   # a graph would hold for ever that this is not a backward
     def _remember(self, extra: Tensor, routed: Tensor, dropped: Tensor | None) -> None:
         if torch._C._current_graph_task_id() != -1:   # recomputed in backward: it was counted before
             return
