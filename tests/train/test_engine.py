@@ -403,13 +403,23 @@ def test_nan_in_a_micro_batch_that_came_alone_is_named():
     quickly(2, body, rl.NonFinite, "rank 1: the loss")
 
 
-def test_a_batch_with_fewer_rows_than_micro_batches_is_refused_by_rank():
-    body = lambda w: prepare(w, accumulate=3).step(rows(2 if w.rank == 1 else 3))
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("few", [0, 2])
+def test_a_first_batch_with_fewer_rows_than_micro_batches_is_refused_by_all_ranks_at_once(stage, few):
+    def body(world):
+        with pytest.raises(rl.BatchError, match=f"rank 1: a batch of {few} rows cannot be cut in 3 micro-batches"):
+            prepare(world, accumulate=3, stage=stage).step(rows(few if world.rank == 1 else 5))
+
+    rl.simulate(3, body, timeout=6)
+
+
+def test_a_later_one_is_refused_by_its_rank():
+    def body(world):
+        engine = prepare(world, accumulate=3)
+        engine.step(rows(3))
+        engine.step(rows(2 if world.rank == 1 else 3))
+
     quickly(2, body, rl.BatchError, "rank 1: a batch of 2 rows cannot be cut in 3 micro-batches")
-
-
-def test_a_rank_without_rows_is_refused():
-    quickly(3, lambda w: prepare(w).step(rows(2).tensor_split(3)[w.rank]), rl.BatchError, "rank 2: a batch of 0 rows")
 
 
 @pytest.mark.parametrize("deterministic", [False, 4])

@@ -72,11 +72,16 @@ def cut(batch: Any, pieces: int, rank: int) -> list[Any]:
     if isinstance(batch, MicroBatches):
         return list(batch)
     rows = rows_of(batch, rank)
+    expect_rows(rows, pieces, rank)
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
+    return [map_tensors(partial(_rows, first=first, end=end), batch) for first, end in runs]
+
+
+def expect_rows(rows: int, pieces: int, rank: int) -> None:
+    """Raise BatchError when so many rows, of that rank, are fewer than the pieces."""
     if rows < pieces:
         raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; "
                          "give it at least one row for each, or accumulate less")
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
-    return [map_tensors(partial(_rows, first=first, end=end), batch) for first, end in runs]
 
 
 def _rows(x: Tensor, first: int, end: int) -> Tensor:

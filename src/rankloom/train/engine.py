@@ -32,7 +32,7 @@ from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, expect_rows, map_tensors, rows_of
 from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
@@ -119,7 +119,7 @@ class Engine:
         batch = as_given(batch, self.settings.accumulate, self.group.rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
-            self._expect_sum(batch[0] if isinstance(batch, MicroBatches) else batch)
+            self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
         before = self.placement.waited
         totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
         exposed = self.placement.waited - before
@@ -237,9 +237,14 @@ class Engine:
                 self.placement.take_leaf(leaf, self._forward_backward(piece, leaf))
         return self.placement.finish(None)
 
-    def _expect_sum(self, batch: Any) -> None:
-        """Before the first step, on about a micro-batch: a loss that returns a mean is an error."""
-        held = int(self.tokens.all_reduce(torch.tensor([rows_of(batch, self.group.rank)], device=self.group.device), "min", label="rows"))
+    def _expect_sum(self, batch: Any, pieces: int) -> None:
+        """Before the first step, on about a micro-batch: a loss that returns a mean is an error. So are too few rows: on all ranks, if
+        one has them.
+        """
+        mine = torch.tensor([rows_of(batch, self.group.rank) * self.group.size + self.group.rank], device=self.group.device)
+        held, rank = divmod(int(self.tokens.all_reduce(mine, "min", label="rows")), self.group.size)
+        if not self.settings.leaves:   # which deal rows out anew
+            expect_rows(held, pieces, self.group.ranks[rank])
         if held < 1:   # somewhere; then nobody looks, for a forward may be a collective
             return
         rows = max(2, held // (self.settings.leaves or self.settings.accumulate))

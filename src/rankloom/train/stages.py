@@ -306,7 +306,7 @@ class PipelineEngine(Engine):
         self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces), self.scale.value)
         return self._apart(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
-    def _expect_sum(self, batch: Any) -> None:
+    def _expect_sum(self, batch: Any, pieces: int) -> None:
         """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
