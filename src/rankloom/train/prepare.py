@@ -1,18 +1,18 @@
 """`rl.prepare`: a plain model becomes an engine. Techniques are applied in the one legal order, written here once.
 
-    number formats   cast what is cast as a whole
-    equality         all ranks hold the model of rank 0
-    split            over the axes tensor, expert, context
-    memory           a model on the meta device gets stand-ins without memory, and values unit by unit, when it is placed
-    fp8              linear layers change their class
-    dropout          keyed by name and step
-    blocks           recompute, activation offload, compile
-    optimizer        built from stand-ins in the plain shapes: it says which tensors must stay whole
-    placement        whole (stage 0) or cut (stages 1 to 3)
+    check       what has no meaning is refused before anything is changed
+    device      the model is cast, moved, and made equal to that of rank 0
+    split       over the axes tensor, expert, context
+    memory      a model on the meta device gets stand-ins without memory, and values unit by unit, when it is placed
+    fp8         linear layers change their class
+    dropout     keyed by name and step
+    blocks      recompute, activation offload, compile
+    stages      the axis pipe: this rank's are cut out of the model
+    placement   the optimizer is made, and the model lies whole (stage 0) or cut (stages 1 to 3): place.py
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -24,16 +24,14 @@ from rankloom.base.events import Sink
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, expect_exact_steps
-from rankloom.parallel.build import FirstValues, InitialValues, SharedValues, give_memory, put_stand_ins
+from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
-from rankloom.parallel.sharding import Apart
 from rankloom.parallel.wrapping import AUTO, Policy
-from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts, shard
-from rankloom.shard.matrices import lay_out_matrices
-from rankloom.shard.optimizer import give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
+from rankloom.shard.optimizer import Build
 from rankloom.shard.unit import Fill
 from rankloom.train.batch import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
@@ -43,18 +41,15 @@ from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
-from rankloom.train.placement import Optimizer, Placement, Whole
-from rankloom.train.precision import Precision, cast_activations, cast_floats, formats_of, full_parameters, precision_named
+from rankloom.train.place import place_cut, place_whole
+from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
-from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
-from rankloom.train.split import PART_AXES, ROW_AXES, is_split, split_model
-from rankloom.train.stages import LocalStages, PipelineEngine, ShardedStages, Turn, make_local
+from rankloom.train.split import ROW_AXES, is_split, split_model
+from rankloom.train.stages import PipelineEngine, Turn, make_local
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
-
-Build = Callable[[list[nn.Parameter]], Any]
 
 HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
@@ -107,16 +102,18 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check_types(model, world, loss=loss, schedule=schedule, sink=sink)
     model = compiled_in_place(model)
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule, world)
+    summing: dict[str, Any] = {"all_reduce": all_reduce, "compress": compress, "compress_after": compress_after}
+    cutting: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
+                               "gradient_memory": gradient_memory}
+    changes_blocks = recompute != NONE or offload_activations or compile
     _check(model, world, settings, pipe)
-    expect_exact_steps(compress_after, compress)
-    are_blocks = _classes(units) and (recompute != NONE or offload_activations or compile)
-    _check_stage(stage, all_reduce=all_reduce, compress=compress, compress_after=compress_after, units=AUTO if are_blocks else units,
-                 reshard_after_forward=reshard_after_forward, ahead=ahead, offload=offload, gradient_memory=gradient_memory)
-    _check_sums(world, settings, all_reduce, compress)
+    _check_sums(world, settings, **summing)
+    _check_stage(stage, summing | cutting | ({"units": AUTO} if changes_blocks and _classes(units) else {}))
     expect_kind(context)
+    vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
+
     if settings.leaves:
         _compute_alike(model, world)
-    vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
@@ -124,56 +121,18 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
+    stages = None if world.mesh.pipe == 1 else make_local(
+        model, Pipe.of(pipe, model, loss, settings.precision), world.group("pipe"), accumulate, units,
+        Turn(dropout, world.group("context"), context), sparing=recompute != NONE)
     if stage == 0 and split is None:
-        placement, made = _whole(model, world, settings, optimizer, fill, all_reduce=all_reduce, compress=compress,
-                                 compress_after=compress_after)
+        placement, made = place_whole(model, world, settings, optimizer, fill, **summing)
     else:
-        axes = Axes.of(world, stage, split)
-        strategy = ShardingStrategy(
-                    stage, formats_of(model, settings.precision), units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
-                    offload=offload, gradient_memory=gradient_memory, hooked=world.mesh.pipe == 1, float8=float8.readers(model),
-                    apart=Apart(split.experts, axes.fewer, world.group("shard", "expert")) if split is not None and split.experts else None)
-        local = None
-        if world.mesh.pipe > 1:
-            turn = Turn(dropout, world.group("context"), context)
-            chosen = Pipe.of(pipe, model, loss, settings.precision)
-            local = make_local(model, chosen, world.group("pipe"), accumulate, units, turn, sparing=recompute != NONE)
-        placement, made = _sharded(model, axes, strategy, optimizer, settings, fill=fill, local=local)
-    kind = Engine if world.mesh.pipe == 1 else PipelineEngine
+        strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
+                                    float8=float8.readers(model))
+        placement, made = place_cut(model, world, settings, optimizer, strategy, fill=fill, split=split, stages=stages)
+    kind = Engine if stages is None else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
                 tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Who cuts, who repeats, and who holds other elements.
-
-    shard:    over which units are cut; one rank at stage 0
-    replicas: over which slices are summed; `fewer`: those of experts
-    holders:  all ranks that hold different elements; `everyone`: all ranks
-    """
-
-    shard: Group
-    replicas: Group
-    fewer: Group
-    holders: Group
-    everyone: Group
-    split: ModelSplit | None
-
-    @classmethod
-    def of(cls, world: World, stage: int, split: ModelSplit | None) -> "Axes":
-        """Those of a mesh. Where only a number of ranks was given, all of them are the shard axis."""
-        if not world.axes_named:
-            return cls(world, world.alone(), world.alone(), world, world, split)
-        cut = ("shard",) if stage else ()
-        repeated = tuple(axis for axis in TOKEN_AXES if axis not in cut)
-        shard, replicas, fewer, holders = (_along(world, *axes) for axes in (
-            cut, repeated, [axis for axis in repeated if axis != "expert"], [axis for axis in PART_AXES if axis != "shard" or stage]))
-        return cls(shard, replicas, fewer, holders, world, split)
-
-
-def _along(world: World, *axes: str) -> Group:
-    return world.group(*axes) if axes else world.alone()
 
 
 def _classes(units: Policy) -> tuple[type[nn.Module], ...]:
@@ -186,13 +145,17 @@ def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str
     Where units are module classes, these are the blocks.
     """
     blocks = _classes(units)
-    chosen = recompute_blocks(model, recompute, blocks=blocks, group=_along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe"))
-                              ) if recompute != NONE else None
+    chosen = recompute_blocks(model, recompute, blocks=blocks, group=_beside_pipe(world)) if recompute != NONE else None
     if offload:
         offload_blocks(model, blocks=blocks)
     if compiled:
         compile_blocks(model, blocks=blocks)
     return chosen
+
+
+def _beside_pipe(world: World) -> Group:
+    """The ranks that hold something of the same stage."""
+    return world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe"))
 
 
 def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8Layers:
@@ -232,48 +195,7 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
 def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit | None) -> FirstValues:
     """Parameters of a model on the meta device get shapes without memory. Returns what will give them values."""
     put_stand_ins(model, world.device)
-    return FirstValues(initial, _along(world, *(axis for axis in world.mesh.sizes() if axis != "pipe")), split=split)
-
-
-def _whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
-           **how: Any) -> tuple[Placement, Optimizer]:
-    """Stage 0. how: gradients are summed"""
-    if fill is not None:
-        give_memory(model, fill, world.device, lambda param: True)
-        world.agree(fill.make.problem, label="initial values")
-    placement = Whole(model, world, settings.precision, leaves=settings.leaves, **how)
-    return placement, make_optimizer(build, placement.owners)
-
-
-def _sharded(model: nn.Module, axes: Axes, strategy: ShardingStrategy, build: Build, settings: Settings, *, fill: FirstValues | None,
-             local: LocalStages | None) -> tuple[Placement, Optimizer]:
-    """Stages 1 to 3; stage 0 too, over one rank, where the model is split or cut into stages."""
-    device = torch.device("cpu") if strategy.offload else axes.shard.device
-    stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
-                 for name, param in model.named_parameters() if param.requires_grad}
-    optimizer = make_optimizer(build, stand_ins)
-    whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
-    cast_activations(model, settings.precision)
-    if local is not None:
-        model, strategy = local.body, replace(strategy, units=lambda name, module: name in local.units)
-    values = None if fill is None else SharedValues(fill, local.shared if local else frozenset())
-    if values is not None:   # what is frozen is no unit below stage 3
-        give_memory(model, values, axes.shard.device, lambda param: strategy.stage < 3 and not param.requires_grad)
-    if strategy.stage < 3:
-        for name, param in model.named_parameters():
-            param.data = param if param.requires_grad else param.data.to(strategy.formats(name, param).compute)
-    sharding = shard(model, axes.shard, axes.replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
-                     canonical=bool(settings.leaves), fill=values)
-    if values is not None:
-        axes.everyone.agree(values.problem(local.pipeline.group if local else axes.shard.alone()), label="initial values")
-    if local is not None and axes.split is not None:
-        placement: Placement = ShardedStages(sharding, axes.holders, axes.split, local)
-    elif axes.split is not None:
-        placement = ShardedParts(model, sharding, axes.holders, axes.split)
-    else:
-        placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, axes.everyone)
-    give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
-    return placement, optimizer
+    return FirstValues(initial, _beside_pipe(world), split=split)
 
 
 def _leaves(deterministic: bool | int, world: World, accumulate: int) -> int:
@@ -317,7 +239,8 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 
 
-def _check_sums(world: World, settings: Settings, all_reduce: str, compress: str) -> None:
+def _check_sums(world: World, settings: Settings, all_reduce: str, compress: str, compress_after: int) -> None:
+    expect_exact_steps(compress_after, compress)
     if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
         raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
     if settings.leaves and all_reduce != BACKEND:
@@ -326,7 +249,7 @@ def _check_sums(world: World, settings: Settings, all_reduce: str, compress: str
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
 
 
-def _check_stage(stage: int, **asked: Any) -> None:
+def _check_stage(stage: int, asked: Mapping[str, Any]) -> None:
     """Nothing is accepted and then ignored."""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")

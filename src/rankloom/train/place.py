@@ -1,0 +1,105 @@
+"""The last step of `rl.prepare`: the optimizer is made, and parameters, gradients and its state go where they will lie.
+
+    place_whole   stage 0: whole, on every rank
+    place_cut     stages 1 to 3: slices over the axis shard. Stage 0 too where the mesh splits the model: slices over one rank
+
+Read train/placement.py before this file, and parallel/zero.py for the stages.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankloom.parallel.build import FirstValues, SharedValues, give_memory
+from rankloom.parallel.expert import TOKEN_AXES
+from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.sharding import Apart
+from rankloom.parallel.zero import ShardingStrategy, shard
+from rankloom.shard.matrices import lay_out_matrices
+from rankloom.shard.optimizer import Build, give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.train.engine import Settings
+from rankloom.train.placement import Optimizer, Placement, Whole
+from rankloom.train.precision import cast_activations
+from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
+from rankloom.train.split import PART_AXES
+from rankloom.train.stages import LocalStages, ShardedStages
+from rankloom.world.connect import World
+from rankloom.world.group import Group
+
+
+def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
+                **summing: Any) -> tuple[Placement, Optimizer]:
+    """A model that every rank holds. summing: how `Whole` adds gradients up; fill: values for a model on the meta device"""
+    if fill is not None:
+        give_memory(model, fill, world.device, lambda param: True)
+        world.agree(fill.make.problem, label="initial values")
+    placement = Whole(model, world, settings.precision, leaves=settings.leaves, **summing)
+    return placement, make_optimizer(build, placement.owners)
+
+
+def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, strategy: ShardingStrategy, *, fill: FirstValues | None,
+              split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
+    """A model that is cut.
+
+    split:  how it is split over other axes, if it is
+    stages: of those, the ones of a pipeline that this rank holds
+    """
+    axes = Axes.of(world, strategy.stage)
+    device = torch.device("cpu") if strategy.offload else world.device
+    stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
+                 for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = make_optimizer(build, stand_ins)
+    whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
+    cast_activations(model, settings.precision)
+    if stages is not None:
+        model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
+    if split is not None and split.experts:
+        strategy = replace(strategy, apart=Apart(split.experts, axes.expert_replicas, world.group("shard", "expert")))
+    values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
+    if values is not None:
+        give_memory(model, values, world.device, lambda param: strategy.stage < 3 and not param.requires_grad)
+    for name, param in model.named_parameters():
+        if strategy.stage < 3 and not param.requires_grad:   # then it is in no unit, which would cast it
+            param.data = param.data.to(strategy.formats(name, param).compute)
+    sharding = shard(model, axes.shard, axes.replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
+                     canonical=bool(settings.leaves), fill=values)
+    if values is not None:
+        world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
+    placement: Placement
+    if split is None:
+        placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, world)
+    elif stages is None:
+        placement = ShardedParts(model, sharding, axes.holders, split)
+    else:
+        placement = ShardedStages(sharding, axes.holders, split, stages)
+    give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
+    return placement, optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Which ranks cut, which repeat, and which hold other elements.
+
+    shard:    over which units are cut; one rank at stage 0
+    replicas: over which slices are summed
+    expert_replicas: over which those of experts are
+    holders:  all ranks that hold different elements
+    """
+
+    shard: Group
+    replicas: Group
+    expert_replicas: Group
+    holders: Group
+
+    @classmethod
+    def of(cls, world: World, stage: int) -> "Axes":
+        """Those of a mesh. Where only a number of ranks was given, all of them are the shard axis."""
+        if not world.axes_named:
+            return cls(world, world.alone(), world.alone(), world)
+        at_stage = ("shard",) if stage else ()
+        repeated = [axis for axis in TOKEN_AXES if axis not in at_stage]
+        holding = [axis for axis in PART_AXES if axis != "shard" or stage]
+        return cls(world.group("shard") if stage else world.alone(), world.group(*repeated),
+                   world.group(*(axis for axis in repeated if axis != "expert")), world.group(*holding))
