@@ -111,6 +111,7 @@ def test_a_file_says_what_a_run_of_it_would_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.toml").write_text(TRAIN)
     title, note, ranks = shown("train.toml", "--mesh.tensor", "2", "--train.steps=7")[:3]
+    assert "; 1 row of " in shown(*SMALL)[1]
     assert title == "1M on tensor 2 = 2 ranks" and "stage 0, fp32, adamw; 8 rows of 64 tokens a step" in note
     assert [row["rows"] for row in cells(ranks)] == ["0-7"] * 2
     Path("train.toml").write_text(TRAIN + 'stage = 1\n[mesh]\nshard = 2\n[comm]\ntopology = "c.toml"\n')
@@ -214,6 +215,13 @@ def test_the_picture_of_the_docs_is_the_one_that_is_drawn(tmp_path):
 
 def test_tables_are_as_wide_as_the_terminal_lets_them():
     screen = Console(file=io.StringIO(), width=80)
-    for part in shown(*EIGHT):
+    for part in shown(*EIGHT, "--train.stage", "2", ranks_per_host=4):
         screen.print(part)
-    assert max(map(len, screen.file.getvalue().splitlines())) <= 80
+    text = screen.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"modules +rows +param +whole +grad +optim +in all *\n", text) and "embedding," in text, "no word is broken"
+
+
+def test_what_a_square_is_stands_in_the_legend_where_nothing_is_cut_too():
+    sheet = draw(scene_of(*SMALL, "--mesh.replicate", "2"))
+    assert "square: their matrices, none is cut" in {mark.text for mark in sheet.marks if isinstance(mark, Word)}

@@ -24,7 +24,7 @@ from rankloom.train.config import config_of, load_config, parse_overrides, with_
 from rankloom.train.job import CUT
 from rankloom.train.paper import ranks_on_paper
 from rankloom.train.schema import BYTES_VOCAB, Config
-from rankloom.watch.boxes import Scene, draw
+from rankloom.watch.boxes import SHORT, Scene, draw
 from rankloom.watch.canvas import Sheet, as_svg, write_png
 from rankloom.world.cluster import read_cluster
 
@@ -33,6 +33,8 @@ SHOWN = 4                          # parts of a matrix, and groups of an axis, t
 TRAVELS = {"pipe": "activations of micro-batches, and back their gradients", "replicate": "gradients, summed",
            "shard": "gradients, summed and cut; parameters, gathered", "context": "keys and values of attention, around a ring",
            "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
+BYTES = ("bytes between two steps, of ranks with memory of their own (whole: parameters beside a rank's own, to compute with); "
+         "activations, and what is gathered for a moment, come on top")
 NUMBER = re.compile(r"[\d.]+( [KMG]?i?B)?")
 DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
 
@@ -68,7 +70,7 @@ class Drawn:
         cut = f"stage {train.stage}" + (f" ({CUT[train.stage]} cut)" if train.stage else "")
         pipe = f", schedule {train.pipe or '1f1b'}" if self.mesh.pipe > 1 else ""
         return (f"{parameter_count(self.shape):,} parameters, {cut}, {train.precision}, {self.config.optimizer.name}{pipe}; "
-                f"{batch.global_} rows of {train.seq_len} tokens a step")
+                f"{batch.global_} row{'' if batch.global_ == 1 else 's'} of {train.seq_len} tokens a step")
 
 
 def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
@@ -83,7 +85,7 @@ def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None,
     yield drawn.title
     yield drawn.note
     yield table_of_ranks(drawn)
-    yield "bytes between two steps, of ranks with memory of their own; activations, and what is gathered for a moment, come on top"
+    yield BYTES
     if config.train.offload:
         yield "offload: slices of parameters, gradients and optimizer state are in the host's memory"
     if drawn.axes:
@@ -150,7 +152,7 @@ def table_of_ranks(drawn: Drawn) -> Table:
     columns = {"rank": [str(part.rank) for part in drawn.ranks]}
     if drawn.hosts:
         columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
-    if drawn.axes:   # one column, for terminals of 80
+    if drawn.axes:
         columns[", ".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
     if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
         columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
@@ -161,9 +163,9 @@ def table_of_ranks(drawn: Drawn) -> Table:
     if drawn.mesh.context > 1:
         columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in drawn.ranks]
     kinds = [kind for kind in drawn.ranks[0].held if any(part.held[kind] for part in drawn.ranks)]
-    columns |= {kind: [show_bytes(part.held[kind]) for part in drawn.ranks] for kind in kinds}
+    columns |= {SHORT[kind]: [show_bytes(part.held[kind]) for part in drawn.ranks] for kind in kinds}
     columns["in all"] = [show_bytes(part.total) for part in drawn.ranks]
-    return _table(columns)
+    return _table(columns, gap=0)   # nine columns and more, for terminals of 80
 
 
 def table_of_groups(drawn: Drawn) -> Table:
@@ -246,9 +248,9 @@ def _host(hosts: Sequence[Sequence[int]], rank: int) -> int:
     return next(number for number, ranks in enumerate(hosts) if rank in ranks)
 
 
-def _table(columns: dict[str, list[str]]) -> Table:
-    """Numbers to the right."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+def _table(columns: dict[str, list[str]], gap: int = 1) -> Table:
+    """Numbers to the right. gap: spaces between columns, beside the one that is there in any case"""
+    table = Table(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
     for name, cells in columns.items():
         table.add_column(name, overflow="fold", justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
     for row in zip(*columns.values()):

@@ -194,7 +194,7 @@ def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterat
     yield Word(left, top + 12, total, 13, INK, bold=True)
     for line, (kind, nbytes) in enumerate((kind, nbytes) for kind, nbytes in part.held.items() if nbytes):
         yield Word(left, top + 31 + 14 * line, show_bytes(nbytes), 9, INK)
-        yield Word(left + 50, top + 31 + 14 * line, SHORT.get(kind, kind), 8, PALE)
+        yield Word(left + 50, top + 31 + 14 * line, SHORT[kind], 8, PALE)
 
 
 def draw_bar(scene: Scene, part: RankPart, kind: str, place: tuple[float, float]) -> Iterator[Mark]:
@@ -225,7 +225,8 @@ def draw_legend(scene: Scene, top: float) -> Iterator[Mark]:
     cuts += [f"a column for each of {mesh.shard} shard ranks"] if mesh.shard > 1 else []
     lines: list[tuple[tuple[str, ...], str]] = [
         ((colour,), "strip: the blocks of the model, from the embedding down to the head; in colour those that are here")]
-    lines += [((colour,), f"square: their matrices, {' and '.join(cuts)}; dark: what this rank's optimizer updates")] if cuts else []
+    cut = f"{' and '.join(cuts)}; dark: what this rank's optimizer updates" if cuts else "none is cut"
+    lines.append(((colour,), f"square: their matrices, {cut}"))
     if mesh.shard > 1:
         words = "beside that, kept whole" if scene.kept else "beside that, gathered while it is used, then let go"
         lines.append(((tint(colour, 0.5 if scene.kept else 0.82),), words))

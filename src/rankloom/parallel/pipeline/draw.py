@@ -15,7 +15,7 @@ from rankloom.parallel.pipeline.simulate import Span, Timeline
 # Told apart by colour-blind readers too: of the first stage of a rank, and of its later ones.
 COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d9bb", "#00694d"), "W": ("#e8bcd9", "#8a3f6e")}
 INKS = ("#000000", "#ffffff")
-LATER = "darker: later stages of a rank"
+LATER = "darker: later stages"
 WIDEST = 4                   # columns of the shortest action in a terminal
 ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: how wide a step is
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
