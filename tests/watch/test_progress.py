@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rankloom.base.events import Evaluated, Load, Notice, Progressed, Saved, StepDone, Timed
-from rankloom.watch.progress import BenchProgress, Pace, Progress, Screen, clock, format_line, printable, si
+from rankloom.watch.progress import BenchProgress, Pace, Progress, Screen, clock, decimal, format_line, printable, si
 
 
 def done(step, *, seconds=0.5, exposed=0.1, count=1000.0, skipped=False):
@@ -92,7 +92,8 @@ def test_the_pace_follows_a_run_that_has_become_slower():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05"), (float("inf"), "?")]
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05"), (86399, "23:59:59"), (180_000, "2d 2h"), (float("inf"), "?")],
 )
 def test_seconds_are_told_as_a_clock(seconds, text):
     assert clock(seconds) == text
@@ -104,6 +105,15 @@ def test_seconds_are_told_as_a_clock(seconds, text):
 )
 def test_numbers_have_metric_prefixes(value, digits, text):
     assert si(value, digits) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0.0, "0.00"), (0.5, "0.50"), (12345.678, "12345.68"), (1e9, "1.0e+09"), (0.0004, "4.0e-04"),
+    (float("nan"), "nan"), (float("inf"), "inf"),
+])
+def test_no_number_is_hidden_by_its_places_nor_spoils_the_line(value, text):
+    assert decimal(value, 2) == text
+    assert f"grad {text}  " in format_line(replace(done(20), grad_norm=value), fold(done(20)), 100)
 
 
 def test_text_cannot_move_the_cursor():

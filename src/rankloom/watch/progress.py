@@ -60,8 +60,8 @@ def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None
     share = pace.exposed / pace.seconds if pace.seconds > 0 else 0.0
     parts = {
         "step": f"step {done.step}/{steps}",
-        "loss": f"loss {done.loss:.3f}",
-        "grad": f"grad {done.grad_norm:.2f}",
+        "loss": f"loss {decimal(done.loss, 3)}",
+        "grad": f"grad {decimal(done.grad_norm, 2)}",
         "rate": f"{si(rate)} tok/s",
         "left": f"{clock(max(0, steps - done.step) * pace.seconds)} left",
         "comm": f"comm {share:.0%}",
@@ -84,6 +84,11 @@ def _experts(done: StepDone) -> dict[str, str]:
     return parts | ({"auxiliary": f"aux {done.auxiliary:.3f}"} if done.auxiliary else {})
 
 
+def decimal(value: float, places: int) -> str:
+    """A number with so many places; with an exponent where these would show nothing of it, or it is long: 1000000 is `1.0e+06`."""
+    return f"{value:.{places}f}" if value == 0 or 10**-places <= abs(value) < 100_000 else f"{value:.1e}"
+
+
 def si(value: float, digits: int = 1) -> str:
     """A number with a metric prefix: 1234 is `1.2k`, 268000000 with no digits is `268 M`."""
     gap = "" if digits else " "
@@ -95,11 +100,13 @@ def si(value: float, digits: int = 1) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a clock shows them: 3725 is `1:02:05`."""
+    """Seconds as a clock shows them: 3725 is `1:02:05`; from a day on days and hours: 180000 is `2d 2h`."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
