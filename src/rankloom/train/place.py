@@ -6,7 +6,7 @@
 Read train/placement.py before this file, and parallel/zero.py for the stages.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     split:  how it is split over other axes, if it is
     stages: of those, the ones of a pipeline that this rank holds
     """
-    axes = Axes.of(world, strategy.stage)
+    cut, replicas = _ranks_of_slices(world, strategy.stage)
     device = torch.device("cpu") if strategy.offload else world.device
     stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
@@ -56,50 +56,37 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if stages is not None:
         model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
     if split is not None and split.experts:
-        strategy = replace(strategy, apart=Apart(split.experts, axes.expert_replicas, world.group("shard", "expert")))
+        apart = Apart(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
+        strategy = replace(strategy, apart=apart)
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
     if values is not None:
         give_memory(model, values, world.device, lambda param: strategy.stage < 3 and not param.requires_grad)
     for name, param in model.named_parameters():
         if strategy.stage < 3 and not param.requires_grad:   # then it is in no unit, which would cast it
             param.data = param.data.to(strategy.formats(name, param).compute)
-    sharding = shard(model, axes.shard, axes.replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
+    sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
                      canonical=bool(settings.leaves), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
+    holding = [axis for axis in PART_AXES if axis != "shard" or strategy.stage]   # axes along which ranks hold different elements
     placement: Placement
     if split is None:
         placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, world)
     elif stages is None:
-        placement = ShardedParts(model, sharding, axes.holders, split)
+        placement = ShardedParts(model, sharding, world.group(*holding), split)
     else:
-        placement = ShardedStages(sharding, axes.holders, split, stages)
+        placement = ShardedStages(sharding, world.group(*holding), split, stages)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Which ranks cut, which repeat, and which hold other elements.
+def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:
+    """Over which ranks units are cut, and over which slices are summed."""
+    if not world.axes_named:   # only a number of ranks was given: all of them are the shard axis
+        return world, world.alone()
+    return world.group("shard") if stage else world.alone(), world.group(*_summed(stage))
 
-    shard:    over which units are cut; one rank at stage 0
-    replicas: over which slices are summed
-    expert_replicas: over which those of experts are
-    holders:  all ranks that hold different elements
-    """
 
-    shard: Group
-    replicas: Group
-    expert_replicas: Group
-    holders: Group
-
-    @classmethod
-    def of(cls, world: World, stage: int) -> "Axes":
-        """Those of a mesh. Where only a number of ranks was given, all of them are the shard axis."""
-        if not world.axes_named:
-            return cls(world, world.alone(), world.alone(), world)
-        at_stage = ("shard",) if stage else ()
-        repeated = [axis for axis in TOKEN_AXES if axis not in at_stage]
-        holding = [axis for axis in PART_AXES if axis != "shard" or stage]
-        return cls(world.group("shard") if stage else world.alone(), world.group(*repeated),
-                   world.group(*(axis for axis in repeated if axis != "expert")), world.group(*holding))
+def _summed(stage: int, *less: str) -> list[str]:
+    """The axes over which slices are summed; gradients of experts over one `less`."""
+    return [axis for axis in TOKEN_AXES if axis not in less and not (stage and axis == "shard")]
