@@ -39,22 +39,26 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
                      "or look at that rank's batch.")
 
 
-def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int) -> None:
+def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int, on_any: Callable[[bool], bool]) -> None:
     """Raise when the loss function seems to return a mean, though it counts as for a sum.
 
     Two halves of a batch add up to the whole for a sum; for a mean they add up to twice the whole. A loss that differs when it is
     computed again draws random numbers, and is not judged. It is called without dropout and with gradients on. Nothing is checked on
     one row, or of a compiled model, which would be compiled again for the halves.
+    on_any: whether something holds on any rank
     raises: LossError
     """
     rows = rows_of(piece, rank)
     if rows < 2 or runs_compiled(model):
         return
     with evaluating(model):
-        (whole, count), (again, _), *halves = [totals_of(part) for part in (piece, piece, *cut(piece, 2, rank))]
-    twice, counted = (halves[0] + halves[1]).tolist()
-    repeats = abs(again - whole) <= SAME_IF_WITHIN * abs(whole)
-    if repeats and counted == count > 1 and whole and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN:
+        (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
+        twice, counted = (halves[0] + halves[1]).tolist()
+        suspect = counted == count > 1 and bool(whole) and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN
+        if not on_any(suspect):   # else all ranks compute it again, for a forward may be a collective
+            return
+        again, _ = totals_of(piece)
+    if suspect and abs(again - whole) <= SAME_IF_WITHIN * abs(whole):
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
                         f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")

@@ -249,7 +249,9 @@ class Engine:
             return
         rows = max(2, held // (self.settings.leaves or self.settings.accumulate))
         part = map_tensors(lambda t: t[:rows] if held > 1 else torch.cat((t[:1], t[:1])), batch)   # a row alone has no halves: twice
-        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.group.rank)
+        on_any = lambda here: bool(self.settings.world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=self.group.device), "max",
+                                                                  label="does the loss seem a mean"))
+        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.group.rank, on_any)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
