@@ -377,9 +377,10 @@ def test_a_loss_that_uses_a_parameter_which_is_away_is_told_so(penalty, model_fi
         engine = rl.prepare(model, loss=loss, optimizer=torch.optim.AdamW, world=world, stage=3, units=nn.Linear)
         with pytest.raises(UnitError, match=rf"rank {world.rank}: 1.weight was used \(.*\) while it is away: unit 1 is in memory only"):
             engine.step(torch.ones(2, 4))
-        return model[1].weight.requires_grad, model[1].weight.dtype, model[1].weight.grad   # looking is allowed
+        away = model[1].weight   # looking is allowed
+        return away.requires_grad, away.dtype, away.grad, away.shape, away.size(0), sum(param.numel() for param in model.parameters())
 
-    assert rl.simulate(2, body) == [(True, torch.float32, None)] * 2
+    assert rl.simulate(2, body) == [(True, torch.float32, None, (4, 4), 4, 40)] * 2
 
 
 def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():

@@ -1,7 +1,8 @@
 """Parameters that are away: whoever computes with one is told so, where torch would take it for an empty tensor.
 
 While a unit is released its parameters are of the class `Away`, and every operation on them is an error. Modules do not notice: they
-are called when their parameters are back. What only looks (a shape, a dtype, `.grad`, a hook) goes through.
+are called when their parameters are back. What only looks (a dtype, `.grad`, a hook) goes through; shapes and sizes are those that the
+parameter has when it is here.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from rankloom.base.errors import UnitError
 
-WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit
+WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit, and a tensor of its shape without memory
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})   # attributes that are tensors
+SIZES = frozenset({"shape", "ndim", "nbytes", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous"})
 LOOKS = frozenset({
-    "__repr__", "__format__", "__len__", "size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
-    "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_"})
+    "__repr__", "__format__", "element_size", "storage_offset", "is_floating_point", "is_complex", "data_ptr", "untyped_storage",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
 
 
 class Away(nn.Parameter):
@@ -27,10 +28,12 @@ class Away(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """raises: UnitError, where the values are asked for"""
+        rank, name, unit, like = next(getattr(value, WHOSE) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
+        if _asked(func) in SIZES:
+            return func(like, *args[1:], **(kwargs or {}))
         if not _only_looks(func):
-            rank, name, unit = next(getattr(value, WHOSE) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
             raise UnitError(
-                f"rank {rank}: {name} was used ({_said(func)}) while it is away: unit {unit} is in memory only while its module runs (the "
+                f"rank {rank}: {name} was used ({_asked(func)}) while it is away: unit {unit} is in memory only while its module runs (the "
                 "root, which has what no other unit has, from the model's forward to the end of its backward). Use it there, cut the "
                 "model by other `units`, or keep parameters: a stage below 3")
         with torch._C.DisableTorchFunctionSubclass():
@@ -43,14 +46,14 @@ def _only_looks(func: Any) -> bool:
     return func.__name__ in LOOKS or func.__name__ in ("__set__", "__delete__")
 
 
-def _said(func: Any) -> str:
-    return f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
+def _asked(func: Any) -> str:
+    return str(func.__self__.__name__ if func.__name__ == "__get__" else func.__name__)
 
 
-def mark(params: Mapping[str, nn.Parameter], rank: int, unit: str) -> None:
-    """Say once whose they are."""
+def mark(params: Mapping[str, nn.Parameter], dtype: torch.dtype, rank: int, unit: str) -> None:
+    """Say once whose they are. dtype: that of the values when they are here"""
     for name, param in params.items():
-        setattr(param, WHOSE, (rank, name, unit))
+        setattr(param, WHOSE, (rank, name, unit, torch.empty_like(param, dtype=dtype, device="meta", requires_grad=False)))
 
 
 def leave(param: nn.Parameter) -> None:

@@ -87,7 +87,7 @@ class Unit:
         self.state = State.GATHERED
         self._pending: Handle | None = None
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
-        mark(self.params, group.ranks[group.rank], name)
+        mark(self.params, formats.compute, group.ranks[group.rank], name)
         if fill is not None:
             self.release()   # nothing is in it yet
         in_place = self.stays and formats.master == formats.compute and host is None
