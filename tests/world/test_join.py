@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -175,3 +176,27 @@ def test_a_world_can_be_closed_and_built_again_in_the_same_processes(tmp_path):
                "127.0.0.1:0", "twice.py"]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False)
     assert {"0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"} <= set(done.stdout.splitlines()), done.stdout
+
+
+AGENT = """
+import os, subprocess, sys
+rank = "import os, time; import rankloom as rl; rl.init(device='cpu'); open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+subprocess.run([sys.executable, "-c", rank], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "job"})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
+def test_a_rank_of_torchrun_does_not_outlive_it(tmp_path):
+    file = tmp_path / "rank"
+    with subprocess.Popen([sys.executable, "-S", "-c", AGENT], cwd=tmp_path) as agent:
+        wait_until(lambda: file.exists() and file.read_text())
+        rank = psutil.Process(int(file.read_text()))
+        agent.kill()
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,7 +1,9 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
 import itertools
+import os
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +19,8 @@ from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.base.units import seconds
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, report_uncaught, restarts
+from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught, restarts
+from rankloom.world.leash import die_with
 
 SLACK = 2.0   # seconds that torch's own time-out may come late: its message says more
 _worlds_built = itertools.count()   # by this process; its peers have built as many
@@ -43,6 +46,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         mesh.expect_ranks(place.size)
     if place.launcher != "alone":
         report_uncaught()
+    if has_agent() and sys.platform == "linux":
+        die_with(os.getppid())   # torchrun's ranks would go on without it
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_for(kind, place.local_rank)

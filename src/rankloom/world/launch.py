@@ -30,6 +30,11 @@ def restarts() -> int:
     return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
 
 
+def has_agent() -> bool:
+    """Whether the parent of this process is torch's elastic agent, torchrun's or ours."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def chosen_interface() -> str | None:
     """The (first) network interface that GLOO_SOCKET_IFNAME chooses for traffic between hosts; torch reads the same variable."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
