@@ -26,7 +26,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 
     When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
     second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share
-    the interpreter, so this is for tests and for reading, not for speed.
+    the interpreter, so this is for tests and for reading, not for speed. They share torch's default generator too: what a body draws from
+    it depends on who comes first, `torch.manual_seed` or not; make models before, or draw from a generator of the body's own.
     topology: nodes to pretend; one when left out
     backend:  "gloo", or "rankloom" for shared memory
     """
