@@ -105,9 +105,9 @@ def test_generation_ignores_dropout_and_gives_the_mode_back():
     (dict(prompt_tokens=torch.zeros(1, 0, dtype=torch.int64)), DataError, "one token"),
     (dict(prompt_tokens=torch.tensor([1, 2])), DataError, "rows"),
     (dict(prompt_tokens=torch.tensor([[1, 37]])), DataError, "0 to 36"),
-    (dict(temperature=-1.0), ConfigError, "temperature"),
-    (dict(temperature=math.nan), ConfigError, "temperature"),
-    (dict(top_k=0), ConfigError, "top_k"),
+    (dict(temperature=-1.0), ConfigError, "^temperature is -1.0, expected 0 or more$"),
+    (dict(temperature=math.nan), ConfigError, "^temperature is nan"),
+    (dict(top_k=0), ConfigError, "^top_k is 0, expected 1 or more"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(model, wrong, error, message):
     with pytest.raises(error, match=message):

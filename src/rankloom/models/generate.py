@@ -46,8 +46,10 @@ def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | N
     if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
         raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
                         "or more (the end-of-text token, when there is no text to start from)")
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
-        raise ConfigError(f"temperature = {temperature} must be 0 or more, and top_k = {top_k} 1 or more, or none")
+    if not temperature >= 0:
+        raise ConfigError(f"temperature is {temperature}, expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k is {top_k}, expected 1 or more; None, or 0 on the command line, draws among all tokens")
     check_tokens(prompt_tokens, model.config.vocab_size)
 
 
