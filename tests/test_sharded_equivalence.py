@@ -66,8 +66,9 @@ def test_every_option_equals_one_process(stage, options, reference):
 @pytest.mark.parametrize(("stage", "backend"), [(0, "gloo"), (1, "gloo"), (2, "gloo"), (3, "rankloom")])
 def test_a_loss_may_read_parameters_itself_where_they_stay_in_memory(stage, backend, first):
     penalty = partial(loss_with_penalty, first=first)
+    expected = train_blocky_plainly(1.0, adamw, loss=penalty)
     for mine in rl.simulate(3, lambda world: train(world, stage, loss=penalty), backend=backend):
-        expect_equal(mine, train_blocky_plainly(1.0, adamw, loss=penalty))
+        expect_equal(mine, expected)
 
 
 def test_parameters_that_stay_cut_over_neighbours_equal_one_process(reference):
@@ -114,11 +115,11 @@ def test_random_delays_before_every_collective_change_nothing(stage, backend, re
 
 
 def train_for_its_hash(world: rl.World, stage: int, precision: str = "fp32") -> str:
-    """Five deterministic steps with dropout on; the hash of all that came out."""
+    """Three deterministic steps with dropout on, in which blocks change places and back; the hash of all that came out."""
     engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_of, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
                         precision=precision, deterministic=True)
     assert stage == 0 or isinstance(engine.placement, ShardedCanonical)
-    losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns()]
+    losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns(3)]
     return fingerprint(engine.full_state_dict(), losses)
 
 
