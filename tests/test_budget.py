@@ -15,6 +15,7 @@ BUDGET = {"file": 400, "function": 40, "nesting": 3, "parameters": 6, "attribute
 RAISED: dict[str, dict[str, int]] = {
     "train/engine.py": {"file": 400},
     "shard/unit.py": {"attributes": 13},   # the slice, the whole, and where each of them lies
+    "world/group.py": {"attributes": 13},  # who is in it, and what connects them
     "cli.py": {"file": 490},   # a command is mostly its help
 }
 BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try

@@ -344,6 +344,26 @@ def test_groups_are_made_once_and_know_their_ranks():
     assert results[3][2:] == ("Group('shard', rank 1 of 2)", 0)
 
 
+@pytest.mark.parametrize("axis", ["shard", ""])
+def test_a_twin_is_another_connection_of_the_same_ranks_which_is_closed_with_the_world(axis):
+    def body(world):
+        group = world.group(axis) if axis else world
+        twin, other = group.twin(), (group.rank + 1) % group.size
+        assert twin is group.twin() and twin is not group and (twin.rank, twin.ranks) == (group.rank, group.ranks)
+        # Of one tag, and received the other way round.
+        sent = [lane.send(torch.tensor([lane is twin]), other, async_op=True) for lane in (group, twin)]
+        came = [lane.recv(torch.zeros(1, dtype=torch.bool), other).item() for lane in (twin, group)]
+        for handle in sent:
+            handle.wait()
+        world.barrier()
+        world.close()
+        with pytest.raises(rl.RankLost, match="this group is closed"):
+            twin.barrier()
+        return came
+
+    assert rl.simulate(rl.Mesh(shard=2), body) == [[True, False]] * 2
+
+
 def test_errors_in_a_sub_group_name_the_rank_of_the_world():
     def body(world):
         with pytest.raises(rl.NotContiguous, match=f"rank {world.rank}: x in group 'shard'"):

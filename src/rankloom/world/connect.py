@@ -4,6 +4,8 @@ Every group has its own prefix in the store, which carries the generation: a reb
 """
 
 import sys
+import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -109,9 +111,11 @@ class World(Group):
         self._own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
         self.backend = resolve_backend(backend, device, self._own_gpu, loopback)
         self._groups: dict[tuple[int, ...], Group] = {}
-        pg, inspector = self._join(tuple(range(mesh.size)), rank, device, timeout)
-        super().__init__(pg, rank, range(mesh.size), device=device, timeout=timeout, one_host=loopback, inspector=inspector,
-                         topology=topology)
+        self._twins: dict[tuple[int, ...], Group] = {}
+        everyone = tuple(range(mesh.size))
+        pg, inspector = self._join(everyone, rank, device, timeout)
+        super().__init__(pg, rank, everyone, device=device, timeout=timeout, one_host=loopback, inspector=inspector,
+                         topology=topology, twin=partial(_twin, weakref.ref(self), everyone))
 
     def group(self, *axes: str) -> Group:
         """The group of this rank's peers along `axes`. All those peers must ask for it in the same order."""
@@ -119,23 +123,25 @@ class World(Group):
         if ranks == self.ranks:
             return self
         if ranks not in self._groups:
-            pg, inspector = self._join(ranks, self.rank, self.device, self.timeout)
-            self._groups[ranks] = Group(pg, ranks.index(self.rank), ranks, name="+".join(axes), device=self.device,
-                                        timeout=self.timeout, one_host=self.one_host, inspector=inspector,
-                                        topology=self.topology.among(ranks))
+            self._groups[ranks] = self._connect(ranks, "+".join(axes))
         return self._groups[ranks]
 
     def close(self) -> None:
         """Drop every connection of this rank; peers that wait for it are set free."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._twins.values()):
             group.close()
         super().close()
 
-    def _join(self, ranks: tuple[int, ...], me: int, device: torch.device,
-              timeout: float) -> tuple[dist.ProcessGroup | None, Inspector | None]:
+    def _connect(self, ranks: tuple[int, ...], name: str, purpose: str = "group") -> Group:
+        pg, inspector = self._join(ranks, self.rank, self.device, self.timeout, purpose)
+        return Group(pg, ranks.index(self.rank), ranks, name=name, device=self.device, timeout=self.timeout, one_host=self.one_host,
+                     inspector=inspector, topology=self.topology.among(ranks), twin=partial(_twin, weakref.ref(self), ranks))
+
+    def _join(self, ranks: tuple[int, ...], me: int, device: torch.device, timeout: float,
+              purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
         if len(ranks) == 1:
             return None, None
-        store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
+        store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
         if self.backend == SHARED:
             shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
             pg: dist.ProcessGroup = Router(shared, timeout) if device.type == "cuda" else shared
@@ -143,3 +149,13 @@ class World(Group):
             pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None
+
+
+def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
+    """The second connection of these ranks. A collective, once. The world does not live because its groups may ask for it."""
+    home = world()
+    if home is None:
+        raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
+    if ranks not in home._twins:
+        home._twins[ranks] = home._connect(ranks, "twin", "twin")
+    return home._twins[ranks]

@@ -69,12 +69,13 @@ class Group:
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
     `rank` and `ranks` left out are the process group's own; `ranks` are numbers in the world, for messages. `device` is where this
-    rank's tensors live; `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out.
+    rank's tensors live; `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out;
+    `twin()` gives another connection of the same ranks, whose messages do not queue with those of this one.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,
                  name: str = "world", device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
-                 inspector: Inspector | None = None, topology: Topology | None = None):
+                 inspector: Inspector | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
         self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
         self.name, self.one_host = name, one_host
@@ -83,7 +84,7 @@ class Group:
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
         self.ledger = Ledger()
-        self._process_group, self._inspector = process_group, inspector
+        self._process_group, self._inspector, self.twin = process_group, inspector, twin
         # Debug mode compares every call before it is made, which the short way leaves out.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -100,7 +101,7 @@ class Group:
 
     @property
     def in_order(self) -> bool:
-        """Whether two ranks must send and receive in one order, whatever the tags say. NCCL's must."""
+        """Whether what one rank sends to another must be received in the order of sending, whatever the tags say: so with NCCL."""
         pg = self._process_group
         return pg is not None and self.device.type == "cuda" and pg._get_backend(self.device).name() == "nccl"
 

@@ -6,8 +6,10 @@ is made from rows that are laid out differently; sums of fewer than 200 terms in
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +25,10 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_loss as loss_of
 from rankloom.models.pieces import gpt_pieces
-from rankloom.parallel.pipeline.actions import parse_schedule
+from rankloom.parallel.pipeline.actions import needs, parse_schedule
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
-from rankloom.parallel.pipeline.messages import AHEAD, proven_arrivals
+from rankloom.parallel.pipeline.messages import AHEAD, in_order_of_sending, proven_arrivals
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
@@ -495,11 +497,101 @@ def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
         rl.simulate(1, lambda w: small(w, apply_pass(make_schedule("1f1b", 1, 2), add_gathers)))
 
 
-def test_a_backend_without_tags_is_refused(monkeypatch):
+# ---------------------------------------------------------------------- messages as NCCL carries them
+
+
+@pytest.fixture
+def one_queue(monkeypatch):
+    """Tags mean nothing, what two ranks send each other on one connection is done one after the other, and the first waits for both."""
+    send, recv, lanes = rl.Group.send, rl.Group.recv, {}
+
+    def queued(call):
+        def start(group, x, peer, *, tag=0, label="", async_op=False):
+            is_first = (group, peer) not in lanes
+            done = lanes.setdefault((group, peer), ThreadPoolExecutor(1)).submit(call, group, x, peer, label=label)
+            if is_first or not async_op:
+                done.result()
+            return SimpleNamespace(wait=done.result) if async_op else x
+        return start
+
+    def exchange(group, out, to, into, frm, *, label=""):   # both ways at once, as one call
+        coming = recv(group, into, frm, tag=1, label=label, async_op=True)
+        send(group, out, to, tag=1, label=label)
+        return coming.wait()
+
+    for name, value in {"send": queued(send), "recv": queued(recv), "exchange": exchange,
+                        "in_order": property(lambda self: self.size > 1)}.items():
+        monkeypatch.setattr(rl.Group, name, value)
+    yield
+    for lane in lanes.values():
+        lane.shutdown()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_equal_one_process_where_tags_mean_nothing(name, ranks, one_queue):
+    expect_gpt_equal(name, ranks, 5, steps=2, lengths=(8, 3))
+
+
+@pytest.mark.gloo
+def test_gradients_that_nobody_wants_are_not_waited_for_where_tags_mean_nothing(one_queue):
+    batches = [tuple(t[start:start + 5] for t in make_batches(1)[0]) for start in range(0, 25, 5)]
+    schedule = make_schedule("zb-v", 4, len(batches))
+    results = rl.simulate(2, lambda w: run(w, awkward_pieces, awkward_loss, schedule, batches, steps=2))
+    expect_equal(results, one_process(awkward_pieces(), awkward_loss, batches))
+
+
+def test_connections_are_made_before_the_first_step_by_all_ranks_in_one_order(one_queue, monkeypatch):
+    """Who makes one waits for the other rank, so in different orders all might wait in a circle."""
+    made = []
+    for name in ("send", "recv"):
+        monkeypatch.setattr(rl.Group, name, lambda group, x, peer, name=name, label="": made.append((group.rank, name, peer, label)))
+    schedule = make_schedule("interleaved", 6, 3)
+    rl.simulate(3, lambda w: Pipeline(dict.fromkeys(schedule.held_by(w.rank), nn.Linear(1, 1)), w, schedule, None))
+    pairs = [(frm, to) for frm in range(3) for to in range(3) if frm != to]   # the ring of stages 0 to 5, forth and back
+    for rank in range(3):
+        assert [call for call in made if call[0] == rank] == [
+            (rank, "send", to, "hello") if rank == frm else (rank, "recv", frm, "hello") for frm, to in pairs if rank in (frm, to)]
+
+
+@pytest.mark.gloo
+def test_an_evaluation_equals_one_process_where_tags_mean_nothing(one_queue):
+    schedule, batches = make_schedule("interleaved", 4, 4), token_batches(6)
+
+    def body(world):
+        stages = make_stages(gpt_pieces(make_gpt()), [2] * 4)
+        return Pipeline({s: stages[s] for s in schedule.held_by(world.rank)}, world, schedule, gpt_loss).evaluate(batches)
+
+    for totals in rl.simulate(2, body):
+        torch.testing.assert_close(totals, gpt_alone(6)[0], rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_receives_are_opened_in_the_order_of_sending(name):
+    schedule = with_messages(make_schedule(name, 4 * CHUNKS[name], 8))
+    for actions in schedule.ranks:
+        receives = [action for action in actions if action.kind.startswith("RECV")]
+        opened = in_order_of_sending(receives, schedule)
+        assert sorted(opened) == sorted(receives)
+        for peer in {schedule.owner[needs(receive, schedule)[0].stage] for receive in receives}:
+            sent = [action for action in schedule.ranks[peer] if action.kind.startswith("SEND")]
+            from_peer = [needs(receive, schedule)[0] for receive in opened if schedule.owner[needs(receive, schedule)[0].stage] == peer]
+            assert from_peer == [send for send in sent if send in from_peer]
+
+
+def test_the_folded_schedules_do_send_in_another_order_than_they_receive():
+    """Else the tests above prove nothing."""
+    schedule = with_messages(make_schedule("zb-v", 8, 8))
+    receives = [[action for action in actions if action.kind.startswith("RECV")] for actions in schedule.ranks]
+    assert any(in_order_of_sending(mine, schedule) != mine for mine in receives)
+
+
+def test_a_process_group_without_tags_and_without_a_second_connection_is_refused(monkeypatch):
     assert rl.simulate(2, lambda w: w.in_order) == [False, False]
     monkeypatch.setattr(rl.Group, "in_order", property(lambda self: True))
-    with pytest.raises(ConfigError, match="delivers messages in one order only, and stages need tags"):
-        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2)))
+    with pytest.raises(ConfigError, match="stages need a second connection, which a process group made elsewhere cannot give"):
+        rl.simulate(2, lambda w: small(rl.Group(w._process_group), make_schedule("1f1b", 2, 2)))
 
 
 class Moody(nn.Module):

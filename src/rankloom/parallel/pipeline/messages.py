@@ -5,11 +5,13 @@ a stage meets micro-batches of such shapes; afterwards both sides know them, and
 it needs them, so that bytes arrive while it computes. Sends never wait; their memory is let go once a later message from
 the same neighbour proves that they have arrived.
 
-Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do.
+Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do. NCCL knows no tags, and
+what two ranks send each other stands in one queue. There each direction has a connection of its own, and a rank opens its receives
+in the order in which the other sends: that is known, for the schedule is.
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,10 +38,15 @@ class Shape(NamedTuple):
 
 
 class Messages:
-    """The messages of one rank in a step. `begin`, then `send` and `receive` in the schedule's order, then `finish`."""
+    """The messages of one rank in a step. `begin`, then `send` and `receive` in the schedule's order, then `finish`.
 
-    def __init__(self, group: Group, schedule: Schedule):
-        self.group, self.schedule = group, schedule
+    expects: whether anything comes for a receive; asked when it is the next one
+    raises:  ConfigError where messages arrive in one order and the group cannot give a second connection
+    """
+
+    def __init__(self, group: Group, schedule: Schedule, expects: Callable[[Action], bool]):
+        self.group, self.schedule, self._expects = group, schedule, expects
+        self._back = _second_connection(group) if group.in_order else group   # from higher ranks to lower ones
         self._arrived = proven_arrivals(schedule, group.rank)
         self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by way, receiving stage, kind of micro-batch
         self._numbers: dict[Hashable, int] = {}
@@ -47,13 +54,16 @@ class Messages:
         self._next: deque[Action] = deque()
         self._open: dict[Action, tuple[Values, list[Handle]]] = {}
         self._sent: dict[Action, list[tuple[Handle, Tensor]]] = {}
+        if group.in_order:
+            self._meet()
 
     def begin(self, actions: Sequence[Action], kinds: Sequence[Hashable]) -> None:
         """A step of these actions. kinds: of each micro-batch what its shapes follow from; the same on every rank"""
         self._kinds = [self._numbers.setdefault(kind, len(self._numbers)) for kind in kinds]
         self._open.clear()
         self._sent.clear()
-        self._next = deque(action for action in actions if action.kind.startswith("RECV"))
+        receives = [action for action in actions if action.kind.startswith("RECV")]
+        self._next = deque(in_order_of_sending(receives, self.schedule) if self.group.in_order else receives)
         self._open_ahead()
 
     def send(self, action: Action, values: Values) -> None:
@@ -80,8 +90,11 @@ class Messages:
 
     def receive(self, action: Action) -> Values:
         """Wait for the tensors; those that want a gradient are leaves that require one."""
-        if action not in self._open:
-            self._post(action)
+        while action not in self._open:   # what comes before it must be received before it
+            if self._expects(following := self._next[0]):
+                self._post(following)
+            else:
+                self._next.popleft()
         values, handles = self._open.pop(action)
         for handle in handles:
             handle.wait()
@@ -92,7 +105,8 @@ class Messages:
 
     def skip(self, action: Action) -> None:
         """This receive is not needed: nothing was sent."""
-        self._next.remove(action)
+        if action in self._next:
+            self._next.remove(action)
         self._open_ahead()
 
     def finish(self) -> None:
@@ -102,9 +116,24 @@ class Messages:
 
     # ------------------------------------------------------------------ inside
 
+    def _lane(self, frm: int, to: int) -> Group:
+        """What carries messages in this direction."""
+        return self.group if frm < to else self._back
+
+    def _meet(self) -> None:
+        """The first message of two ranks makes their connection, and waits for both: all ranks make theirs in one order."""
+        owner, me = self.schedule.owner, self.group.rank
+        sends = [action for actions in self.schedule.ranks for action in actions if action.kind.startswith("SEND")]
+        for frm, to in sorted({(owner[action.stage], owner[_receiver(action).stage]) for action in sends}):
+            hello = torch.zeros(1, device=self.group.device)
+            if me == frm:
+                self._lane(frm, to).send(hello, to, label="hello")
+            elif me == to:
+                self._lane(frm, to).recv(hello, frm, label="hello")
+
     def _start(self, x: Tensor, action: Action, tag: int) -> tuple[Handle, Tensor]:
         to = self.schedule.owner[_receiver(action).stage]
-        return self.group.send(x, to, tag=tag, label=str(action), async_op=True), x
+        return self._lane(self.group.rank, to).send(x, to, tag=tag, label=str(action), async_op=True), x
 
     def _settle(self, action: Action) -> None:
         for handle, _ in self._sent.pop(action, ()):
@@ -118,14 +147,14 @@ class Messages:
         """Open a receive; where the shapes are not known, wait for them first."""
         way, stage, kind = self._key(action)
         frm = self.schedule.owner[needs(action, self.schedule)[0].stage]
-        shapes = self._known.get((way, stage, kind))
+        shapes, lane = self._known.get((way, stage, kind)), self._lane(frm, self.group.rank)
         if shapes is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
-            shapes = _read(self.group.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}").tolist())
+            shapes = _read(lane.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}").tolist())
             self._learn(way, stage, kind, shapes)
         device, m, label = self.group.device, action.microbatch or 0, str(action)
         values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient) for s in shapes]
-        handles = [self.group.recv(value.detach(), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
+        handles = [lane.recv(value.detach(), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
                    for index, value in enumerate(values) if value is not None and value.numel()]
         self._open[action] = values, handles
         self._next.remove(action)
@@ -157,6 +186,29 @@ def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]
                               if schedule.owner[_receiver(sent).stage] == neighbour and place[_receiver(sent)] < place[answer]]
             leaving = [sent for sent in leaving if sent not in proven[action]]
     return proven
+
+
+def in_order_of_sending(receives: Sequence[Action], schedule: Schedule) -> list[Action]:
+    """The receives of one rank, each right after those of the same sender that set out before it."""
+    place = {action: number for actions in schedule.ranks for number, action in enumerate(actions)}
+    queues: dict[int, deque[Action]] = {}
+    for receive in sorted(receives, key=lambda receive: place[needs(receive, schedule)[0]]):
+        queues.setdefault(schedule.owner[needs(receive, schedule)[0].stage], deque()).append(receive)
+    order: list[Action] = []
+    for receive in receives:
+        queue = queues[schedule.owner[needs(receive, schedule)[0].stage]]
+        while receive in queue:
+            order.append(queue.popleft())
+    return order
+
+
+def _second_connection(group: Group) -> Group:
+    if group.twin is None:
+        raise ConfigError(f"{group.where('pipeline')}: its backend delivers messages in one order only, and stages need a second "
+                          "connection, which a process group made elsewhere cannot give; take the group from rl.init")
+    twin = group.twin()
+    twin.ledger = group.ledger
+    return twin
 
 
 def _receiver(sent: Action) -> Action:

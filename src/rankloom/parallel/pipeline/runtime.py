@@ -72,7 +72,7 @@ class Pipeline:
                     "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
                     "GATHER": self._call_hook, "REDUCE": self._call_hook}
         self._tied = [each for each in tied if len({self.schedule.owner[stage] for stage, _ in each}) > 1]
-        self._messages = Messages(group, self.schedule)
+        self._messages = Messages(group, self.schedule, self._expects)
         self._step: Sequence[MicroBatch] = ()
         self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
         self._live: dict[tuple[int, int | None], _Live] = {}
@@ -186,11 +186,15 @@ class Pipeline:
 
     def _receive(self, action: Action) -> None:
         way, stage, m = action.kind[-1], action.stage, action.microbatch
-        if way == "B" and not _trained(self._live[stage, m].outputs):
+        if self._expects(action):
+            self._border[way, stage + (way == "B"), m] = self._messages.receive(action)
+        else:
             self._messages.skip(action)
             self._border["B", stage + 1, m] = []
-        else:
-            self._border[way, stage + (way == "B"), m] = self._messages.receive(action)
+
+    def _expects(self, receive: Action) -> bool:
+        """Whether anything comes: gradients that nobody wants are not sent."""
+        return receive.kind == "RECV_F" or _trained(self._live[receive.stage, receive.microbatch].outputs)
 
     def _tied_here(self) -> list[tuple[nn.Parameter, list[int]]]:
         """This rank's trained parameters that stand on other ranks too, each with all of its ranks, in one order everywhere."""
@@ -209,9 +213,6 @@ class Pipeline:
         if len(self.schedule.ranks) != self.group.size:
             raise ConfigError(f"{self.group.where('pipeline')}: a schedule for {len(self.schedule.ranks)} ranks in a group "
                               f"of {self.group.size}")
-        if self.group.in_order:
-            raise ConfigError(f"{self.group.where('pipeline')}: its backend delivers messages in one order only, and stages need tags; "
-                              "join the world with backend='rankloom' or 'gloo'")
         held = self.schedule.held_by(self.group.rank)
         if set(held) != self.stages.keys():
             raise ConfigError(f"{self.group.where('pipeline')}: given stages {sorted(self.stages)}, but the schedule has "
