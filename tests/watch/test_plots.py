@@ -97,6 +97,12 @@ def timed(algorithm, ranks, nbytes, seconds):
     return Timed(0, "all_reduce", algorithm, ranks, nbytes, seconds, seconds / 2, seconds * 2, 0)
 
 
+def test_a_scaling_plot_without_one_rank_says_what_is_the_measure(tmp_path, drawn):
+    for first in (1, 2):
+        plot_scaling(scaling_rows([Measured(n, 1.0 / n, 100, 0.0) for n in (first, 4)]), tmp_path / "scale.png", "1M")
+    assert [figure.axes[0].get_ylabel() for figure in drawn] == ["speed-up over one rank", "speed-up; 2 ranks count as 2"]
+
+
 def test_the_bench_plot_shows_time_and_busbw_over_size_and_the_model_as_thin_lines(tmp_path, drawn):
     times = [timed(name, ranks, size, size * 1e-9) for ranks in (4, 2) for size in (1 << 20, 1 << 10) for name in ("tree", "ring")]
     curves = {(4, "ring"): [(1 << 10, 1e-6), (1 << 20, 2e-3)]}

@@ -64,7 +64,7 @@ def plot_scaling(rows: list[Row], path: Path, title: str) -> Path:
     ranks = [row.ranks for row in rows]
     left.plot(ranks, ranks, "--", color=GREY, label="ideal")
     left.plot(ranks, [row.speed_up for row in rows], "o-", color=BLUE, label="measured")
-    left.set(xlabel="ranks", ylabel="speed-up over one rank")
+    left.set(xlabel="ranks", ylabel="speed-up over one rank" if ranks[0] == 1 else f"speed-up; {ranks[0]} ranks count as {ranks[0]}")
     left.legend()
     right.bar([str(n) for n in ranks], [100 * row.communication for row in rows], color=ORANGE)
     right.set(xlabel="ranks", ylabel="step time waiting for communication (%)", ylim=(0, None))
