@@ -1,6 +1,7 @@
 """Training on compressed gradients: a GPT ends where the exact run ends, loss scales and bad steps do no harm, settings are checked."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rankloom.train.config import load_config
 VOCAB, SEQ = 32, 16
 
 
+@cache   # and not at the top: every worker reads this file
 def text(rows: int, seed: int) -> torch.Tensor:
     """A Markov chain of first order: a model can learn it, but not at once. [rows, SEQ + 1]"""
     follows = (3 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
@@ -26,18 +28,16 @@ def text(rows: int, seed: int) -> torch.Tensor:
     return out
 
 
-TRAIN, VALIDATION = text(4000, 1), text(256, 2)
-
-
 def validation_loss(world: rl.World, compress: str, steps: int = 300) -> float:
+    train, validation = text(4000, 1), text(256, 2)
     share = lambda rows: (lambda mine: (mine[:, :-1].contiguous(), mine[:, 1:].contiguous()))(rows.tensor_split(world.size)[world.rank])
     shape = GPTConfig(vocab_size=VOCAB, seq_len=SEQ, width=32, layers=1, heads=2, kv_heads=2, ffn=64)
     engine = rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, clip=1.0, compress=compress,
                         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
                         schedule=lambda step: 1e-2 * min(1, (step + 1) / 10) * (1 - 0.9 * step / steps))
     for step in range(steps):
-        engine.step(share(TRAIN[torch.randint(0, len(TRAIN), (16,), generator=torch.Generator().manual_seed(step))]))
-    return engine.evaluate([share(VALIDATION)]).loss
+        engine.step(share(train[torch.randint(0, len(train), (16,), generator=torch.Generator().manual_seed(step))]))
+    return engine.evaluate([share(validation)]).loss
 
 
 @pytest.fixture(scope="module")
