@@ -103,7 +103,9 @@ class Group:
     def in_order(self) -> bool:
         """Whether what one rank sends to another must be received in the order of sending, whatever the tags say: so with NCCL."""
         pg = self._process_group
-        return pg is not None and self.device.type == "cuda" and pg._get_backend(self.device).name() == "nccl"
+        if pg is None or self.device.type != "cuda":
+            return False
+        return pg.in_order(self.device) if isinstance(pg, Router) else pg._get_backend(self.device).name() == "nccl"
 
     @property
     def lends_memory(self) -> bool:

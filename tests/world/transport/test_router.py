@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import rankloom as rl
 from conformance.cases import COLLECTIVES, Case
 from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
@@ -115,6 +116,17 @@ def test_ranks_tell_each_other_their_gpus_at_the_first_call_and_agree(monkeypatc
     monkeypatch.undo()
     assert all(isinstance(carrier, kind) for carrier in carriers)
     assert all(a is b for a, b in zip(carriers, again)), "made once"
+    plain.close()
+
+
+@pytest.mark.parametrize("gpus, in_order", [("aaa", False), ("abc", True), ("aab", True)])
+def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(monkeypatch, gpus, in_order):
+    plain = Ranks(3)
+    groups = [rl.Group(Router(group, 20.0), device=GPU) for group in plain.groups]
+    pretend_gpus(monkeypatch, lambda rank: gpus[rank])
+    told = plain.run(lambda rank: groups[rank].in_order)
+    monkeypatch.undo()
+    assert told == [in_order] * 3
     plain.close()
 
 

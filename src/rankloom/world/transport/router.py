@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -115,6 +116,11 @@ class Router(AsBackend, dist.ProcessGroup):
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
             return self._carriers[kind]
+
+    def in_order(self, device: torch.device) -> bool:
+        """Whether some two ranks receive CUDA tensors in the order of sending, whatever the tags say: NCCL knows none. All must come."""
+        self.carrier(device)
+        return any(choose(pair) == NCCL for pair in combinations(self._places.values(), 2))
 
     def _find(self, ranks: Sequence[int]) -> list[Place]:
         missing = {f"place/{rank}": rank for rank in ranks if rank not in self._places}
