@@ -7,6 +7,7 @@ import pytest
 
 from rankloom.world.simulate import simulate
 
+collect_ignore = ["pretended_gpu"]   # is started by its own run.py
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
 

@@ -44,7 +44,8 @@ def train_with_delays(world: rl.World) -> dict:
 
 
 def expect_close(mine: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Relative to the largest element: a small one is the difference of large ones."""
+    """Relative to the largest element: a small one is the difference of large ones. `mine` may be on any device."""
+    mine = mine.cpu()
     bound = RTOL * expected.abs().max().item()
     if mine.dtype != expected.dtype or mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=RTOL, atol=bound):
         torch.testing.assert_close(mine, expected, rtol=RTOL, atol=bound, msg=lambda text: f"{name}: {text}")   # says what
