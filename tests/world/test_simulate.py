@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.world.simulate import _resolve_operators
 
 
 class Mine(Exception):
@@ -214,3 +215,11 @@ def test_two_simulations_at_once_do_not_disturb_each_other():
     for thread in outer:
         thread.join()
     assert results == {1: [2, 2], 10: [20, 20]}
+
+
+def test_operators_of_torch_have_their_python_objects_before_there_are_threads():
+    """Two threads that each make one leave torch with one that is freed; the process died of it, once in many runs."""
+    operator = torch.ops.aten.sinc
+    vars(operator).pop("default", None)
+    _resolve_operators.cache_clear()
+    assert rl.simulate(2, lambda world: "default" in vars(operator)) == [True, True]

@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from rankloom.world.connect import GLOO, World, as_mesh
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
+RESOLVING = threading.Lock()
 GRACE = 1.0   # seconds that the others have to end once a rank has failed
 POLL = 0.05
 
@@ -32,6 +34,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
     backend:  "gloo", or "rankloom" for shared memory
     """
     job = _Simulation(ranks, body, timeout, topology, backend)
+    with RESOLVING:
+        _resolve_operators()
     threads_before = torch.get_num_threads()
     try:
         return job.run()
@@ -94,3 +98,17 @@ class _Simulation:
                 self.failed = self.failed or (rank, error)
             if joined := self.worlds[rank]:
                 joined.close()
+
+
+@cache
+def _resolve_operators() -> None:
+    """Make torch's Python object of every operator now, once in a process.
+
+    torch makes each when a dispatch mode (recompute, the first deterministic step) first sees the operator. Of two threads that do so
+    at once each makes one, one of these is freed, and torch may have kept that one: the process dies.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        operator, _, overload = operator.partition(".")
+        if namespace == "aten":
+            getattr(getattr(torch.ops.aten, operator, None), overload or "default", None)
