@@ -70,14 +70,15 @@ def _as_a_module() -> types.ModuleType:
 
 def _move_in_place() -> None:
     """`module.to` keeps tied parameters tied, as it does for CUDA; for other devices torch must be asked to."""
-    plain = torch.nn.Module.to
+    plain, lock = torch.nn.Module.to, threading.Lock()
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            return plain(self, *args, **kwargs)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
+        with lock:   # ranks are threads, and the flag is everybody's
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                return plain(self, *args, **kwargs)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
 
     torch.nn.Module.to = to   # type: ignore[assignment]
 

@@ -1,6 +1,6 @@
 """What travels between stages on different ranks: activations forth, gradients back.
 
-Schedule of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
+Plan of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
 a stage meets micro-batches of such shapes; afterwards both sides know them, and the receiver opens its next receives before
 it needs them, so that bytes arrive while it computes. Sends never wait; their memory is let go once a later message from
 the same neighbour proves that they have arrived.
@@ -191,13 +191,14 @@ def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]
 def in_order_of_sending(receives: Sequence[Action], schedule: Schedule) -> list[Action]:
     """The receives of one rank, each right after those of the same sender that set out before it."""
     place = {action: number for actions in schedule.ranks for number, action in enumerate(actions)}
+    sends = {receive: needs(receive, schedule)[0] for receive in receives}
     queues: dict[int, deque[Action]] = {}
-    for receive in sorted(receives, key=lambda receive: place[needs(receive, schedule)[0]]):
-        queues.setdefault(schedule.owner[needs(receive, schedule)[0].stage], deque()).append(receive)
+    for receive in sorted(receives, key=lambda receive: place[sends[receive]]):
+        queues.setdefault(schedule.owner[sends[receive].stage], deque()).append(receive)
     order: list[Action] = []
     for receive in receives:
-        queue = queues[schedule.owner[needs(receive, schedule)[0].stage]]
-        while receive in queue:
+        queue = queues[schedule.owner[sends[receive].stage]]
+        while queue and place[sends[queue[0]]] <= place[sends[receive]]:
             order.append(queue.popleft())
     return order
 
