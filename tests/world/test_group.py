@@ -344,6 +344,14 @@ def test_groups_are_made_once_and_know_their_ranks():
     assert results[3][2:] == ("Group('shard', rank 1 of 2)", 0)
 
 
+def test_a_group_of_the_backend_that_keeps_directions_apart_is_its_own_twin():
+    def body(world):
+        group = world.group("shard")
+        return world.twin() is world and group is not world and group.twin() is group
+
+    assert all(rl.simulate(rl.Mesh(replicate=2, shard=2), body, backend="rankloom"))
+
+
 @pytest.mark.parametrize("axis", ["shard", ""])
 def test_a_twin_is_another_connection_of_the_same_ranks_which_is_closed_with_the_world(axis):
     def body(world):

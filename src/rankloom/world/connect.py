@@ -156,6 +156,8 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     home = world()
     if home is None:
         raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
+    if home.backend == SHARED:   # it keeps the directions of messages apart itself (router.Nccl)
+        return home if ranks == home.ranks else home._groups[ranks]
     if ranks not in home._twins:
         home._twins[ranks] = home._connect(ranks, "twin", "twin")
     return home._twins[ranks]
