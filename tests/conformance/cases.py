@@ -276,6 +276,7 @@ class Held:
 
 def bits_of(x: Tensor) -> Tensor:
     """[elements, bytes of one]"""
+    x = x.view(torch.uint8) if x.element_size() == 1 else x   # torch cannot transpose float4
     return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).view(-1, x.element_size())
 
 

@@ -154,6 +154,11 @@ def test_every_collective_reads_and_writes_every_layout_and_can_be_waited_for_in
                              for k, (shape, dtype) in enumerate([((6, 4), torch.float32), ((65,), torch.bfloat16)])])
 
 
+def test_float4_lies_in_any_layout_though_torch_cannot_transpose_it(ranks):
+    run_and_check(ranks(3), [Case(name, torch.float4_e2m1fn_x2, "sum", (60, 61), "transposed", "transposed")
+                             for name, collective in COLLECTIVES.items() if not collective.reduces])
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_random_programs_give_every_rank_every_bit(ranks, size):
     @settings(max_examples=ranks.programs, deadline=None, suppress_health_check=list(HealthCheck))

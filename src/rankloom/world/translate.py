@@ -32,7 +32,7 @@ class TranslatedErrors:
         if "imeout" in text or "imed out" in text:
             who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
                 " RANKLOOM_DEBUG=1 says which rank was where.")
-            return CollectiveTimeout(f"{where} did not finish within {self._timeout:g} s: "
+            return CollectiveTimeout(f"{where} did not finish within its timeout of {self._timeout:g} s: "
                                      f"a rank is slow, stopped, or skipped this call.{who}")
         if "scalar type" in text or "complex" in text:
             return ShapeMismatch(f"{where}: the backend cannot carry this dtype ({text}); send x.view(torch.uint8), or convert it")

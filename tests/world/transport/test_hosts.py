@@ -386,8 +386,9 @@ def test_a_receive_that_is_only_looked_at_comes_too(full):
     assert all((x == k % 251).all() for k, x in enumerate(xs))
 
 
-def test_collectives_and_questions_pass_by_what_nobody_has_asked_for(full):
+def test_collectives_and_questions_pass_by_what_nobody_has_asked_for(full, monkeypatch):
     world, works, n = full
+    monkeypatch.setattr(wire, "PATIENCE", 20.0)   # it is asked whether an answer comes, not how soon
     assert world.groups[1].channel.link.status()[3] == ["S", "S"]
     sums = on_every_rank(world, lambda group, rank: [group.barrier().wait(), all_reduce(group, torch.ones(LARGE))][1])
     assert all((x == 2).all() for x in sums)

@@ -112,7 +112,7 @@ class Channel:
         if why == TIMED_OUT:
             late = blamed if peer is None or peer < 0 <= blamed else self._number_of(peer)
             missing = self._who_was_silent(late, states) if late >= self.size else self._who_is_missing(arrived, states, late, peer is None)
-            return CollectiveTimeout(f"{self.where(label)} did not finish within {timeout or self.timeout:g} s: {missing}")
+            return CollectiveTimeout(f"{self.where(label)} did not finish within its timeout of {timeout or self.timeout:g} s: {missing}")
         who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"
         if why == MISMATCHED:
             return CollectiveMismatch(f"{self.where(label)}: ranks made different calls.\n{table_of_calls(self.ranks, self.link.calls())}")

@@ -42,7 +42,12 @@ def dense(x: Tensor, label: str) -> Tensor:
         raise misplaced(x, label)
     if x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return x
-    return x.detach().resolve_conj().resolve_neg().contiguous()
+    return _copied_by(x.detach().resolve_conj().resolve_neg()).contiguous().view(x.dtype)
+
+
+def _copied_by(x: Tensor) -> Tensor:
+    """`x` in a dtype whose copies torch has for every layout: it cannot transpose float4."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def misplaced(x: Tensor, label: str) -> ShapeMismatch:
@@ -56,7 +61,7 @@ def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
     if flat is x:
         return x, None
     _refuse_shared_places(x, label)
-    return flat, lambda: x.detach().copy_(flat)
+    return flat, lambda: _copied_by(x.detach()).copy_(_copied_by(flat))
 
 
 def _refuse_shared_places(x: Tensor, label: str) -> None:
