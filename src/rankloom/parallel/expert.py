@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from rankloom.world.group import Group
 TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
 
 
-@runtime_checkable
 class SpreadableLayer(Protocol):
     """What a layer of experts must have to be spread: `MoE` of models/moe.py has it."""
 
@@ -73,7 +72,8 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
     """The layers of experts in a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, SpreadableLayer)}
+    parts = (*SpreadableLayer.__annotations__, "rebalance")   # isinstance, from Python 3.12 on, does not see what a module registers
+    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in parts)}
 
 
 @dataclass(frozen=True)
