@@ -438,7 +438,7 @@ def test_a_time_out_names_the_rank_and_the_label_and_the_way_to_know_more():
         else:
             world.all_reduce(torch.zeros(1), label="gradients of bucket 3")
 
-    with pytest.raises(rl.CollectiveTimeout, match=r"rank 0: gradients of bucket 3 .* within 0.4 s: .*RANKLOOM_DEBUG=1"):
+    with pytest.raises(rl.CollectiveTimeout, match=r"rank 0: gradients of bucket 3 .* within its timeout of 0.4 s: .*RANKLOOM_DEBUG=1"):
         rl.simulate(2, body, timeout=0.4)
 
 

@@ -112,7 +112,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             part = hidden[start:start + rows]
             loss, grad_logits = kernel(F.linear(part, weight), targets[start:start + rows])
-            total += loss
+            total = total + loss   # not in place: torch 2.11 compiles wrong gradients for an output that was changed
             grad_hidden[start:start + rows] = grad_logits @ weight
             if grad_logits.dtype == part.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.T, part)
