@@ -83,16 +83,16 @@ def scaled_product(a: Float8, b: Float8, out_dtype: torch.dtype, *, fast_accum: 
                             "keep this layer in bf16")
     left, right = _by_rows(a.data), _by_rows(b.data.t()).t()
     if not multiplies_float8(left.device):
-        return ((left.float() @ right.float()) * a.scale * b.scale).to(out_dtype)
+        return _in_dtype((left.float() @ right.float()) * a.scale * b.scale, out_dtype)
     if a.scale.numel() == b.scale.numel() == 1:
         wide = out_dtype if out_dtype == torch.bfloat16 else torch.float32
-        return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=wide, use_fast_accum=fast_accum).to(out_dtype)
+        return _in_dtype(torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=wide, use_fast_accum=fast_accum), out_dtype)
     if out_dtype == torch.bfloat16:
         rows, columns = a.scale.expand(m, 1).contiguous(), b.scale.expand(1, n).contiguous()
         return torch._scaled_mm(left, right, rows, columns, out_dtype=out_dtype, use_fast_accum=fast_accum)
     one = torch.ones(1, 1, device=left.device)   # kernels that scale rows write bf16 only, on some devices
     product = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast_accum)
-    return (product * a.scale * b.scale).to(out_dtype)
+    return _in_dtype(product * a.scale * b.scale, out_dtype)
 
 
 def multiplies_float8(device: torch.device) -> bool:
@@ -101,6 +101,12 @@ def multiplies_float8(device: torch.device) -> bool:
         return False
     has = torch.cuda.get_device_properties(device)
     return (has.major, has.minor) >= (8, 9)
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, but never that call where it returns `x` itself: torch 2.11 compiles gradients of zero for an autograd function
+    whose output came so."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _by_rows(data: Tensor) -> Tensor:
