@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rankloom.train.selective import is_kept
+from rankloom.train.selective import ATTENTION, is_kept
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = {"cpu": 16, "cuda": 200}   # of a desktop's core; of an A100, an H100 or an H200 in bf16
@@ -77,11 +77,12 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-    if packet is aten._grouped_mm:   # this and the next are not in torch's table
+    if packet is aten._grouped_mm:   # not in torch's table
         (rows, width), matrices = args[0].shape, args[1]
         return int(2 * rows * width * matrices.shape[-1])
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        packet = aten._scaled_dot_product_flash_attention
+    if packet in ATTENTION:          # torch 2.11 refuses keys of fewer heads
+        query, key, value = args[:3]
+        return int(2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
     return int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
 
 

@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
-KEPT = frozenset({   # dear to compute for their size
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm, aten._scaled_mm, aten.convolution,
+ATTENTION = frozenset({
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
 })
+KEPT = ATTENTION | {   # dear to compute for their size
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm, aten._scaled_mm, aten.convolution,
+}
 HEAD = 256   # the widest head whose scores are taken for scores
 
 
