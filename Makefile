@@ -17,7 +17,8 @@ train: $(READY)
 	$(BIN)/rankloom train train.toml
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	@# a worker that dies ends the run with what is known: pytest-xdist would put another in its place, and wait for ever
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 lint: $(READY)
 	$(BIN)/ruff check .
