@@ -4,6 +4,7 @@ import gc
 import signal
 
 import pytest
+import torch
 
 from rankloom.world.simulate import simulate
 
@@ -16,6 +17,8 @@ def pytest_configure():
     for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(each) is signal.SIG_IGN:
             signal.signal(each, handler)
+    if torch.version.cuda and not torch.cuda.is_available():   # torch would replace this guard under the threads that use it, and crash
+        torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 
 def pytest_collection_modifyitems(items):

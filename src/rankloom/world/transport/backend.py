@@ -17,6 +17,15 @@ def register() -> None:
     """Make the backend known to torch; a second time changes nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        _keep_the_recorder_out()
+
+
+def _keep_the_recorder_out() -> None:
+    """From 2.15 on torch hooks a recorder into every group it makes. It cannot into one that is written in Python, and would fail."""
+    attach = getattr(dist.distributed_c10d, "_maybe_attach_flight_recorder", None)
+    if attach:
+        is_ours = lambda group: isinstance(group, import_module("rankloom.world.transport.work").AsBackend)
+        dist.distributed_c10d._maybe_attach_flight_recorder = lambda group, *rest: None if is_ours(group) else attach(group, *rest)
 
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
