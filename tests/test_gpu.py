@@ -1,4 +1,5 @@
 """The same promises on a CUDA device. Run there with `pytest -m gpu`; without one they are not collected as passed, but skipped.
+Where packages of the command line are missing, add `--continue-on-collection-errors`: these tests need none of them.
 
 The second half has 2, 4 and 8 processes on one GPU. What their ranks run does not know the device, so that it can be tried on the CPU.
 """

@@ -170,7 +170,10 @@ def device_product(monkeypatch):
     monkeypatch.setattr(float8, "multiplies_float8", lambda device: True)
 
 
-@pytest.mark.parametrize("dims", [(None, None), (1, 0), (None, 0)])
+BY_ROWS = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's CPU kernel takes one scale only")
+
+
+@pytest.mark.parametrize("dims", [(None, None), pytest.param((1, 0), marks=BY_ROWS), pytest.param((None, 0), marks=BY_ROWS)])
 @pytest.mark.parametrize("shape", [(32, 64, 48), (5, 7, 16), (1, 16, 16)])
 def test_the_device_s_product_is_given_the_same_operands(device_product, dims, shape):
     m, k, n = shape

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -174,7 +175,9 @@ def test_the_oracle_agrees_with_gloo_where_gloo_knows_the_case(size):
     """gloo adds in another order: each of the size - 1 additions of numbers below 2 rounds by half an eps of their sum at most."""
     gloo, bound = Ranks(size, kernel=None), size * size * torch.finfo(torch.float32).eps
     close = lambda a, b: torch.allclose(a.flatten().double(), b.flatten().double(), rtol=0, atol=bound)
-    for name, collective in COLLECTIVES.items():
+    older = {"alltoall"} if torch.__version__ < (2, 13) else set()   # in these, torch has it for gloo in another form only
+    known = {name: each for name, each in COLLECTIVES.items() if hasattr(dist.ProcessGroup, name) and name not in older}
+    for name, collective in known.items():
         ops = ("sum", "product", "min", "max") if collective.reduces else ("sum",)
         run_and_check(gloo, [Case(name, torch.int32, op, (5, 3)) for op in ops])
         if collective.reduces:
