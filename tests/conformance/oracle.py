@@ -28,7 +28,8 @@ COMPLEX = (torch.complex64, torch.complex128)
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 REDUCED = (*FLOATS, *COMPLEX, *WHOLE, torch.bool)
 # Dtypes that nobody adds travel all the same: a collective that only moves must not look inside.
-MOVED = (*REDUCED, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+FLOAT4 = (torch.float4_e2m1fn_x2,) if torch.__version__ >= (2, 11) else ()   # older ones cannot copy it
+MOVED = (*REDUCED, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, *FLOAT4)
 BITWISE = ("band", "bor", "bxor")
 OPS = ("sum", "avg", "product", "min", "max", *BITWISE)
 

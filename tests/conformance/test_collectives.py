@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, same_numbers, values
-from conformance.oracle import MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
+from conformance.oracle import FLOAT4, MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
 from conformance.ranks import BACKENDS, Ranks, make_ranks, seconds
 
 SIZES = range(2, 9)
@@ -155,8 +155,9 @@ def test_every_collective_reads_and_writes_every_layout_and_can_be_waited_for_in
                              for k, (shape, dtype) in enumerate([((6, 4), torch.float32), ((65,), torch.bfloat16)])])
 
 
-def test_float4_lies_in_any_layout_though_torch_cannot_transpose_it(ranks):
-    run_and_check(ranks(3), [Case(name, torch.float4_e2m1fn_x2, "sum", (60, 61), "transposed", "transposed")
+@pytest.mark.parametrize("dtype", FLOAT4)
+def test_float4_lies_in_any_layout_though_torch_cannot_transpose_it(ranks, dtype):
+    run_and_check(ranks(3), [Case(name, dtype, "sum", (60, 61), "transposed", "transposed")
                              for name, collective in COLLECTIVES.items() if not collective.reduces])
 
 

@@ -125,7 +125,7 @@ def ranks(two_hosts: Any) -> Iterator[list[subprocess.Popen]]:
 
 def next_word(rank: subprocess.Popen) -> Any:
     """What it tells next."""
-    line = rank.stdout.readline()
+    line = next(line for line in iter(rank.stdout.readline, None) if not line.startswith("[Gloo]"))   # older torch prints such lines
     assert line, rank.communicate()[1]
     return json.loads(line)
 
