@@ -22,10 +22,11 @@ def register() -> None:
 
 def _keep_the_recorder_out() -> None:
     """From 2.15 on torch hooks a recorder into every group it makes. It cannot into one that is written in Python, and would fail."""
-    attach = getattr(dist.distributed_c10d, "_maybe_attach_flight_recorder", None)
+    torchs: Any = dist.distributed_c10d
+    attach = getattr(torchs, "_maybe_attach_flight_recorder", None)
     if attach:
         is_ours = lambda group: isinstance(group, import_module("rankloom.world.transport.work").AsBackend)
-        dist.distributed_c10d._maybe_attach_flight_recorder = lambda group, *rest: None if is_ours(group) else attach(group, *rest)
+        torchs._maybe_attach_flight_recorder = lambda group, *rest: None if is_ours(group) else attach(group, *rest)
 
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
