@@ -15,7 +15,7 @@ FREE = ("torch", "setuptools")   # torch names the setuptools it wants
 
 def environment(python: str, torch: str) -> Path:
     """Its folder. Made when it is not there, or was not finished."""
-    folder = PROJECT / "build" / f"{python}-torch{torch}"
+    folder = PROJECT / "build" / f"{Path(python).name}-torch{torch}"
     if (folder / ".ready").exists():
         return folder
     subprocess.run([python, "-m", "venv", folder], check=True)
