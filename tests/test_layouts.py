@@ -170,6 +170,17 @@ def test_strip_square_and_bars_show_what_the_rank_holds():
         assert (mine.left - whole.left) / whole.width == there.start / of and mine.width / whole.width == len(there) / of
 
 
+def test_bars_of_tokens_and_rows_fill_one_whole():
+    scene = scene_of(*SMALL, "--mesh.context", "2", "--mesh.shard", "2", "--train.seq_len", "64", "--train.global_batch_size", "8")
+    for kind, whole, step in (("tokens", 64, 1), ("rows", 8, 2)):   # ranks 0 and 1 have the tokens of a row, 0 and 2 all rows
+        filled = []
+        for part in (scene.ranks[0], scene.ranks[step]):
+            _, ghost, *mine = draw_bar(scene, part, kind, (0, 0))
+            place = lambda at, ghost=ghost, whole=whole: round((at - ghost.left) / ghost.width * whole)
+            filled += [at for bar in mine for at in range(place(bar.left), place(bar.left + bar.width))]
+        assert sorted(filled) == list(range(whole)), kind
+
+
 def test_boxes_stand_with_those_of_their_host_and_none_lies_on_another():
     scene = scene_of(*EIGHT, per_host=4)
     sheet = draw(scene)

@@ -14,6 +14,7 @@ from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, shar
 from rankloom.base.errors import UnitError
 from rankloom.base.events import StepDone
 from rankloom.parallel import gradients
+from rankloom.train.precision import Precision
 
 pytestmark = pytest.mark.gloo
 
@@ -458,6 +459,9 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"context": 2}, "no context parallelism 2"), ({"stage": 3, "ahead": 1.5}, "ahead=1.5 is of type float, expected a whole number"),
     ({"stage": 3, "reshard_after_forward": None}, "reshard_after_forward=None is no number"),
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
+    ({"pipe": "1f1b"}, "pipe= has no meaning on a mesh without pipe ranks"),
+    ({"precision": Precision("mine", torch.bfloat16, torch.float32, full=("nrom*",))}, "full pattern 'nrom\\*' fits no module"),
+    ({"precision": Precision("mine", torch.bfloat16, torch.float32, reduce=torch.bfloat16)}, "'mine' reduces in torch.bfloat16"),
 ])
 def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
     def body(world):
@@ -465,6 +469,18 @@ def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
             prepare(world, **asked)
 
     rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipe"])
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"deterministic": True}, "deterministic holds bits equal along the data axes only"),
+    ({"compress": "int8"}, "all_reduce and compress are for data parallel alone"), ({"all_reduce": "ring"}, "are for data parallel alone")])
+def test_what_only_the_data_axes_have_is_refused_on_a_mesh_with_others(axis, asked, says):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=says):
+            prepare(world, **asked)
+
+    rl.simulate(rl.Mesh(**{axis: 2}), body)
 
 
 @pytest.mark.parametrize("gives", [None, "1e-3", math.nan, -1e-3])

@@ -20,7 +20,7 @@ import numpy as np
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Timed
 from rankloom.base.topology import Link, Links, Topology
-from rankloom.comm.price import Price, Route, price, route
+from rankloom.comm.price import Route, price, route
 
 ADDED = ("adding", "gamma")
 NOTHING = 1e-12   # how much less a fit must miss, beside what there is to fit, to deserve one more constant
@@ -38,11 +38,6 @@ class Fitted:
     def error(self) -> float:
         """Their median."""
         return median(error for _, error in self.errors)
-
-
-def predicted(timed: Timed, topology: Topology, links: Links, *, wide: int = 1) -> Price:
-    """What a measured call should take."""
-    return price(route(timed.collective, timed.algorithm, timed.bytes, topology, wide=wide), links)
 
 
 def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> Fitted:

@@ -82,7 +82,10 @@ def test_scatters_take_one_tensor_and_a_list(world):
     assert largest == [[20.0 + to, 21.0 + to] for to in range(P)]
 
 
-@pytest.mark.parametrize("method", ["alltoall_base", "all_to_all_single"])
+ALL_TO_ALLS = [name for name in ("alltoall_base", "all_to_all_single") if hasattr(dist.ProcessGroup, name)]   # torch 2.11 has one
+
+
+@pytest.mark.parametrize("method", ALL_TO_ALLS)
 def test_all_to_all_takes_a_time_out_by_itself(world, method):
     dealt = outcome(world, method, lambda rank: torch.zeros(P), lambda rank: x_of(rank, P), same([]), same([]), same(seconds(9)))
     assert dealt == [[10.0 * frm + rank for frm in range(P)] for rank in range(P)]
