@@ -40,6 +40,8 @@ def test_chunks_give_the_sum_and_the_gradients_of_the_whole(rows, kernel):
     for ours, theirs in zip(gradients(chunked, hidden, weight, scale=0.37),
                             gradients(plain, hidden, weight, scale=0.37), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)    # fp64; sums in another order
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_cross_entropy(hidden, weight, targets, rows=rows, kernel=kernel), plain, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,11 +101,14 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("training", [True, False])
 def test_the_logits_never_exist_as_a_whole(training):
     hidden, weight, targets = problem(n=512, width=4, vocab=64)
-    with torch.set_grad_enabled(training), LargestTensor() as seen:
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x)
+    with torch.set_grad_enabled(training), keep, LargestTensor() as seen:
         total = chunked_cross_entropy(hidden, weight, targets, rows=32)
         if training:
             total.backward()
     assert seen.largest == 512 * 4 == 32 * 64        # hidden states, and one chunk of logits; whole: 32,768
+    assert sum(saved) == training * (512 * 4 + 64 * 4)   # for backward: their gradients only, of no chunk the logits
 
 
 def test_the_chunk_fits_its_budget_whatever_the_vocabulary():
