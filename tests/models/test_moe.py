@@ -151,6 +151,8 @@ def test_auxiliary_losses_are_sums_over_tokens_and_belong_to_training_only():
     wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.spread.square().sum() for choice in seen.values())
     torch.testing.assert_close(total - plain, wanted, rtol=1e-10, atol=0)   # a difference of larger numbers
     assert take_extra_loss(model) is None
+    model(tokens)   # logits only, and nobody takes the losses
+    assert model.eval()(tokens, targets=tokens)[0] == plain
 
 
 def test_a_block_that_is_recomputed_is_counted_once_and_its_losses_too():

@@ -148,6 +148,8 @@ class MoE(nn.Module):
         kept = part.own(within_capacity(row, self.config)) if self.config.capacity and self.training else None
         if self.training:
             self._account(choice, row, kept)
+        else:
+            self.extra = None   # what nobody took belongs to no later loss
         mixed = self._through_experts(x, choice, kept)
         return mixed if self.shared is None else mixed + self.shared(x)
 

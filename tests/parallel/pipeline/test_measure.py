@@ -1,5 +1,6 @@
 """Measured times and memory are those of the pieces, and a recorded step is one that ran."""
 
+import copy
 import time
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.models.config import GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
+from rankloom.models.moe import MoE
 from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.pipeline.actions import COMPUTES
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
@@ -58,6 +60,15 @@ def test_pieces_take_the_time_they_take_and_all_ranks_agree():
         assert piece.forward >= seconds and piece.input >= 2 * seconds
     assert first[1].forward > first[0].forward and first[1].seconds > first[2].seconds
     assert balance([piece.seconds for piece in first], 2) in ([1, 2], [2, 1])
+
+
+def test_modules_that_were_measured_have_counted_nothing():
+    norm, layer = nn.BatchNorm1d(4), MoE(MoEConfig(experts=2, ffn=3), 4)
+    before = copy.deepcopy(norm.state_dict())
+    pieces = [({"norm": norm}, norm), ({"layer": layer}, lambda x: layer(x[None]))]
+    rl.simulate(1, lambda world: measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world))
+    assert layer.routed is None and layer.extra is None
+    torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

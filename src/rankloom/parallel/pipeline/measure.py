@@ -5,7 +5,8 @@ a `Timeline` like a simulated one, so that the same numbers and drawings show wh
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -42,16 +43,11 @@ class Measured(NamedTuple):
 def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[Measured]:
     """Run one piece after the other on every rank: the median over turns and ranks, the same everywhere, so that all cut alike.
 
-    microbatch: one as in training; the loss counts as part of the last piece. Gradients are afterwards as they were before.
+    microbatch: one as in training; the loss counts as part of the last piece. Modules are afterwards as they were before.
     """
     stages = [Stage([piece]) for piece in pieces]
-    params = [param for stage in stages for param in stage.parameters()]
-    kept = [param.grad for param in params]
-    for param in params:
-        param.grad = None   # else it would be added to
-    turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(1 + TURNS)][1:]   # the first one warms up
-    for param, grad in zip(params, kept):
-        param.grad = grad
+    with _on_trial(nn.ModuleList(stages)):
+        turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(1 + TURNS)][1:]   # the first one warms up
     everyone = group.all_gather_object(_medians(turns), label="measured pieces")
     return [Measured(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
 
@@ -108,6 +104,25 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
 def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """Of each number of each piece, over turns or ranks."""
     return [[median(numbers) for numbers in zip(*rows)] for rows in zip(*tables)]
+
+
+@contextmanager
+def _on_trial(whole: nn.Module) -> Iterator[None]:
+    """What runs in here leaves no trace: gradients, buffers, and what modules note in attributes (a router counts tokens)."""
+    grads = [(param, param.grad) for param in whole.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
+    noted = [(vars(module), dict(vars(module))) for module in whole.modules()]
+    for param, _ in grads:
+        param.grad = None   # else it would be added to
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for attributes, earlier in noted:
+            attributes.update(earlier)
 
 
 def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, device: torch.device) -> list[list[float]]:
