@@ -140,7 +140,7 @@ def test_an_error_without_a_text_is_named_without_a_colon():
 
 
 def test_the_box_of_a_crash_names_the_signal_and_what_a_neighbour_saw():
-    endings = [raised(0, "RankLost", 2.0, "rank 0: lost rank 1"), Ending(1, -signal.SIGSEGV, 1.0)]
+    endings = [raised(0, "RankLost", 2.0, "rank 0: lost rank 1"), Ending(1, -signal.SIGSEGV, 1.0), Ending(2, 0, 0.5)]
     text = render(endings, endings[1])
     assert "SIGSEGV. It crashed in compiled code." in text and "RankLost: rank 0: lost rank 1" in text
     assert "signal 63" in render([Ending(0, -63, 1.0)], Ending(0, -63, 1.0)), "one without a name"

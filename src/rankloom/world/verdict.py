@@ -60,9 +60,9 @@ def pick_cause(endings: Sequence[Ending]) -> Ending:
     A real failure comes before all else, by time. Without one: when ranks lost a connection, the rank that left as if all
     were done; else the rank that does not answer.
     """
-    collateral = [ending for ending in endings if ending.part == "collateral" and ending.failure]
+    collateral = [ending for ending in endings if ending.part == "collateral"]
     first = min(collateral, key=lambda ending: ending.time, default=None)
-    lost = first is not None and first.failure is not None and first.failure.type != "CollectiveTimeout"
+    lost = first and first.failure and first.failure.type != "CollectiveTimeout"
     silent = ["left", "hung"] if lost else ["hung", "left"]
     order = ["cause", *silent, "collateral", "stopped"]
     return min(endings, key=lambda ending: (order.index(ending.part), ending.time, ending.rank))
@@ -76,10 +76,10 @@ def explain(endings: Sequence[Ending], width: int = 100) -> RankloomError:
     """
     cause = pick_cause(endings)
     failure = cause.failure
-    others = [e.failure for e in endings if e is not cause and e.part in ("cause", "collateral", "hung")]
+    told = [e.failure for e in endings if e.part in ("cause", "collateral", "hung")]
     kind = getattr(errors, failure.type, None) if failure else None
     if failure and isinstance(kind, type) and issubclass(kind, RankloomError) and issubclass(kind, ValueError) \
-            and all(other is not None and other.same_as(failure) for other in others):
+            and all(other is not None and other.same_as(failure) for other in told):
         return kind(failure.message)
     headline = f"rank {cause.rank} of {len(endings)} failed first"
     return RankFailed(f"{headline}\n{render(endings, cause, width)}", rank=cause.rank)
@@ -142,7 +142,7 @@ def _last_words(log: str) -> str:
 
 def _waited(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
     """What the first rank that missed this one said of it, where it said nothing itself."""
-    missed = [e for e in endings if e.part == "collateral" and e is not cause]
+    missed = [e for e in endings if e.part == "collateral"]
     if cause.failure or not missed:
         return []
     first = min(missed, key=lambda ending: ending.time)
