@@ -196,13 +196,15 @@ def test_a_tensor_with_gaps_is_refused_by_name(name):
     assert rl.simulate(2, body) == [0, 0]
 
 
-def test_send_and_receive_refuse_tensors_with_gaps_and_ranks_that_do_not_exist():
+def test_send_and_receive_refuse_tensors_with_gaps_and_ranks_and_tags_that_cannot_be():
     def body(world):
         for call in (world.send, world.recv):
             with pytest.raises(rl.NotContiguous):
                 call(torch.zeros(2, 4).t(), 0)
             with pytest.raises(rl.ConfigError, match="no rank 2 in a group of 2"):
                 call(torch.zeros(2), 2)
+            with pytest.raises(rl.ConfigError, match="the tag is -1"):   # gloo says something else, which passed for a lost rank
+                call(torch.zeros(2), 0, tag=-1)
         with pytest.raises(rl.ConfigError, match="no rank -1"):
             world.broadcast(torch.zeros(2), root=-1)
 

@@ -29,7 +29,7 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS
+from rankloom.world.transport.operands import OPS, expect_tag
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import Router
 
@@ -255,7 +255,7 @@ class Group:
         """Send `x` to rank `to` of this group."""
         if self._at_once and not async_op and self._at_once.send(x, to, tag, label):
             return x
-        peer = self._peer(to)
+        peer = self._peer(to, tag)
         self._require_contiguous(x, label or "send")
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
@@ -265,7 +265,7 @@ class Group:
         """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
         if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
             return into
-        peer = self._peer(frm)
+        peer = self._peer(frm, tag)
         self._require_contiguous(into, label or "recv")
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
@@ -378,7 +378,8 @@ class Group:
             raise RankLost(f"{self.where(label)}: this group is closed, or has one rank only")
         return self._process_group
 
-    def _peer(self, rank: int) -> int:
+    def _peer(self, rank: int, tag: int = 0) -> int:
+        expect_tag(tag, self.where("peer"))
         if not 0 <= rank < self.size:
             raise ConfigError(f"{self.where('peer')}: there is no rank {rank} in a group of {self.size}")
         return rank

@@ -65,6 +65,9 @@ def test_what_the_kernel_has_no_number_type_for_takes_the_long_way():
     (NotContiguous, "strides \\(2,\\)", lambda world, x: world.recv(x[::2], 1)),
     (NotContiguous, "strides \\(2,\\)", lambda world, x: world.exchange(x, 1, torch.zeros(12)[::2], 1)),
     (ConfigError, "no rank 3", lambda world, x: world.send(x, 3)), (ConfigError, "no rank -1", lambda world, x: world.recv(x, -1)),
+    (ConfigError, "tag is -1", lambda world, x: world.send(x, 1, tag=-1)),
+    (ConfigError, "tag is -1", lambda world, x: world.recv(x, 1, tag=-1)),
+    (ConfigError, "tag is -1", lambda world, x: world.exchange(x, 1, torch.zeros(6), 1, tag=-1)),
     (ConfigError, "no rank 7", lambda world, x: world.exchange(x, 7, torch.zeros(6), 1)),
     (ConfigError, "no rank -2", lambda world, x: world.exchange(x, 1, torch.zeros(6), -2))])
 def test_what_cannot_be_right_is_refused_as_on_the_long_way_and_costs_nothing(error, text, call):

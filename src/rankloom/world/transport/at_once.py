@@ -83,7 +83,7 @@ class AtOnce:
 
     def send(self, x: Tensor, to: int, tag: int, label: str) -> bool:
         """Send a tensor to a rank of the group."""
-        if not (0 <= to < self._size and x.is_cpu and x.is_contiguous()):
+        if not (0 <= to < self._size and tag >= 0 and x.is_cpu and x.is_contiguous()):
             return False
         nbytes = x.nbytes
         if (sender := self._message(1, x.data_ptr(), nbytes, to, tag, self._channel.timeout)) < 0:
@@ -93,7 +93,7 @@ class AtOnce:
 
     def recv(self, into: Tensor, frm: int, tag: int, label: str) -> bool:
         """Receive a tensor from a rank of the group."""
-        if not (0 <= frm < self._size and into.is_cpu and into.is_contiguous()):
+        if not (0 <= frm < self._size and tag >= 0 and into.is_cpu and into.is_contiguous()):
             return False
         if (sender := self._message(0, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peer=frm)
@@ -101,7 +101,7 @@ class AtOnce:
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
         """Send one tensor while receiving another; no order of ranks can deadlock."""
-        known = 0 <= to < self._size and 0 <= frm < self._size
+        known = 0 <= to < self._size and 0 <= frm < self._size and tag >= 0
         if not (known and out.is_cpu and out.is_contiguous() and into.is_cpu and into.is_contiguous()):
             return False
         nbytes = out.nbytes
