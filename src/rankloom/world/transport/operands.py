@@ -77,11 +77,11 @@ def _refuse_shared_places(x: Tensor, label: str) -> None:
 def untouched(given: Tensor, target: Tensor, rank: int = -1) -> Tensor:
     """`given`, or a copy of it where writing `target` would change it before it is read.
 
-    rank: this rank, when the smaller may lie as the rank-th share of the larger, which is what NCCL calls in place
+    rank: this rank, when the smaller may lie as the rank-th share of the larger, which is what NCCL calls in place; -1: before it
     """
     small, large = (given, target) if given.nbytes <= target.nbytes else (target, given)
     behind = small.data_ptr() - large.data_ptr()
-    if behind >= large.nbytes or -behind >= small.nbytes or (rank >= 0 and behind == rank * small.nbytes):
+    if behind >= large.nbytes or -behind >= small.nbytes or behind == rank * small.nbytes:
         return given
     return given.detach().clone()
 
@@ -146,18 +146,15 @@ def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Seque
     return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
 
 
-def cut_rows(x: Tensor, rows: Sequence[int], label: str) -> tuple[list[int], list[int]]:
-    """Where the shares of `rows` rows each begin in `x`, and how long they are, in bytes."""
-    if x.dim() == 0 or sum(rows) != x.shape[0] or min(rows, default=0) < 0:
-        raise ShapeMismatch(f"{label}: splits {list(rows)} do not add up to the {x.shape[0] if x.dim() else 0} rows of the tensor")
-    row = x.nbytes // max(x.shape[0], 1)
+def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[list[int], list[int]]:
+    """Where the shares of `rows` rows each begin in `x`, and how long they are, in bytes; for no `rows`, shares are equal."""
+    there = x.shape[0] if x.dim() else 0
+    rows = rows or [there // parts] * parts
+    if x.dim() == 0 or len(rows) != parts or sum(rows) != there or min(rows) < 0:
+        raise ShapeMismatch(f"{label}: splits {list(rows)} do not give the {there} rows of the tensor to {parts} ranks")
+    row = x.nbytes // max(there, 1)
     lengths = [count * row for count in rows]
     return [0, *accumulate(lengths)][:-1], lengths
-
-
-def even_rows(x: Tensor, parts: int) -> list[int]:
-    """How many rows each of equal shares has, where they are equal."""
-    return [x.shape[0] // parts] * parts if x.dim() else []
 
 
 # ------------------------------------------------------------------ what can be seen to be wrong on one rank

@@ -271,8 +271,8 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
             operands.expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
             lengths: Lengths = given.nbytes // self.size()
         else:
-            lengths = operands.lengths_table(*operands.cut_rows(given, input_splits or operands.even_rows(given, self.size()), where),
-                             *operands.cut_rows(target, output_splits or operands.even_rows(target, self.size()), where))
+            lengths = operands.lengths_table(*operands.cut_rows(given, input_splits, self.size(), where),
+                                             *operands.cut_rows(target, output_splits, self.size(), where))
         return self._start((ALL_TO_ALL, number_of(input), SUM, 0, given.data_ptr(), target.data_ptr(), lengths), opts, [output],
                            [given, target], back)
 
