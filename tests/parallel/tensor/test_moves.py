@@ -35,6 +35,11 @@ def spread(whole: torch.Tensor, layout, rank: int, ranks: int) -> torch.Tensor:
     return whole.clone()
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, lying in memory the other way round."""
+    return x.mT.contiguous().mT
+
+
 def collect(parts: list[torch.Tensor], layout) -> torch.Tensor:
     """The whole that the parts of all ranks stand for."""
     if layout == OWED:
@@ -58,12 +63,12 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
 
     for ranks in RANKS:
         def body(world, ranks=ranks):
-            x = spread(value, src, world.rank, ranks).requires_grad_()
+            x = transposed(spread(value, src, world.rank, ranks)).requires_grad_()
             y = redistribute(x, src, dst, world, label="move")
             if dst == APART and src not in (WHOLE, OWED):   # what split layers do to what they read
                 claim(y, world, "reader")
             forward = (world.ledger.messages, world.ledger.bytes)
-            y.backward(spread(slope, dst.gradient() if ranks > 1 else WHOLE, world.rank, ranks))
+            y.backward(transposed(spread(slope, dst.gradient() if ranks > 1 else WHOLE, world.rank, ranks)))
             there = collective(src, dst, AXIS).bill(x.nbytes, ranks)
             back = conjugate(src, dst, AXIS).bill(y.nbytes, ranks)
             assert forward == (there.messages, there.sent)
@@ -78,8 +83,8 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
 @pytest.mark.parametrize("dst", [BY_TOKENS, BY_WIDTH])
 def test_what_cannot_be_split_is_refused_by_all_ranks_with_the_reason(dst):
     x = torch.zeros(2, 7, 9)
-    length, dim = (7, "tokens") if dst is BY_TOKENS else (9, "width")
-    for src in (WHOLE, OWED):
+    length, dim, other = (7, "tokens", BY_WIDTH) if dst is BY_TOKENS else (9, "width", BY_TOKENS)
+    for src in (WHOLE, OWED, other):
         with pytest.raises(ShapeMismatch, match=rf"the {length} {dim} of .* cannot be split over 4 ranks; pad to"):
             rl.simulate(4, lambda world, src=src: redistribute(x, src, dst, world, label="move"))
 
