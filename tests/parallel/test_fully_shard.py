@@ -464,6 +464,17 @@ class Compiled(Net):
             block.compile(backend="eager")
 
 
+def test_gradients_may_be_forgotten_one_by_one():
+    def loop(model, optimizer, x):
+        for _ in range(3):
+            for name, param in model.named_parameters():
+                param.grad = None if "blocks.1" in name else param.grad
+            mean_square(model, x).backward()
+            optimizer.step()
+
+    expect_as_plain(loop, Sometimes, ranks=[(1, "gloo"), (4, "gloo")], units=Net)
+
+
 def test_blocks_that_the_user_has_compiled_equal_plain_torch():
     expect_as_plain(plainly, Compiled, ranks=[(2, "gloo")])
 

@@ -106,6 +106,34 @@ def test_a_step_may_bring_one_row_to_some_ranks_and_two_to_others():
     expect_as_plain(make_blocky, loss_of, few, ranks=(3,), stages=(1, 3))
 
 
+class Scaled(nn.Module):
+    """So short a vector that one rank owns all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x, picked):
+        return x + picked * x * self.scale if picked.any() else x
+
+
+class Picky(nn.Module):
+    """Scales rows that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled = nn.Linear(WIDTH, WIDTH), Scaled()
+
+    def forward(self, x):
+        return self.scaled(self.first(x), x[:, :1] > 0)
+
+
+def test_a_parameter_may_be_used_in_one_micro_batch_of_a_rank_that_owns_nothing_of_it():
+    rows = ROWS[:4].abs() * torch.tensor([[-1.0], [-1], [1], [-1]])
+    expect_as_plain(lambda: drawn(Picky()), squares, [rows, rows * 2], ranks=(2,), backends=("gloo",), stages=(2, 3), units=Scaled,
+                    accumulate=2)
+
+
 class Numbers(nn.Module):
     """Parameters and buffers that are no floats: whole, truth and complex numbers, of these trained ones too."""
 

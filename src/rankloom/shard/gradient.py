@@ -98,8 +98,8 @@ class Gradient:
         self._arriving: Window | None = None   # what other ranks send of this rank's slice
         self.landed: set[str] = set()     # since the last reduction
         self.used: set[str] = set()       # since the gradients were last forgotten
+        self._agreed = False              # `used` is what the ranks have agreed on, and not this rank's own
         self.slice: Tensor | None = None
-        self._received: Tensor | None = None   # where the reduced slice is being written
         self._pending: list[Handle] = []
 
     @property
@@ -110,7 +110,7 @@ class Gradient:
     @property
     def flying(self) -> bool:
         """Whether its reduction is on its way."""
-        return self._received is not None
+        return bool(self._pending)
 
     @torch.no_grad()
     def land(self, name: str, param: nn.Parameter) -> None:
@@ -136,13 +136,13 @@ class Gradient:
 
         sent: n(p-1)/p elements over the shard axis
         """
-        if all(owner.grad is None for owner in self.unit.owners.values()):
-            self.used.clear()
+        if self._agreed:   # since then some gradients may have been forgotten; a rank that has a piece of one can tell
+            self.used = {name for name in self.used if self.unit.owners[name].grad is not None}
+            self._agreed = False
         self._stand_in()
         assert self.whole is not None, "a unit without parameters"
-        self._received = self._place()
-        room = self._room_for_arrivals()
-        self._pending = [self.unit.group.reduce_scatter(self.whole, out=self._received, scratch=room.tensor if room else None,
+        place, room = self._place(), self._room_for_arrivals()
+        self._pending = [self.unit.group.reduce_scatter(self.whole, out=place, scratch=room.tensor if room else None,
                                                         label=self._label, async_op=True)]
         self.lenders.depart(self)
 
@@ -165,7 +165,7 @@ class Gradient:
             received.mul_(self.scale)
         self._hand_over(received)
         self._let_go()
-        self._pending, self._received = [], None
+        self._pending = []
 
     def abandon(self) -> None:
         """After a backward that died, or before a new step: forget everything."""
@@ -179,7 +179,7 @@ class Gradient:
 
     def keep_used(self, used: Iterable[str]) -> None:
         """Only parameters that some rank used keep a gradient: an optimizer skips the others, as in one process."""
-        self.used = self.unit.owners.keys() & set(used)
+        self.used, self._agreed = self.unit.owners.keys() & set(used), True
         for name in self.unit.owners.keys() - self.used:
             self.unit.owners[name].grad = None
 
