@@ -202,6 +202,25 @@ def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
     assert raised(world, all_reduce)[0] == [None] * 3, "the group is whole"
 
 
+def test_tensors_of_one_call_that_differ_in_size_or_type_are_refused(ranks):
+    """The kernel is told one size and one type: it would read what is not there, or take some numbers for others."""
+    one, three, whole, deal = torch.ones(1), torch.ones(3), torch.ones(3).int(), options(c10d.AllToAllOptions)
+    ones, wholes = [one] * 3, [one.int()] * 3
+    wrong = [
+        lambda group: group._reduce_scatter_base(one, torch.ones(2), options(dist.ReduceScatterOptions)),
+        lambda group: group._reduce_scatter_base(one, whole, options(dist.ReduceScatterOptions)),
+        lambda group: group.allgather([wholes], [one], options(c10d.AllgatherOptions)),
+        lambda group: group.scatter([one], [wholes], options(dist.ScatterOptions)),
+        lambda group: group.scatter([one], [ones[:2]], options(dist.ScatterOptions, root=group.rank())),
+        lambda group: group.alltoall_base(three, whole, [], [], deal),
+        lambda group: group.alltoall_base(three, torch.ones(6), [], [], deal),
+        lambda group: group.alltoall(ones, [*ones[:2], one.int()], deal), lambda group: group.alltoall([*ones[:2], one.int()], ones, deal),
+        lambda group: group.alltoall(ones[:2], ones, deal), lambda group: group.alltoall(ones, ones[:2], deal)]
+    world = ranks(3)
+    for at, call in enumerate(wrong):
+        assert [type(error) for error in raised(world, call)[0]] == [ShapeMismatch] * 3, at
+
+
 # ---------------------------------------------------------------- memory that is read and written at once
 
 
