@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 
 from rankloom.base.errors import ConfigError, DataError, MeshError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
+from rankloom.base.mesh import Mesh
 from rankloom.data.loader import TokenSamples
 from rankloom.models.loss import language_model_loss
 from rankloom.train import finish, loop
 from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
+from rankloom.train.stop import StopSignal
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
 from rankloom.world.simulate import simulate
@@ -285,3 +288,28 @@ def test_a_signal_cuts_an_evaluation_short_and_its_loss_is_not_told(table, monke
     summary = loop.train(table(train={"eval_every": 2, "global_batch_size": 2}), init(device="cpu"), events.append)
     assert (summary.stopped_by, summary.validation_loss, len(sent)) == (signal.SIGINT, None, 1)
     assert not any(isinstance(event, Evaluated) for event in events)
+
+
+@pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
+def test_ranks_that_share_their_rows_end_an_evaluation_with_the_same_batch_whichever_was_signalled(table, axis, monkeypatch):
+    real, here = loop.evaluation_batches, threading.local()
+
+    def batches(*args, **options):
+        for batch in real(*args, **options):
+            yield batch
+            here.stop.number = here.signal
+
+    def stop_signal():
+        here.stop = StopSignal()
+        return here.stop
+
+    def body(world):
+        here.signal = signal.SIGINT if world.rank == 1 else 0
+        summary = loop.train(config, world, list().append)
+        return summary.stopped_by, summary.validation_loss
+
+    monkeypatch.setattr(loop, "evaluation_batches", batches)
+    monkeypatch.setattr(loop, "StopSignal", stop_signal)
+    config = table(mesh={axis: 2}, model={"layers": 2}, schedule={"warmup_steps": 0},
+                   train={"steps": 1, "global_batch_size": 2, "deterministic": False})
+    assert simulate(Mesh(**{axis: 2}), body, timeout=20) == [(signal.SIGINT, None)] * 2

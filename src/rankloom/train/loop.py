@@ -22,9 +22,10 @@ from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
 from rankloom.train.run_folder import Journal
 from rankloom.train.schema import Config
-from rankloom.train.split import is_split
+from rankloom.train.split import SHARING_AXES, is_split
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.connect import World
+from rankloom.world.group import Group
 
 
 def train(config: Config, world: World, sink: Sink) -> Summary:
@@ -111,17 +112,24 @@ class Stepper:
             job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=rows.rank, ranks=rows.size, device=world.device,
         )
         result = self.engine.evaluate(self._until_signal(batches))
-        cut = world.all_reduce(torch.tensor([float(self.stop.number)], device=world.device), op="max", label="cut short?")
-        self.signal = int(cut.item())
+        self.signal = self._signal_of(world)
         if not self.signal:
             self.validation = result.loss
             job.sink(Evaluated(world.rank, self.engine.steps_done, result.loss, result.count))
 
     def _until_signal(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        sharing = self.job.world.group(*SHARING_AXES)   # whose forwards are one: they end with the same batch
         for batch in batches:
             yield batch   # at least one, so that there is something to divide by
-            if self.stop.number:
+            if self._signal_of(sharing):
                 return
+
+    def _signal_of(self, group: Group) -> int:
+        """The signal that any rank of the group has had, or 0. A collective."""
+        if group.size == 1:
+            return self.stop.number
+        here = torch.tensor([float(self.stop.number)], device=group.device)
+        return int(group.all_reduce(here, op="max", label="cut short?").item())
 
 
 def evaluation_rows(job: Job) -> int:

@@ -19,6 +19,7 @@ from rankloom.world.connect import World
 
 DATA_AXES = ("replicate", "shard")
 ROW_AXES = ("replicate", "shard", "expert")
+SHARING_AXES = ("pipe", "context", "tensor")        # along which ranks share their rows
 PART_AXES = ("pipe", "shard", "tensor", "expert")   # along which ranks hold different elements
 
 
