@@ -196,6 +196,10 @@ def test_a_router_computes_in_32_bits_whatever_the_layer_does():
     wanted = draw(1, 6, 5).to(torch.bfloat16).double() @ layer.router.weight.double().T
     torch.testing.assert_close(choice.scores.double(), wanted.softmax(-1), rtol=1e-5, atol=0)   # fp32
     assert layer(draw(1, 6, 5).to(torch.bfloat16)).dtype == torch.bfloat16
+    layer, x = layer.float(), draw(1, 6, 5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        choice = layer.router(x)
+    torch.testing.assert_close(choice, layer.router(x), rtol=0, atol=0)
 
 
 def test_frozen_experts_stay_frozen_where_only_some_are_kept():

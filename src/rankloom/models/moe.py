@@ -110,7 +110,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Choice:
         """x: [B, T, W]. Weights of several experts add up to 1; that of an only one is its score, or the router could not learn."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        with torch.autocast(x.device.type, enabled=False):   # it would round them again
+            logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)
         chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         weights = scores.gather(-1, chosen)
