@@ -94,11 +94,15 @@ def test_a_stop_token_ends_a_row_and_all_ended_ends_the_text(model):
     assert alone.shape[1] == first + 1
 
 
-def test_generation_ignores_dropout_and_gives_the_mode_back():
+def test_generation_ignores_dropout_and_gives_every_module_its_mode_back_also_after_an_error():
     model = GPT(GPTConfig(vocab_size=37, seq_len=16, width=16, layers=1, heads=4, kv_heads=2, ffn=24, dropout=0.5))
     one, two = (generate(model, prompt(), max_new_tokens=6, temperature=0) for _ in range(2))
     assert torch.equal(one, two)
-    assert model.training
+    model.blocks.eval()   # frozen by the user
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, prompt(), max_new_tokens=6)
+    assert model.training and model.embedding_dropout.training and not any(module.training for module in model.blocks.modules())
 
 
 @pytest.mark.parametrize(("wrong", "error", "message"), [

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.modes import evaluating
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
 
@@ -21,24 +22,22 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
     """
     _check(model, prompt_tokens, temperature, top_k)
-    was_training = model.training
-    model.eval()
     rows = len(prompt_tokens)
     generators = [stream(seed, "generate", row) for row in range(rows)]
     ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
     text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
-    for _ in range(max_new_tokens):
-        if caches[0].length + unread.shape[1] > model.config.seq_len:
-            unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
-        logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
-        unread = choose(logits, temperature, top_k, generators)[:, None]
-        if stop is not None:
-            unread = unread.masked_fill(ended[:, None], stop)
-            ended |= unread[:, 0] == stop
-        text = torch.cat((text, unread), dim=1)
-        if stop is not None and bool(ended.all()):
-            break
-    model.train(was_training)
+    with evaluating(model):
+        for _ in range(max_new_tokens):
+            if caches[0].length + unread.shape[1] > model.config.seq_len:
+                unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
+            logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
+            unread = choose(logits, temperature, top_k, generators)[:, None]
+            if stop is not None:
+                unread = unread.masked_fill(ended[:, None], stop)
+                ended |= unread[:, 0] == stop
+            text = torch.cat((text, unread), dim=1)
+            if stop is not None and bool(ended.all()):
+                break
     return text
 
 

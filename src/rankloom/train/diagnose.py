@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError, LossError, NonFinite
+from rankloom.base.modes import evaluating
 from rankloom.train.batches import cut, rows_of
 from rankloom.train.compiled import is_compiled
-from rankloom.train.modes import evaluating
 from rankloom.world.group import Group
 
 MEAN_IF_WITHIN = 0.5    # of 2: the halves of a batch have means of their own

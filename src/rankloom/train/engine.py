@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError, ModelMismatch
 from rankloom.base.events import Load, Sink, StepDone
+from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
@@ -37,7 +38,6 @@ from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_fini
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
-from rankloom.train.modes import evaluating
 from rankloom.train.placement import Optimizer, Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.modes import evaluating
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import tensors_in
-from rankloom.train.modes import evaluating
 
 Inputs = Callable[[], Any]
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
+from rankloom.base.modes import evaluating
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
@@ -37,7 +38,6 @@ from rankloom.shard.optimizer_state import Entry
 from rankloom.train.batches import cut
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
-from rankloom.train.modes import evaluating
 from rankloom.train.pipe import ChosenPipe
 from rankloom.train.precision import UNMEASURED, cast_inputs
 from rankloom.train.sharded import ShardedParts
