@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -169,6 +169,35 @@ def test_random_programs_give_every_rank_every_bit(ranks, size):
         run_and_check(ranks(size), cases)
 
     run()
+
+
+class Told:
+    """A link that notes which of its two ways a collective takes, and with which time-out."""
+
+    def __init__(self, link: Any):
+        self._link, self.calls = link, set[tuple[str, float]]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("run", "submit"):
+            return lambda *call: self.calls.add((name, call[-1])) or getattr(self._link, name)(*call)
+        return getattr(self._link, name)
+
+
+def test_every_collective_takes_from_its_options_whether_it_waits_and_for_how_long(monkeypatch):
+    world = Ranks(1)
+    told = world.groups[0].channel.link = Told(world.groups[0].channel.link)
+    for name, collective in [*COLLECTIVES.items()]:
+        def patient(make: Callable = collective.options) -> Any:
+            options = make()
+            options.timeout = seconds(7)
+            return options
+
+        monkeypatch.setitem(COLLECTIVES, name, replace(collective, options=patient))
+        for how, way in (("at once", "run"), ("wait", "submit")):
+            told.calls.clear()
+            run_and_check(world, [Case(name, how=how)])
+            assert told.calls == {(way, 7.0)}, name
+    world.close()
 
 
 @pytest.mark.parametrize("size", [2, 3])
