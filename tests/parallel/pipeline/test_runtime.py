@@ -357,6 +357,7 @@ def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():
             stage.zero_grad()
         totals = pipeline.evaluate(batches)
         assert all(p.grad is None for stage in held.values() for p in stage.parameters())
+        assert not pipeline._live, "nothing is kept for a backward"
         return totals
 
     expected, _ = one_process(gpt_pieces(make_gpt()), gpt_loss, batches)
@@ -478,6 +479,7 @@ def small(world, schedule, microbatches=2, module=None, loss=lambda y, _: (y.sum
     ({"microbatches": 3}, BatchError, "rank 0: step in group 'world': 3 micro-batches for a schedule of 2; make one"),
     ({"loss": lambda y, _: y.mean()}, LossError, r"F0@0 in group 'world': the loss function returned .*expected \(sum, count\)"),
     ({"loss": lambda y, _: (y, 1)}, LossError, r"expected \(sum, count\)"),
+    ({"loss": lambda y, _: (y.sum(), 1, y)}, LossError, r"expected \(sum, count\)"),
     ({"batches": [("text", None)] * 2}, ConfigError, "a micro-batch gives str; stages take and return tensors, one or several"),
 ])
 def test_a_mistake_is_refused_with_what_was_expected(options, error, message):

@@ -237,8 +237,8 @@ def _leaf(y: Tensor) -> Tensor:
     return y.detach().requires_grad_(y.requires_grad)
 
 
-def _trained(values: Sequence[Tensor | None]) -> bool:
-    return any(value is not None and value.requires_grad for value in values)
+def _trained(values: Sequence[Tensor]) -> bool:
+    return any(value.requires_grad for value in values)
 
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:
