@@ -516,12 +516,15 @@ def test_the_gradient_norm_and_clipping_are_those_of_plain_torch(order):
         found = model.clip_grad_norm_(0.1, norm_type=order)
         with pytest.raises(ConfigError, match=r"norm_type=0\): expected a number above 0"):
             model.clip_grad_norm_(0.1, norm_type=0)
-        return found, model.clip_grad_norm_(1.0, order)
+        after = model.clip_grad_norm_(1.0, order)
+        next(p.grad for p in model.parameters() if p.grad is not None).mul_(math.nan if world.rank == world.size - 1 else 1.0)
+        return found, after, model.clip_grad_norm_(1.0, order)
 
     for size, backend in RANKS:
-        for before, after in rl.simulate(size, body, backend=backend):
+        for before, after, spoiled in rl.simulate(size, body, backend=backend):
             torch.testing.assert_close(before, norm, rtol=1e-12, atol=0)
             assert 0.1 - 1e-6 < after <= 0.1 * (1 + 1e-12)   # the epsilon in the factor
+            assert spoiled.isnan()
 
 
 @pytest.mark.parametrize("size, backend", RANKS)

@@ -9,7 +9,6 @@
 How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses the same, but sums, and divides once by the global count.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import NoneType
@@ -75,9 +74,9 @@ class FullySharded(nn.Module):
             raise ConfigError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
         group, grads = self._sharding.group, [owner.grad for owner in self._owners.values() if owner.grad is not None]
         norms = [norm_of(grad, norm_type) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
-        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        norm = (group.all_reduce(mine, "max", label="gradient norm") if norm_type == math.inf else
-                group.all_reduce(mine.pow(norm_type), label="gradient norm").pow(1.0 / norm_type))
+        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type).view(1)
+        # Not an all-reduce: the largest number that gloo finds may be beside a NaN.
+        norm = torch.linalg.vector_norm(group.all_gather(mine, label="gradient norm"), norm_type)
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.dtype))
