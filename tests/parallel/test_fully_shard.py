@@ -434,7 +434,7 @@ class Normed(Block):
         self.register_buffer("seen", torch.zeros(WIDTH))
 
     def forward(self, x):
-        with torch.no_grad():
+        if self.training:
             self.seen += x.detach().mean(0)
         return super().forward(x)
 
@@ -481,6 +481,19 @@ def test_blocks_that_the_user_has_compiled_equal_plain_torch():
 
 def test_buffers_are_the_mean_over_replicas_too():
     expect_as_plain(plainly, lambda: Net(Normed), ranks=[(4, "gloo")], mesh=rl.Mesh(replicate=2, shard=2))
+
+
+def test_buffers_that_change_no_more_are_left_alone():
+    def body(world):
+        model = rl.fully_shard(made(lambda: Net(Normed)), world.group("shard"), replicas=world.group("replicate"))
+        versions = []
+        for training in (True, False):
+            mean_square(model.train(training), inputs()).backward()
+            versions.append([buffer._version for buffer in model.buffers()])
+        return versions
+
+    for trained, left in rl.simulate(rl.Mesh(replicate=2, shard=2), body):
+        assert trained == left and any(trained)
 
 
 def test_two_sharded_models_in_one_backward_equal_plain_torch():

@@ -121,6 +121,8 @@ class FullySharded(nn.Module):
             self._sharding.agree()
             for keeper in self._running:
                 keeper.average_changed()
+            for keeper in self._running:
+                keeper.forget_changes()   # what the other has written
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
