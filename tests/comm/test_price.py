@@ -75,9 +75,12 @@ def test_a_backend_is_charged_no_more_than_any_of_ours_needs(collective, p):
         assert path.bytes >= least.bytes and (path.steps >= least.steps or p & (p - 1)), "halving rounds down, and then needs guests"
 
 
-def test_16_bit_sums_cost_more_bytes():
-    narrow, wide = (price(route("all_reduce", "ring", N, Topology.even(1, 4), wide=w), Links()).bandwidth for w in (1, 2))
-    assert 1.4 * narrow < wide < 2 * narrow
+@pytest.mark.parametrize("name", ["ring", "hierarchical"])
+def test_16_bit_sums_cost_more_bytes_on_every_link(name):
+    """Partial sums travel in fp32: all that goes between nodes in two levels, elsewhere half of what travels."""
+    narrow, wide = (dict(route("all_reduce", name, N, Topology.even(2, 4), wide=w).parts) for w in (1, 2))
+    assert {link: wide[link].bytes / path.bytes for link, path in narrow.items()} == (
+        {"between": 1.5, "host": 1.5} if name == "ring" else {"inside": 1.5, "between": 2.0, "host": pytest.approx(11 / 7)})
 
 
 @pytest.mark.parametrize(("latency", "bandwidth", "reason"), [

@@ -68,7 +68,7 @@ def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: 
     several, p = len(topology.nodes) > 1, topology.size
     if name == BACKEND:
         return Route((("backend_between" if several else "backend", least_path(collective, nbytes, p)),))
-    chosen = algorithms_on(collective, topology)[name] if name in ALGORITHMS[collective] else on_nodes(topology.nodes)[collective][name]
+    chosen = algorithms_on(collective, topology)[name]
     largest = max(topology.nodes, key=len)
     bills = [chosen.bill(nbytes, p, 1, rank, wide=wide) for rank in largest]
     work = ("host", Path(sum(bill.messages for bill in bills), sum(bill.sent for bill in bills)))
