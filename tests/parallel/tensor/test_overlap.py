@@ -1,5 +1,7 @@
 """Layers that compute while they send are the plain ones: values, gradients, bytes."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.parallel.tensor import overlap as overlap_file
 from rankloom.parallel.tensor.moves import BY_TOKENS
 from rankloom.parallel.tensor.overlap import OverlappedRowLinear
 from split_model import expect_equal
@@ -114,6 +117,63 @@ def test_the_bytes_are_those_of_the_plain_path(plan):
     exits = 2 * 2 * 2                                          # two half blocks, two layers; once without a gradient, once with
     backward = 0 if plan == "tp_plan" else 2 * 2               # gathers of the exits' gradients
     assert pieces == (plain[0], plain[1] + exits + backward)   # one more message for each
+
+
+def test_of_inputs_that_want_no_gradient_none_is_summed():
+    def body(world, overlap):
+        model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world, overlap=overlap)
+        y = model(torch.ones(2, 6, dtype=torch.float64))
+        before = world.ledger.calls
+        y.sum().backward()
+        return world.ledger.calls - before
+
+    assert rl.simulate(2, lambda world: (body(world, 1), body(world, 2))) == [(0, 0)] * 2
+
+
+def test_products_are_computed_while_a_sum_is_on_its_way(monkeypatch):
+    notes = {}
+    note = lambda word: notes.setdefault(threading.current_thread().name, []).append(word)
+    for name, word in (("product", "multiplies"), ("_weight_gradient", "weights")):
+        plain = getattr(overlap_file, name)
+        monkeypatch.setattr(overlap_file, name, lambda *args, plain=plain, word=word: note(word) or plain(*args))
+
+    def body(world):
+        model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world, overlap=2)
+        all_reduce = world.all_reduce
+
+        def noted(*args, **kwargs):
+            note("begins")
+            handle = all_reduce(*args, **kwargs)
+            wait = handle.wait
+            handle.wait = lambda: note("waits") or wait()
+            return handle
+
+        world.all_reduce = noted
+        y = model(torch.ones(2, 6, dtype=torch.float64, requires_grad=True))
+        note("backward")
+        y.sum().backward()
+        return notes[threading.current_thread().name]
+
+    forward = ["multiplies", "multiplies", "begins", "multiplies", "begins", "waits", "waits"]
+    assert rl.simulate(2, body) == [[*forward, "backward", "weights", "begins", "weights", "waits"]] * 2
+
+
+def test_a_backward_that_failed_leaves_nothing_to_the_next():
+    def run_twice(model):
+        model.first.register_forward_hook(lambda module, args, y: y.register_hook(lambda grad: 1 / 0 if model.fails else grad) and None)
+        model.fails, x = True, torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(ZeroDivisionError):
+            model(x).sum().backward()   # once the second layer has left its note
+        model.fails = False
+        model.zero_grad()
+        return None, model(x).sum()
+
+    class Both(Pair):
+        def forward(self, x):
+            return (self.first(x) * self.second(x)).sum(-1)
+
+    plan = {"first": "colwise_rep", "second": "colwise_rep"}
+    expect_equal(2, lambda: shaken(Both(nn.Linear(6, 8), nn.Linear(6, 8))), run_twice, plan=plan, overlap=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

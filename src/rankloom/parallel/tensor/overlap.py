@@ -76,15 +76,17 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        handle = ctx.group.all_reduce(total, label=f"{ctx.label}: backward", async_op=True)
+        handle = None
+        if ctx.needs_input_grad[0]:
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            handle = ctx.group.all_reduce(total, label=f"{ctx.label}: backward", async_op=True)
         found: list[Tensor | None] = [None] * len(ctx.transposed)
         while ctx.notes:
             at, slope, x = ctx.notes.pop()
             if ctx.needs_input_grad[3 + at]:
                 part = _weight_gradient(slope, x, ctx.transposed[at]).to(ctx.dtypes[at])
                 found[at] = part if (before := found[at]) is None else before + part
-        return handle.wait(), None, None, *found
+        return handle and handle.wait(), None, None, *found
 
 
 class _Column(Function):
