@@ -347,15 +347,15 @@ def test_whoever_sends_first_is_received_first_and_named(ranks):
 
     def body(rank):
         group = world.groups[rank]
-        if rank:
+        if rank < 3:
             time.sleep(0.05 * rank)
-            return group.send([torch.tensor([10.0 * rank])], 0, 5).wait()
+            return group.send([torch.tensor([10.0 + rank])], 3, 5).wait()
         got = [torch.zeros(1) for _ in range(3)]
         works = [group.recv_anysource([x], 5) for x in got]
         assert all(work.wait() for work in works)
         return [(work._source_rank(), x.item()) for work, x in zip(works, got)]
 
-    assert world.run(body)[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
+    assert world.run(body)[3] == [(0, 10.0), (1, 11.0), (2, 12.0)]
 
 
 def test_a_message_that_is_asked_for_from_anyone_leaves_other_tags_alone(ranks):

@@ -206,6 +206,7 @@ def begin(port, world):
         if rank in (0, 2):
             half.allreduce([y := numbers(rank)]).wait()
             assert y.tolist() == (numbers(0) + numbers(2)).tolist() and half.size() == 2
+            assert half.group_name == f"half {at}"
         sums.append(x.tolist())
         dist.destroy_process_group()
     return sums

@@ -13,6 +13,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_
 def test_torchrun_says_who_this_is():
     assert find_place(TORCHRUN) == Place(launcher="torchrun", rank=5, size=8, local_rank=1, local_size=4, node=4)
     assert find_place(TORCHRUN | {"GROUP_RANK": "1"}).node == 1
+    assert find_place({"RANK": "3", "WORLD_SIZE": "4"}) == Place("torchrun", 3, 4, 0, 1, node=3), "the others are taken to be elsewhere"
 
 
 def test_slurm_says_who_this_is():
