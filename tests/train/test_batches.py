@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import rankloom as rl
 from rankloom.comm.canonical import owned_leaves
-from rankloom.train.batches import cut, deal_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, map_tensors, rows_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -67,6 +67,11 @@ def test_pieces_are_contiguous_complete_and_even_with_the_longer_ones_first(rows
 def test_pieces_are_views_and_cost_no_memory():
     x = torch.arange(6)
     assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in cut(x, 3, 0))
+
+
+def test_a_batch_that_is_a_tuple_is_one_even_where_it_could_be_its_micro_batches():
+    parts = {"ids": torch.zeros(4)}, {"labels": torch.zeros(4)}
+    assert as_given(parts, 2, 0) is parts and isinstance(as_given(list(parts), 2, 0), MicroBatches)
 
 
 def test_more_pieces_than_rows_are_refused_by_rank():

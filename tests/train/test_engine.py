@@ -1,5 +1,6 @@
 """The engine: what it reports, what it refuses, and that a bad step harms nobody. Equality with one process: tests/test_equivalence.py."""
 
+import copy
 import math
 import time
 import warnings
@@ -93,6 +94,31 @@ def test_schedules_set_the_rate_once_per_step_and_keep_the_ratio_of_groups(p):
     for rank, (lrs, last) in enumerate(rl.simulate(p, body)):
         assert [step for r, step in asked if r == rank] == [0, 1, 2]
         assert lrs == [0.1, 0.05, 0.1 / 3] and last == [0.1 / 3, pytest.approx(0.1 / 3 / 4)]
+
+
+def test_a_schedule_gives_the_rate_of_an_optimizer_that_was_made_with_none():
+    def body(world):
+        engine = prepare(world, optimizer=lambda params: torch.optim.SGD(params, lr=0.0), schedule=lambda step: 0.1 * step)
+        return [engine.step(rows(4)).lr for _ in range(2)]
+
+    assert rl.simulate(1, body) == [[0.0, 0.1]]
+
+
+@pytest.mark.parametrize("more", [{"stage": 0}, {"stage": 2}, {"stage": 3, "reshard_after_forward": False}], ids=str)
+def test_a_loss_may_take_gradients_of_its_own_by_its_inputs(more):
+    def slopes(model, x):
+        x = x.clone().requires_grad_()
+        slope, = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return slope.square().sum(), len(x)
+
+    def body(world):
+        engine = prepare(world, copy.deepcopy(model), loss=slopes, **more)
+        return [engine.step(rows(8)[world.rank :: world.size]).grad_norm for _ in range(2)]
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    (alone,) = rl.simulate(1, body)
+    for norms in rl.simulate(2, body):
+        assert norms == pytest.approx(alone, rel=RTOL)
 
 
 @pytest.mark.parametrize("shares", [[3, 1, 2], [4, 0, 0], [0, 0, 1]])
