@@ -15,6 +15,7 @@ from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
+from rankloom.comm.subgroup import Subgroup
 
 NAMES = ["bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"]
 REMEMBERING = ["int8", "int4", "1bit", "topk", "powersgd"]
@@ -88,6 +89,7 @@ def test_sixteen_bits_are_rounded_twice_and_summed_in_fp32(name, digits, p):
 def test_all_ranks_end_with_the_same_bits_and_pay_their_bill(name, p):
     def body(world):
         reduce, seen, paid = small_pieces(name), [], []
+        reduce.rescale(2.0)   # nothing is remembered yet
         for step in range(3):
             before = (world.ledger.bytes, world.ledger.messages)
             seen.append(reduce(draw(N, world.rank, step), world).clone())
@@ -315,10 +317,13 @@ def test_what_cannot_be_compressed_is_refused_before_anything_is_sent(name):
             reduce(torch.zeros(8, 4).t(), world)
         assert world.ledger.calls == 0
         reduce(torch.zeros(N), world)
-        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: .*{N + 1} values on 2 ranks, but it remembers .*{N} values on 2"):
+        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: .*{N + 1} values on 3 ranks, but it remembers .*{N} values on 3"):
             reduce(torch.zeros(N + 1), world)
+        if world.rank < 2:
+            with pytest.raises(rl.ShapeMismatch, match=rf"{N} values on 2 ranks, but it remembers .*{N} values on 3"):
+                reduce(torch.zeros(N), Subgroup(world, (0, 1)))
 
-    rl.simulate(2, body)
+    rl.simulate(3, body)
 
 
 def test_one_rank_sends_nothing_and_loses_nothing():

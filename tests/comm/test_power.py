@@ -74,6 +74,16 @@ def test_what_is_no_matrix_is_summed_exactly_gaps_and_small_matrices_too(path):
         assert not torch.equal(got[3:3003], exact[3:3003])
 
 
+@pytest.mark.parametrize(("shape", "rounds"), [((16, 16), 2), ((15, 16), 1)])
+def test_a_matrix_goes_by_its_directions_where_they_are_at_most_half_of_it_and_without_one_there_is_no_second_round(shape, rounds):
+    def body(world):
+        reduce, x = PowerSGD([(0, shape)]), noise(*shape)
+        reduce(x, world)
+        return world.ledger.messages, rl.Bill(sent=world.ledger.bytes, messages=world.ledger.messages) == reduce.bill(x.numel(), world)
+
+    assert rl.simulate(2, body) == [(2 * rounds, True)] * 2
+
+
 def test_c_and_torch_do_the_same(monkeypatch):
     if not power.NATIVE:
         pytest.skip("the part in C was not built")

@@ -50,6 +50,13 @@ def test_what_is_not_finite_is_the_largest(path, n):
     assert sorted(absorb(x, torch.zeros(n), 3).tolist()) == places
 
 
+def test_a_hundredth_is_sent_rounded_up():
+    def body(world):
+        return [TopK().bill(n, world).sent // 8 for n in (0, 1, 100, 101, 700)]   # 700 * 0.01 is more than 7
+
+    assert rl.simulate(2, body) == [[0, 1, 1, 2, 7]] * 2
+
+
 @pytest.mark.parametrize("p", [2, 3])
 def test_the_sum_holds_what_each_rank_sent_and_the_rest_waits(path, p):
     n = 300   # k is 3

@@ -85,8 +85,6 @@ class Blockwise(Compressed):
 
     def bill_for(self, n: int, p: int) -> Bill:
         """What one of p ranks sends for n values."""
-        if p == 1:
-            return Bill()
         records = -(-n // (p * self.form.block))   # of one rank
         return Bill(sent=2 * (p - 1) * records * self.form.record, messages=2 * (p - 1) * -(-n // self.step(p)))
 

@@ -154,7 +154,7 @@ class PowerSGD(Compressed):
         """What this rank of `group` sends for n values."""
         ps, qs = (sum(4 * self.rank * shape[side] for shape in self._shapes) for side in (1, 2))
         plain = 4 * (n - sum(a * b for _, a, b in self._shapes))
-        if group.size == 1 or not n:
+        if not n:
             return Bill()
         return all_reduce_bill(ps + plain, group.size) + (all_reduce_bill(qs, group.size) if qs else Bill())
 

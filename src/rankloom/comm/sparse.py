@@ -23,7 +23,7 @@ except ImportError:   # there was no compiler when this was installed
     _sparse = None
 
 NATIVE = _sparse is not None
-FRACTION = 0.01      # of all values
+ONE_IN = 100         # values is sent, rounded up
 SAMPLED = 1 << 16    # values of a sample, at least
 MARGIN = 1.25
 
@@ -36,24 +36,20 @@ class TopK(Compressed):
     source: Aji & Heafield 2017; Stich et al. 2018 (error feedback)
     """
 
-    def __init__(self, fraction: float = FRACTION):
+    def __init__(self) -> None:
         super().__init__()
-        self.fraction = fraction
         self._error: Tensor | None = None
 
     def _sum(self, values: Tensor, group: Group) -> None:
         if self._error is None:
             self._error = torch.zeros_like(values)
-        places = absorb(values, self._error, self._count(len(values)))
+        places = absorb(values, self._error, _count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
         if values[places].isfinite().all():   # else some places hold what is not finite, and what was remembered stays
             self._error.copy_(values)[places] = 0.0
         values.zero_()
         for where, what in group.all_gather(message, label=LABEL).view(group.size, 2, -1):
             values.index_add_(0, where, what.view(torch.float32))
-
-    def _count(self, n: int) -> int:
-        return max(1, -int(-n * self.fraction // 1))
 
     def rescale(self, factor: float) -> None:
         """Multiply what is remembered."""
@@ -62,7 +58,11 @@ class TopK(Compressed):
 
     def bill(self, n: int, group: Group) -> Bill:
         """What this rank of `group` sends for n values."""
-        return all_gather_bill(8 * self._count(n), group.size) if group.size > 1 and n else Bill()
+        return all_gather_bill(8 * _count(n), group.size) if n else Bill()
+
+
+def _count(n: int) -> int:
+    return -(-n // ONE_IN)
 
 
 def absorb(x: Tensor, error: Tensor, k: int) -> Tensor:
