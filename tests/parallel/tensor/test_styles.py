@@ -285,13 +285,20 @@ def test_an_embedding_with_a_forward_of_its_own_keeps_it(word):
     expect_equal(3, make, run_tokens, plan={"embed": word})
 
 
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}])
+def test_an_embedding_that_does_more_than_look_up_rows_is_refused(option):
+    with pytest.raises(ConfigError, match="embed is a Embedding; only an nn.Embedding can be cut, without max_norm, sparse or scale_grad"):
+        rl.simulate(1, lambda world: rl.tensor_parallel(Tower(7, **option), {"embed": "embedding_rowwise"}, world))
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_stream_may_be_cut_by_tokens_in_the_middle_and_biases_still_count_once(ranks):
     make = lambda: shaken(Tower(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)))
     plan = {"rest.0": "sequence_parallel", "rest.1": "colwise", "rest.2": "rowwise", "rest.3": "sequence_parallel_rep"}
     expect_equal(ranks, make, run_tokens, plan=plan | {"embed": "embedding_rowwise"})
     expect_equal(ranks, make, run_tokens, plan=plan | {"rest": "sequence_split"})
-    expect_equal(ranks, make, run_tokens, plan=plan | {"embed": "embedding_colwise", "rest": "sequence_split"})
+    for word in ("embedding_colwise", "embedding_rowwise"):
+        expect_equal(ranks, make, run_tokens, plan=plan | {"embed": word, "rest": "sequence_split"})
 
 
 @pytest.mark.parametrize(("plan", "said"), [
