@@ -10,6 +10,7 @@ import rankloom as rl
 from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
 from rankloom.base.errors import NonFinite, UnitError
+from rankloom.shard.offload import Host
 
 WIDTH = 6
 ROWS = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -132,6 +133,21 @@ def test_a_parameter_may_be_used_in_one_micro_batch_of_a_rank_that_owns_nothing_
     rows = ROWS[:4].abs() * torch.tensor([[-1.0], [-1], [1], [-1]])
     expect_as_plain(lambda: drawn(Picky()), squares, [rows, rows * 2], ranks=(2,), backends=("gloo",), stages=(2, 3), units=Scaled,
                     accumulate=2)
+
+
+@pytest.mark.parametrize("deterministic", [False, 4])
+def test_gradients_are_in_the_hosts_memory_before_the_update_however_long_the_copy_takes(deterministic, monkeypatch):
+    def store(host, into, result):
+        vars(host).setdefault("copies", []).append((into, result.clone()))
+
+    def wait(host):
+        for into, result in vars(host).pop("copies", ()):
+            into.copy_(result)
+
+    monkeypatch.setattr(Host, "store", store)
+    monkeypatch.setattr(Host, "wait", wait)
+    expect_as_plain(lambda: drawn(Line()), squares, [ROWS, ROWS * 2], ranks=(2,), backends=("gloo",), stages=(2,), offload=True,
+                    deterministic=deterministic)
 
 
 class Numbers(nn.Module):

@@ -139,7 +139,7 @@ class Sharding:
         self.release()
 
     def agree(self, totals: Tensor | None = None) -> Tensor | None:
-        """After the last backward of a step: parameters that no rank used get no gradient. A collective.
+        """After the last backward of a step: parameters that no rank used get no gradient, the others' is where it stays. A collective.
 
         totals: fp64 numbers to sum over all ranks on the way; returned
         """
@@ -151,6 +151,8 @@ class Sharding:
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():
             gradient.keep_used(anywhere)
+        for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
+            host.wait()
         return totals
 
     def wait_for_readers(self) -> None:
@@ -350,8 +352,6 @@ class Sharding:
                 self._settle(section)
         self._queue.learn()
         self.lenders.finish_all()
-        for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
-            host.wait()
         if self.gathering.let_go:
             self.release()
         self._moment = Moment.AFTER_BACKWARD
