@@ -181,7 +181,7 @@ def test_a_state_with_other_names_is_not_loaded():
     rl.simulate(2, body)
 
 
-def test_buffers_and_moments_come_along():
+def test_buffers_moments_and_modules_of_two_names_come_along():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -193,11 +193,16 @@ def test_buffers_and_moments_come_along():
         with torch.no_grad():
             model.up.weight.copy_(torch.arange(32.0).view(8, 4))
             model.up.bias.copy_(torch.arange(8.0))
-        rl.tensor_parallel(model, {"up": "colwise"}, world)
+        model = nn.ModuleList([model, model])   # one module under two names
+        rl.tensor_parallel(model, {"0.up": "colwise"}, world)
         moments = {name: p.detach() * 2 for name, p in model.named_parameters()}
-        return full_state_dict(model, world), gather_whole(moments, holdings(model), world)
+        state, parts = full_state_dict(model, world), {name: part.clone() for name, part in model.state_dict().items()}
+        load_full_state_dict(model, state, world)
+        torch.testing.assert_close(dict(model.state_dict()), parts, rtol=0, atol=0)
+        return state, gather_whole(moments, holdings(model), world)
 
     for state, moments in rl.simulate(2, body):
-        assert torch.equal(state["seen"], torch.arange(3.0))
-        assert torch.equal(moments["up.weight"], 2 * torch.arange(32.0, dtype=torch.float64).view(8, 4)) and torch.equal(
-            moments["up.bias"], 2 * state["up.bias"])
+        assert torch.equal(state["0.seen"], torch.arange(3.0))
+        assert torch.equal(moments["0.up.weight"], 2 * torch.arange(32.0, dtype=torch.float64).view(8, 4)) and torch.equal(
+            moments["0.up.bias"], 2 * state["0.up.bias"])
+        assert torch.equal(state["1.up.weight"], state["0.up.weight"])

@@ -137,7 +137,7 @@ def hold(module: nn.Module, name: str, holding: Holding) -> None:
 def holdings(model: nn.Module) -> dict[str, Holding]:
     """How every parameter of `model` lies on the ranks; those that were never cut are whole. Tied ones appear under each name."""
     found = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             held = module.__dict__.get(_HELD, {}).get(name)
             found[f"{prefix}.{name}" if prefix else name] = held or Holding(tuple(param.shape))
