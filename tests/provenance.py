@@ -29,20 +29,33 @@ class Recorder:
     """A group that keeps what is sent through it."""
 
     def __init__(self, world: rl.World):
-        self.world, self.messages = world, []
+        self.world, self.messages, self.under_way = world, [], []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world, name)
 
     def send(self, x: Tensor, to: int, **options: Any) -> Any:
         self.messages.append((to, x.clone()))
-        return self.world.send(x, to, **options)
+        sent = self.world.send(x, to, **options)
+        return Sending(sent, self.under_way) if options.get("async_op") else sent
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, **options: Any) -> Tensor:
         self.messages.append((to, out.clone()))
         self.world.exchange(out, to, into, frm, **options)
         assert torch.equal(out, self.messages[-1][1]), "what is sent lies where something arrives meanwhile"
         return into
+
+
+class Sending:
+    """The handle of a message that is under way until somebody waits for it."""
+
+    def __init__(self, handle: Any, under_way: list):
+        self.handle, self.under_way = handle, under_way
+        under_way.append(self)
+
+    def wait(self) -> Tensor:
+        self.under_way.remove(self)
+        return self.handle.wait()
 
 
 def trace(p: int, n: int, run: Callable[[Tensor, Any], Tensor]) -> list[Trace]:
@@ -55,6 +68,7 @@ def trace(p: int, n: int, run: Callable[[Tensor, Any], Tensor]) -> list[Trace]:
             ids = torch.tensor([8**e if world.rank == source else 0 for e in range(n)], dtype=torch.int64)
             recorder = Recorder(world)
             result = run(ids, recorder).view(-1)
+            assert not recorder.under_way, "what is sent may be overwritten once the algorithm has returned"
             _merge(story, source, result, recorder.messages)
         return story
 

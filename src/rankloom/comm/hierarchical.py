@@ -148,7 +148,7 @@ def hierarchical_all_reduce_bill(n: int, nodes: Nodes, itemsize: int, rank: int 
         leader = between(n, len(nodes), itemsize * wide, here) if place == 0 else Bill()
         return tree_reduce_bill(n, size, itemsize * wide, place) + leader + binomial_broadcast_bill(n, size, itemsize, place)
     reduce_scatter, all_gather = inside
-    across = between(chunk_sizes(n, size)[place], len(nodes), itemsize * wide, here) if len(nodes) > 1 else Bill()
+    across = between(chunk_sizes(n, size)[place], len(nodes), itemsize * wide, here)
     return reduce_scatter(n, size, itemsize * wide, place) + across + all_gather(n, size, itemsize, place)
 
 
@@ -175,7 +175,7 @@ def hierarchical_all_reduce_paths(
         return up_and_down, between(nbytes * wide, len(nodes))
     reduce_scatter, all_gather = inside
     return (reduce_scatter(nbytes * wide, largest) + all_gather(nbytes, largest),
-            between(-(-nbytes // largest) * wide, len(nodes)) if len(nodes) > 1 else Path())
+            between(-(-nbytes // largest) * wide, len(nodes)))
 
 
 def hierarchical_all_to_all_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
