@@ -124,3 +124,16 @@ def test_a_bad_step_changes_nothing_and_the_next_one_goes_on():
 
     for recipe in RECIPES:
         assert all(loss > 0 for loss in rl.simulate(2, lambda world, recipe=recipe: body(world, recipe)))
+
+
+def test_weights_that_are_loaded_after_a_step_that_failed_are_those_that_multiply():
+    def body(world):
+        old, new = engine_on(world, "current"), engine_on(world, "current")
+        state = new.full_state_dict()
+        state["model"]["twice.weight"] *= -1
+        with pytest.raises(rl.BatchError):
+            old.step((torch.ones(4, 32), torch.ones(3)))
+        return [engine.load_full_state_dict(state) or engine.evaluate([torch.ones(4, 32)]).loss for engine in (old, new)]
+
+    (old, new), = rl.simulate(1, body)
+    assert old == new

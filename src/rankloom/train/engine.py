@@ -202,6 +202,7 @@ class Engine:
         run = {"step": 0, "loss_scale": None, "amax": {}} | saved.get("run", {})
         problem = misfit(self.optimizer, owners, pieces, saved) or self.settings.float8.misfit(run["amax"])
         world.agree(problem, error=ModelMismatch, label="load an optimizer")
+        self.settings.float8.drop_casts()   # a step that failed left them
         self.placement.load(state["model"])
         load_optimizer_state(self.optimizer, owners, pieces, saved, rank=self.world_rank)
         self.settings.float8.load_state_dict(run["amax"])

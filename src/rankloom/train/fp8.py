@@ -257,11 +257,15 @@ class Float8Layers:
         group:  all ranks that work with these weights
         finite: False after a step that changes nothing, on all ranks
         """
+        self.drop_casts()
+        if self.history and finite:
+            self.history.close_step(group)
+
+    def drop_casts(self) -> None:
+        """The weights are to change, or have changed."""
         for layer in self._cast:
             layer.held = None
         self._cast = []
-        if self.history and finite:
-            self.history.close_step(group)
 
 
 def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group | None = None) -> Float8Layers:
