@@ -1,6 +1,7 @@
 """Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -133,6 +134,12 @@ def test_a_parameter_may_be_used_in_one_micro_batch_of_a_rank_that_owns_nothing_
     rows = ROWS[:4].abs() * torch.tensor([[-1.0], [-1], [1], [-1]])
     expect_as_plain(lambda: drawn(Picky()), squares, [rows, rows * 2], ranks=(2,), backends=("gloo",), stages=(2, 3), units=Scaled,
                     accumulate=2)
+
+
+def test_a_module_may_be_called_root():
+    build = lambda: drawn(nn.Sequential(OrderedDict(root=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, WIDTH))))
+    expect_as_plain(build, squares, [ROWS, ROWS * 2], ranks=(2,), backends=("gloo",), stages=(3,), deterministic=2,
+                    units=lambda name, module: name == "root")
 
 
 @pytest.mark.parametrize("deterministic", [False, 4])

@@ -17,6 +17,7 @@ from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
+from rankloom.shard.gradient import Gradient
 from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizers, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
@@ -151,24 +152,24 @@ class ShardedCanonical(Sharded):
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         super().__init__(model, sharding, everyone)
-        self.leaves, self._folds, self._totals = 0, dict[str, Fold](), Fold(1)
+        self.leaves, self._folds, self._totals = 0, dict[Gradient, Fold](), Fold(1)
 
     def begin_leaves(self, leaves: int) -> None:
         """A step begins."""
         self.sharding.make_ready()
         self.leaves, self._totals = leaves, Fold(leaves)
-        self._folds = {gradient.unit.name: Fold(leaves) for gradient in self.sharding.gradients()}
+        self._folds = {gradient: Fold(leaves) for gradient in self.sharding.gradients()}
 
     def take_leaf(self, index: int, totals: Tensor) -> None:
         """Fold what has landed, and forget it."""
         for gradient in self.sharding.gradients():
-            self._folds[gradient.unit.name].push(Node(index, 0), gradient.take_local())
+            self._folds[gradient].push(Node(index, 0), gradient.take_local())
         self._totals.push(Node(index, 0), totals)
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """Fold over the ranks, then cut."""
         for gradient in self.sharding.gradients():
-            values = self._folds[gradient.unit.name].values()
+            values = self._folds[gradient].values()
             gradient.set_sum(canonical_all_reduce(values, self._everyone, self.leaves, label=f"gradients of {gradient.unit.name}"))
         self.sharding.agree()
         return canonical_all_reduce(self._totals.values(), self._everyone, self.leaves, label="totals")
