@@ -401,6 +401,13 @@ def test_a_matrix_tied_to_one_cut_otherwise_is_refused():
         rl.simulate(2, body)
 
 
+def test_a_matrix_tied_to_one_that_the_plan_does_not_name_is_refused():
+    pair = Pair(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    pair.second.weight = pair.first.weight
+    with pytest.raises(ConfigError, match="second.weight is tied to a parameter that the plan cuts, and would stay whole"):
+        rl.simulate(1, lambda world: rl.tensor_parallel(pair, {"first": "colwise"}, world))
+
+
 def test_every_word_is_documented_and_tested():
     tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
     for word in styles.STYLES:

@@ -50,7 +50,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
             `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
     raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
-            not divide; ModelMismatch when models or plans differ between ranks. A model's own plan is one for many models: what
+            not divide, a parameter tied to one that is cut, in a module without a word; ModelMismatch when models or plans differ between ranks. A model's own plan is one for many models: what
             it names and this one has not is left out
 
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
@@ -70,6 +70,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     modules = [name for name in words if name not in dict(model.named_parameters())]
     for name in sorted(modules, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
         STYLES[words[name]](Site(cutting, name))
+    cutting.expect_ties()
     cutting.tell_attention()
     if finish_gradients and group.size > 1:
         _finish_in_backward(model, group)

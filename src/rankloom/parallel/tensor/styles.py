@@ -93,6 +93,13 @@ class Cutting:
             self.entrances[parent] = kind(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
         return self.entrances[parent]
 
+    def expect_ties(self) -> None:
+        """After all cuts: raise ConfigError where a parameter that was cut still stands elsewhere, whole: there would be two of it."""
+        for name, param in self.model.named_parameters():
+            if id(param) in self.new:
+                raise ConfigError(f"{name} is tied to a parameter that the plan cuts, and would stay whole, a parameter of its own; "
+                                  "name its module in the plan too")
+
     def tell_attention(self) -> None:
         """After all cuts: attention modules learn how many heads they have."""
         for name, local in self.heads.items():
