@@ -118,17 +118,19 @@ def test_a_step_that_was_given_up_leaves_nothing():
 
 def test_a_saved_history_goes_on_where_it_was():
     def body(group):
-        first, second, longer = history(), history(names=NAMES[::-1]), history(length=5)
+        first, second, longer, shorter = history(), history(names=NAMES[::-1]), history(length=5), history(length=2)
         run(first, group, [1.0, 8.0, 3.0], [2.0, 1.0, 4.0])
         second.load_state_dict(first.state_dict())
         longer.load_state_dict(first.state_dict())
-        for h, order in ((first, 1), (second, -1), (longer, 1)):
+        shorter.load_state_dict(first.state_dict())
+        for h, order in ((first, 1), (second, -1), (longer, 1), (shorter, 1)):
             run(h, group, [1.0, 1.0, 1.0][::order], [1.0, 1.0, 1.5][::order])
-        return first.state_dict(), second.state_dict(), [reference(h, 0) for h in (first, second)], known(longer)
+        return first.state_dict(), second.state_dict(), [reference(h, 0) for h in (first, second)], known(longer), known(shorter)
 
-    first, second, (a, b), longer = alone(body)
+    first, second, (a, b), longer, shorter = alone(body)
     assert {name: v.tolist() for name, v in first.items()} == {name: v.tolist() for name, v in second.items()}
     assert first["a.input"].tolist() == [1.0, 1.0, 2.0] and (a, b) == (2.0, 4.0) and longer == [2.0, 8.0, 4.0]
+    assert shorter == [1.0, 1.0, 1.5], "it has forgotten what came before its two steps"
 
 
 def test_a_history_of_other_layers_is_refused():
