@@ -50,8 +50,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
             `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
     raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
-            not divide, a parameter tied to one that is cut, in a module without a word; ModelMismatch when models or plans differ between ranks. A model's own plan is one for many models: what
-            it names and this one has not is left out
+            not divide, a parameter tied to one that is cut, in a module without a word; ModelMismatch when models or plans differ
+            between ranks. A model's own plan is one for many models: what it names and this one has not is left out
 
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
     """
