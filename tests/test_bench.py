@@ -10,11 +10,11 @@ from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Timed
 from rankloom.base.topology import Topology
 from rankloom.bench import Measured, describe_machine, ranks_to_start, report, write_measured
-from rankloom.comm.bench import plan_study
+from rankloom.comm.bench import plan_bench
 from rankloom.comm.fit import fit_links
 from rankloom.world.cluster import read_cluster
 
-STUDY = plan_study(["all_reduce", "broadcast"], [], [1 << 12, 1 << 20], "fp32", 3)
+STUDY = plan_bench(["all_reduce", "broadcast"], [], [1 << 12, 1 << 20], "fp32", 3)
 FAST = {"ring": 1.0, "tree": 0.8, "backend": 2.0, "chain": 1.0}
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_result_is_shown_everything_is_written_and_then_it_is_an_error(t
 
 
 def test_results_that_are_all_wrong_are_not_drawn(tmp_path):
-    study = plan_study(["all_reduce"], ["ring"], [1 << 20], "fp32", 1)
+    study = plan_bench(["all_reduce"], ["ring"], [1 << 20], "fp32", 1)
     times = [timed for timed in measured(wrong=1).times if (timed.algorithm, timed.bytes) == ("ring", 1 << 20)]
     parts = []
     with pytest.raises(WrongResult):

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.ranks import experts_of, modules_of
-from rankloom.layouts import find_hosts, layout_of, read, show
+from rankloom.layouts import find_hosts, layout_of, read, show_layout
 from rankloom.train.paper import ranks_on_paper
-from rankloom.watch.boxes import FEW, GHOST, Scene, colour_of, draw, draw_bar, draw_slab, draw_strip
+from rankloom.watch.boxes import FEW, GHOST, Scene, colour_of, draw_bar, draw_sheet, draw_slab, draw_strip
 from rankloom.watch.canvas import Box, Sheet, Word, as_svg, write_png
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -32,7 +32,7 @@ def rankloom(*words, **options):
 
 
 def shown(*words, ranks=None, ranks_per_host=None, out=None) -> list:
-    return list(show(words, ranks=ranks, ranks_per_host=ranks_per_host, out=out))
+    return list(show_layout(words, ranks=ranks, ranks_per_host=ranks_per_host, out=out))
 
 
 def cells(table: Table) -> list[dict[str, str]]:
@@ -183,7 +183,7 @@ def test_bars_of_tokens_and_rows_fill_one_whole():
 
 def test_boxes_stand_with_those_of_their_host_and_none_lies_on_another():
     scene = scene_of(*EIGHT, per_host=4)
-    sheet = draw(scene)
+    sheet = draw_sheet(scene)
     width, height = scene.size.width, scene.height
     boxes = [(mark.left, mark.top) for mark in sheet.marks if isinstance(mark, Box) and (mark.width, mark.height) == (width, height)]
     assert len(boxes) == 8 and len({top for _, top in boxes}) == 2, "a row for each host"
@@ -197,7 +197,7 @@ def test_boxes_stand_with_those_of_their_host_and_none_lies_on_another():
 
 def test_many_ranks_get_small_boxes_that_fit_a_page():
     scene = scene_of(*SMALL, "--mesh.shard", "8", "--mesh.tensor", "2", "--mesh.pipe", "2", per_host=8)
-    sheet = draw(scene)
+    sheet = draw_sheet(scene)
     assert len(scene.ranks) == 32 > FEW and sheet.width < 1300
     words = [mark.text for mark in sheet.marks if isinstance(mark, Word)]
     assert "p1 s7 t1" in words and "letters: p pipe, s shard, t tensor" in words
@@ -234,5 +234,5 @@ def test_tables_are_as_wide_as_the_terminal_lets_them():
 
 
 def test_what_a_square_is_stands_in_the_legend_where_nothing_is_cut_too():
-    sheet = draw(scene_of(*SMALL, "--mesh.replicate", "2"))
+    sheet = draw_sheet(scene_of(*SMALL, "--mesh.replicate", "2"))
     assert "square: their matrices, none is cut" in {mark.text for mark in sheet.marks if isinstance(mark, Word)}

@@ -15,7 +15,7 @@ from rankloom.parallel.pipeline.passes import add_gathers, apply_pass, send_grad
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from rankloom.parallel.pipeline.search import SEARCHED
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
-from rankloom.schedule import find_schedule, known, read_costs, show
+from rankloom.schedule import find_schedule, known, read_costs, show_schedule
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOTHING = dict(stages=None, microbatches=None, chunks=None, costs=None, columns=100, coloured=True, svg=None, trace=None, save=None)
@@ -51,7 +51,7 @@ def test_who_reads_the_first_lines_only_gets_no_traceback():
 def test_show_draws_how_a_schedule_runs_where_that_is_another(name):
     chunks = SCHEDULES[name].fewest
     schedule = make_schedule(name, 4 * chunks, 8)
-    told = [str(part) for part in show(name, **{**NOTHING, "stages": 4 * chunks, "costs": "1,1,2"})]
+    told = [str(part) for part in show_schedule(name, **{**NOTHING, "stages": 4 * chunks, "costs": "1,1,2"})]
     timeline = simulate_schedule(send_gradients_first(schedule), Costs.even(4 * chunks, weight=2.0))
     assert ("W" in str(schedule) and "B" not in str(schedule)) == (not any(part.startswith("as rl.pipeline") for part in told))
     if "B" in str(schedule):
@@ -61,7 +61,7 @@ def test_show_draws_how_a_schedule_runs_where_that_is_another(name):
 
 def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
     (tmp_path / "mine.txt").write_text(str(make_schedule("1f1b", 2, 2)))
-    assert not any("as rl.pipeline" in str(part) for part in show(str(tmp_path / "mine.txt"), **NOTHING))
+    assert not any("as rl.pipeline" in str(part) for part in show_schedule(str(tmp_path / "mine.txt"), **NOTHING))
 
 
 def test_list_names_every_schedule():
@@ -72,17 +72,17 @@ def test_list_names_every_schedule():
 
 def test_a_searched_schedule_is_made_for_the_costs_that_are_given():
     options = {**NOTHING, "stages": 8, "microbatches": 24, "costs": "29.7,29.4,19.9,0.5"}
-    shown = [str(part) for part in show("zb-2p", **options)]
+    shown = [str(part) for part in show_schedule("zb-2p", **options)]
     assert shown[0] == "zb-2p: 8 stages on 8 ranks, 24 micro-batches" and shown[-1].startswith("bubble 0.2% where a rank may begin")
     with pytest.raises(ConfigError, match="'zb-2p' with 2 stages on each rank: it is made for 1"):
-        list(show("zb-2p", **{**options, "chunks": 2}))
+        list(show_schedule("zb-2p", **{**options, "chunks": 2}))
     with pytest.raises(ConfigError, match="0 stages: expected 1 or more of each"):
-        list(show("zb-2p", **{**NOTHING, "stages": 0}))
+        list(show_schedule("zb-2p", **{**NOTHING, "stages": 0}))
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb-h1", 4), ("zb-v", 8)])
 def test_the_pictures_of_the_docs_are_those_that_are_drawn(name, stages, tmp_path):
-    list(show(name, **{**NOTHING, "stages": stages, "microbatches": 8, "svg": tmp_path / "now.svg"}))
+    list(show_schedule(name, **{**NOTHING, "stages": stages, "microbatches": 8, "svg": tmp_path / "now.svg"}))
     assert (DOCS / f"pipeline-{name}.svg").read_text() == (tmp_path / "now.svg").read_text()
 
 
@@ -110,7 +110,8 @@ def test_a_schedule_edited_into_a_deadlock_is_one_message_with_the_cycle(tmp_pat
 
 
 def test_drawing_a_schedule_imports_no_torch():
-    code = f"import sys, rankloom.schedule as s; list(s.show('zb-v', **{NOTHING | {'stages': 4}})); assert 'torch' not in sys.modules"
+    drawn = f"rankloom.schedule.show_schedule('zb-v', **{NOTHING | {'stages': 4}})"
+    code = f"import sys, rankloom.schedule; list({drawn}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -120,7 +121,7 @@ def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
     measured = {"forward": [1, 2], "input": [2, 4], "weight": [1, 1], "message": 0.5}
     (tmp_path / "costs.json").write_text(json.dumps(measured))
     assert read_costs(str(tmp_path / "costs.json"), 2) == Costs((1.0, 2.0), (2.0, 4.0), (1.0, 1.0), 0.5)
-    shown = list(show("1f1b", **{**NOTHING, "stages": 2, "microbatches": 2, "costs": str(tmp_path / "costs.json")}))
+    shown = list(show_schedule("1f1b", **{**NOTHING, "stages": 2, "microbatches": 2, "costs": str(tmp_path / "costs.json")}))
     assert any("a step takes 19;" in str(part) for part in shown)
 
 
@@ -135,7 +136,7 @@ def test_a_mistake_is_refused_with_what_was_expected(options, message, tmp_path,
     monkeypatch.chdir(tmp_path)
     options = {key: Path(value) if key == "svg" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=message):
-        list(show("1f1b", **{**NOTHING, **options}))
+        list(show_schedule("1f1b", **{**NOTHING, **options}))
 
 
 def test_a_file_says_itself_how_large_it_is(tmp_path):

@@ -89,7 +89,7 @@ def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measure
     return 0, Measured(topology, said["backend"], [Timed(**timed) for timed in said["times"]])
 
 
-def join(study: Study, topology: Path | None, backend: str) -> Measured:
+def join_launched(study: Study, topology: Path | None, backend: str) -> Measured:
     """Be one of the ranks that a launcher has started; rank 0 draws how far all is."""
     world = init(topology=topology, backend=backend)
     with BenchProgress(Console(), world.size) as progress:
@@ -131,7 +131,7 @@ def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path 
         yield f"saved {save}, as all_reduce on {measured[-1].topology.size} ranks found the links; use it as [comm] topology"
     for collective in study.collectives:
         path = folder / f"bench-{collective}.png"
-        yield draw([one for one in found if one.collective == collective], path, f"{collective}, {how}")
+        yield draw_findings([one for one in found if one.collective == collective], path, f"{collective}, {how}")
     expect_right(found)
 
 
@@ -154,7 +154,7 @@ def write_findings(study: Study, backend: str, found: Sequence[Findings], folder
     return folder / "bench.json"
 
 
-def draw(found: Sequence[Findings], path: Path, title: str) -> str:
+def draw_findings(found: Sequence[Findings], path: Path, title: str) -> str:
     """Draw the plot of one collective; returns what became of it."""
     try:
         from rankloom.watch.plots import plot_bench

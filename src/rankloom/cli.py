@@ -302,10 +302,10 @@ def bench(
     """
     from rankloom import bench as command
     from rankloom.base.units import parse_sizes
-    from rankloom.comm.bench import plan_study
+    from rankloom.comm.bench import plan_bench
     from rankloom.world.launch import find_place
 
-    study = plan_study(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
+    study = plan_bench(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
     if place.rank == 0 and times is None:
         command.expect_places(study, folder, save)
@@ -355,10 +355,10 @@ def _bench_ranks(ranks: int, words: list[str], folder: Path) -> "Measured":
 
 
 def _bench_as_rank(study: "Study", topology: Path | None, backend: str) -> "Measured":
-    from rankloom.bench import join
+    from rankloom.bench import join_launched
 
     try:
-        return join(study, topology, backend)
+        return join_launched(study, topology, backend)
     except KeyboardInterrupt:
         _leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
 
@@ -404,10 +404,10 @@ def show(
     """
     from rich.console import Console
 
-    from rankloom.schedule import show as drawn
+    from rankloom.schedule import show_schedule
 
     console = Console()
-    _show(drawn(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=console.width,
+    _show(show_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=console.width,
                 coloured=bool(console.color_system) and not console.no_color, svg=svg, trace=trace, save=save))
 
 
@@ -429,9 +429,9 @@ def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int |
     out
         Also draw to this file (.svg or .png): a box for each rank.
     """
-    from rankloom.layouts import show as drawn
+    from rankloom.layouts import show_layout
 
-    _show(drawn(settings, ranks=ranks, ranks_per_host=ranks_per_host, out=out))
+    _show(show_layout(settings, ranks=ranks, ranks_per_host=ranks_per_host, out=out))
 
 
 @app.command

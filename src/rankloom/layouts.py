@@ -24,7 +24,7 @@ from rankloom.train.config import config_of, load_config, parse_overrides, with_
 from rankloom.train.job import CUT
 from rankloom.train.paper import ranks_on_paper
 from rankloom.train.schema import BYTES_VOCAB, Config
-from rankloom.watch.boxes import SHORT, Scene, draw
+from rankloom.watch.boxes import SHORT, Scene, draw_sheet
 from rankloom.watch.canvas import Sheet, as_svg, write_png
 from rankloom.world.cluster import read_cluster
 
@@ -73,7 +73,7 @@ class Drawn:
                 f"{batch.global_} row{'' if batch.global_ == 1 else 's'} of {train.seq_len} tokens a step")
 
 
-def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
+def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
     """All of it, for `rankloom layout`. raises: ConfigError"""
     if out is not None and out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out {out}: expected a name that ends in .svg or .png")
@@ -94,7 +94,7 @@ def show(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None,
     if config.train.stage and drawn.mesh.shard > 1:
         yield f"of these parts, laid end to end unit by unit, a rank's optimizer updates 1/{drawn.mesh.shard}: see docs/sharding.md"
     if out is not None:
-        yield save(draw(Scene(drawn.mesh, drawn.ranks, hosts, config.train.stage < 3, drawn.title, drawn.note)), out)
+        yield save(draw_sheet(Scene(drawn.mesh, drawn.ranks, hosts, config.train.stage < 3, drawn.title, drawn.note)), out)
 
 
 def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:

@@ -12,7 +12,7 @@ from rankloom.base.events import Progressed, Timed
 from rankloom.base.topology import Topology
 from rankloom.comm import bench
 from rankloom.comm.algorithms import ALGORITHMS
-from rankloom.comm.bench import DTYPES, NAMES, Study, elements, expected, operand, plan_study, run_study, take_turns, wrong_elements
+from rankloom.comm.bench import DTYPES, NAMES, Study, elements, expected, operand, plan_bench, run_study, take_turns, wrong_elements
 from rankloom.comm.choose import all_reduce_named
 from rankloom.comm.price import BACKEND
 
@@ -200,11 +200,11 @@ def test_a_time_is_that_of_one_call_however_many_a_turn_has(work):
 ])
 def test_what_there_is_not_is_refused_with_the_nearest_there_is(words, message):
     with pytest.raises(rl.ConfigError, match=message):
-        plan_study(*words)
+        plan_bench(*words)
 
 
 def test_a_name_given_twice_is_timed_once():
-    study = plan_study(["broadcast", "broadcast"], ["chain", "backend", "chain"], [4], "fp32", 1)
+    study = plan_bench(["broadcast", "broadcast"], ["chain", "backend", "chain"], [4], "fp32", 1)
     assert study.collectives == ("broadcast",)
     assert study.subjects("broadcast", Topology.even(1, 2)) == ["chain", "backend"]
 

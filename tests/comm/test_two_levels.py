@@ -10,7 +10,7 @@ import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.messages import deal, gather, post
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
-from rankloom.comm.two_levels import TwoLevels, cut, overlapped_all_reduce
+from rankloom.comm.two_levels import TwoLevels, cut_in_pieces, overlapped_all_reduce
 
 EXACT = Floats(torch.float32)   # as a format: nothing is lost
 NODES = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)),
@@ -95,7 +95,7 @@ def test_slow_ranks_change_nothing():
 @pytest.mark.parametrize("n", [0, 1, 7, 12, 13, 100])
 @pytest.mark.parametrize(("step", "s"), [(1, 1), (2, 3), (4, 2), (100, 4)])
 def test_slices_lie_one_after_the_other_and_are_as_long_as_they_may_be(n, step, s):
-    pieces = cut(n, step, s)
+    pieces = cut_in_pieces(n, step, s)
     spans = [span for piece in pieces for span in piece]
     assert [at for start, end in spans for at in range(start, end)] == list(range(n))
     assert all(len(piece) == s and max(end - start for start, end in piece) <= step for piece in pieces)

@@ -8,7 +8,7 @@ import pytest
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.data import corpus as module
-from rankloom.data.corpus import choose_split, pieces, prepare_corpus
+from rankloom.data.corpus import choose_split, prepare_corpus, text_pieces
 from rankloom.data.text import Survey
 from rankloom.data.tokenizer import ByteTokenizer, train_bpe
 
@@ -136,10 +136,10 @@ def test_long_documents_are_encoded_in_pieces_that_lay_together(one, tmp_path, m
     monkeypatch.setattr(module, "PIECE", 100)
     assert prepare_corpus(one, tokenizer="bytes", cache=tmp_path / "d").train.tolist() == whole
     text = "ab\n" * 100 + "c" * 250
-    assert "".join(pieces(text)) == text
-    assert max(map(len, pieces(text))) <= 100
-    assert all(piece.endswith("\n") for piece in list(pieces(text))[:3])
-    assert list(pieces("")) == []
+    assert "".join(text_pieces(text)) == text
+    assert max(map(len, text_pieces(text))) <= 100
+    assert all(piece.endswith("\n") for piece in list(text_pieces(text))[:3])
+    assert list(text_pieces("")) == []
 
 
 def test_long_work_reports_how_far_it_is(many, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError
-from rankloom.models.generate import choose, generate, new_caches
+from rankloom.models.generate import choose_token, generate, new_caches
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 
@@ -70,16 +70,16 @@ def test_text_grows_past_the_models_length(model):
 
 def test_top_k_draws_among_the_k_likeliest_only():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    drawn = {int(choose(logits, 5.0, 2, [torch.Generator().manual_seed(s)])) for s in range(60)}
+    drawn = {int(choose_token(logits, 5.0, 2, [torch.Generator().manual_seed(s)])) for s in range(60)}
     assert drawn == {1, 3}
-    everything = {int(choose(logits, 5.0, None, [torch.Generator().manual_seed(s)])) for s in range(200)}
+    everything = {int(choose_token(logits, 5.0, None, [torch.Generator().manual_seed(s)])) for s in range(200)}
     assert everything == {0, 1, 2, 3}
 
 
 def test_draws_follow_the_odds():
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]]))
     g = torch.Generator().manual_seed(0)
-    drawn = torch.stack([choose(logits, 1.0, None, [g]) for _ in range(4000)]).flatten()
+    drawn = torch.stack([choose_token(logits, 1.0, None, [g]) for _ in range(4000)]).flatten()
     assert torch.bincount(drawn, minlength=3).div(4000) == pytest.approx([0.2, 0.5, 0.3], abs=0.04)
 
 

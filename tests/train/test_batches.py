@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import rankloom as rl
 from rankloom.comm.canonical import owned_leaves
-from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, map_tensors, rows_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -56,7 +56,7 @@ def test_a_batch_without_rows_or_with_different_numbers_of_them_is_refused_by_ra
 @given(st.integers(1, 40), st.data())
 def test_pieces_are_contiguous_complete_and_even_with_the_longer_ones_first(rows, data):
     pieces = data.draw(st.integers(1, rows))
-    parts = cut((torch.arange(rows), {"y": torch.arange(rows)[:, None]}), pieces, 0)
+    parts = cut_batch((torch.arange(rows), {"y": torch.arange(rows)[:, None]}), pieces, 0)
     assert len(parts) == pieces
     assert torch.equal(torch.cat([x for x, _ in parts]), torch.arange(rows))
     assert all(torch.equal(x, y["y"][:, 0]) for x, y in parts)
@@ -66,7 +66,7 @@ def test_pieces_are_contiguous_complete_and_even_with_the_longer_ones_first(rows
 
 def test_pieces_are_views_and_cost_no_memory():
     x = torch.arange(6)
-    assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in cut(x, 3, 0))
+    assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in cut_batch(x, 3, 0))
 
 
 def test_a_batch_that_is_a_tuple_is_one_even_where_it_could_be_its_micro_batches():
@@ -76,7 +76,7 @@ def test_a_batch_that_is_a_tuple_is_one_even_where_it_could_be_its_micro_batches
 
 def test_more_pieces_than_rows_are_refused_by_rank():
     with pytest.raises(rl.BatchError, match="rank 2: a batch of 3 rows cannot be cut in 4 micro-batches"):
-        cut(torch.zeros(3), 4, rank=2)
+        cut_batch(torch.zeros(3), 4, rank=2)
 
 
 def deal(world: rl.World, held: list[int], leaves: int):
@@ -84,7 +84,7 @@ def deal(world: rl.World, held: list[int], leaves: int):
     first = sum(held[: world.rank])
     x = torch.arange(first, first + held[world.rank])
     batch = {"x": x, "mask": x % 2 == 0, "y": [x[:, None].float() * torch.ones(2, 3).t()[:1]]}   # bools, and a tensor with gaps
-    mine, used = deal_rows(batch, world, leaves)
+    mine, used = deal_leaves(batch, world, leaves)
     assert torch.equal(mine["mask"], mine["x"] % 2 == 0) and torch.equal(mine["y"][0][:, 0], mine["x"].float())
     return mine["x"].tolist(), used
 

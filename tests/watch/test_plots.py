@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rankloom.base.errors import DataError
 from rankloom.base.events import Timed
 from rankloom.watch.plots import COLOURS, MARKERS, plot_bench, plot_loss, plot_scaling
-from rankloom.watch.scaling import Measured, scaling_rows
+from rankloom.watch.scaling import MeasuredRun, scaling_rows
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_the_scaling_plot_shows_speed_up_beside_the_ideal(tmp_path, drawn):
-    rows = scaling_rows([Measured(1, 8.0, 100, 0.0), Measured(2, 5.0, 100, 1.0)])
+    rows = scaling_rows([MeasuredRun(1, 8.0, 100, 0.0), MeasuredRun(2, 5.0, 100, 1.0)])
     path = plot_scaling(rows, tmp_path / "scale.png", "11M")
     left, right = drawn[0].axes
     ideal, measured = left.get_lines()
@@ -99,7 +99,7 @@ def timed(algorithm, ranks, nbytes, seconds):
 
 def test_a_scaling_plot_without_one_rank_says_what_is_the_measure(tmp_path, drawn):
     for first in (1, 2):
-        plot_scaling(scaling_rows([Measured(n, 1.0 / n, 100, 0.0) for n in (first, 4)]), tmp_path / "scale.png", "1M")
+        plot_scaling(scaling_rows([MeasuredRun(n, 1.0 / n, 100, 0.0) for n in (first, 4)]), tmp_path / "scale.png", "1M")
     assert [figure.axes[0].get_ylabel() for figure in drawn] == ["speed-up over one rank", "speed-up; 2 ranks count as 2"]
 
 

@@ -48,7 +48,7 @@ class Study:
         return [name for name in (*algorithms_on(collective, topology), BACKEND) if not self.algorithms or name in self.algorithms]
 
 
-def plan_study(collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int], dtype: str, turns: int) -> Study:
+def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int], dtype: str, turns: int) -> Study:
     """Check what is asked for. No algorithms means all of them. raises: ConfigError"""
     for what, names, known in (("collective", collectives, ALGORITHMS), ("algorithm", algorithms, NAMES), ("dtype", [dtype], DTYPES)):
         for name in names:

@@ -43,7 +43,7 @@ class TwoLevels(Compressed):
         inside = Subgroup(group, nodes[node])
         across = Subgroup(group, [other[inside.rank] for other in nodes])
         step = self.between.step(across.size)   # values of a slice
-        pieces = [[values[start:end] for start, end in spans] for spans in cut(len(values), step, inside.size)]
+        pieces = [[values[start:end] for start, end in spans] for spans in cut_in_pieces(len(values), step, inside.size)]
         self.between.remember(sum(len(slices[inside.rank]) for slices in pieces), across)
         staggered([self._stages(at * step, slices, inside, across) for at, slices in enumerate(pieces)])
 
@@ -72,7 +72,7 @@ class TwoLevels(Compressed):
         if n and not _overlaps(group):
             return hierarchical_all_reduce_bill(n, nodes, 4, group.rank, between=lambda n, m, itemsize, rank: self.between.bill_for(n, m))
         place, total = nodes[node].index(group.rank), Bill()
-        for spans in cut(n, self.between.step(len(nodes)), len(nodes[node])):
+        for spans in cut_in_pieces(n, self.between.step(len(nodes)), len(nodes[node])):
             lengths = [end - start for start, end in spans]
             mine = lengths.pop(place)
             total += Bill(sent=4 * (sum(lengths) + len(lengths) * mine), messages=sum(map(bool, lengths)) + len(lengths) * bool(mine))
@@ -89,10 +89,10 @@ def overlapped_all_reduce(x: Tensor, group: Group) -> Tensor:
     return TwoLevels(Blockwise(Floats(torch.float32)))(x, group)
 
 
-def cut(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
+def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
     """n values in pieces of s slices of `step` each: where the slices begin and end. Those of the last piece may be short, or empty.
 
-    >>> cut(10, step=2, s=3)
+    >>> cut_in_pieces(10, step=2, s=3)
     [[(0, 2), (2, 4), (4, 6)], [(6, 8), (8, 10), (10, 10)]]
     """
     pieces = [(start, min(start + s * step, n)) for start in range(0, n, s * step)]

@@ -136,7 +136,7 @@ def _training_text(source: str | Path, split: Split) -> Iterator[str]:
     left = BPE_CHARACTERS
     for number, document in enumerate(documents(source)):
         text = split.cut(number, document.text)[0][:left]
-        yield from pieces(text)
+        yield from text_pieces(text)
         left -= len(text)
         if left <= 0:
             return
@@ -215,7 +215,7 @@ def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
     """Append the tokens of some documents, each followed by end of text; returns how many."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eot], dtype=dtype)
-    cut = [list(pieces(text)) for text in texts]
+    cut = [list(text_pieces(text)) for text in texts]
     encoded = iter(tokenizer.encode_batch([piece for parts in cut for piece in parts]))
     count = 0
     for parts in cut:
@@ -225,7 +225,7 @@ def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
     return count
 
 
-def pieces(text: str) -> Iterator[str]:
+def text_pieces(text: str) -> Iterator[str]:
     """A text in parts of about PIECE characters, cut after a line end where there is one."""
     start = 0
     while start < len(text):

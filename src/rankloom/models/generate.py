@@ -31,7 +31,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
             if caches[0].length + unread.shape[1] > model.config.seq_len:
                 unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
             logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
-            unread = choose(logits, temperature, top_k, generators)[:, None]
+            unread = choose_token(logits, temperature, top_k, generators)[:, None]
             if stop is not None:
                 unread = unread.masked_fill(ended[:, None], stop)
                 ended |= unread[:, 0] == stop
@@ -57,7 +57,7 @@ def new_caches(model: GPT) -> list[KVCache]:
     return [KVCache(model.config.seq_len) for _ in model.blocks]
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
+def choose_token(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
     """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so every device draws alike."""
     if temperature == 0:
         return logits.argmax(dim=1)

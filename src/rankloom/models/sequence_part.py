@@ -30,7 +30,7 @@ class SequencePart(Protocol):
         """The way back: what the tokens that are here have of [B, all, ...]."""
 
 
-class Whole:
+class WholeSequence:
     """Sequences that are all here."""
 
     positions = None
@@ -56,10 +56,10 @@ class Whole:
         return x
 
 
-WHOLE = Whole()
+WHOLE = WholeSequence()
 
 
-class Packed(Whole):
+class Packed(WholeSequence):
     """Sequences that are all here, each of several documents end to end: attention stays inside a document.
 
     documents: see `document_cuts`

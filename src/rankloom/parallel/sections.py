@@ -23,7 +23,7 @@ from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter as it was when the model was sharded."""
 
     module: nn.Module     # in which it hangs
@@ -140,9 +140,10 @@ def _will_get_gradient(param: nn.Parameter) -> bool:
         return False
 
 
-def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[Place]:
-    return [Place(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None) for part in module.modules()
-            for key, param in part._parameters.items() if param is not None and param in units for unit, name in [units[param]]]
+def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[ParameterPlace]:
+    return [ParameterPlace(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None)
+            for part in module.modules() for key, param in part._parameters.items()
+            if param is not None and param in units for unit, name in [units[param]]]
 
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import Piece
-from rankloom.shard.optimizer_state import Entry, join
+from rankloom.shard.optimizer_state import Entry, join_bytes
 from rankloom.shard.unit import Unit
 
 DIFFERENCES_SHOWN = 3
@@ -58,7 +58,7 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
     pieces = {at: unit.layout.piece(name, at) for at in range(group.size)}
     spans = {at: (start * itemsize, stop * itemsize) for at, (start, stop) in pieces.items() if stop > start}
     mine = unit.slice_view(unit.own, name).reshape(-1).to(group.device).view(torch.uint8) if group.rank in spans else None
-    whole = join(mine, spans, group, rank, f"whole {name}")
+    whole = join_bytes(mine, spans, group, rank, f"whole {name}")
     return None if whole is None else whole.view(unit.own.dtype).view(unit.layout.slot(name).shape)
 
 

@@ -147,11 +147,11 @@ def _gather_value(mine: Any, there: dict[int, tuple[int, int, list[Any]]], shape
     if not all(fits for _, _, (_, _, fits, _) in there.values()):
         spans = {first: (0, shape.numel() * dtype.itemsize)}
     data = mine.detach().to(group.device).contiguous().view(-1).view(torch.uint8) if group.rank in spans else None
-    whole = join(data, spans, group, rank, label)
+    whole = join_bytes(data, spans, group, rank, label)
     return None if whole is None else whole.view(dtype).view(shape)
 
 
-def join(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Group, rank: int | None, label: str) -> Tensor | None:
+def join_bytes(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Group, rank: int | None, label: str) -> Tensor | None:
     """All ranks' bytes as one tensor in CPU memory, on `rank` or everywhere. Bytes, because backends refuse some dtypes.
 
     spans: rank -> [start, stop) of its bytes in the whole; together they make it

@@ -64,7 +64,7 @@ def rows_of(batch: Any, rank: int) -> int:
     return lengths[0]
 
 
-def cut(batch: Any, pieces: int, rank: int) -> list[Any]:
+def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
     """The batch in `pieces` contiguous runs of rows; where they do not divide, the first are one longer. Micro-batches stay as they are.
 
     raises: BatchError when there are fewer rows than pieces
@@ -88,7 +88,7 @@ def _rows(x: Tensor, first: int, end: int) -> Tensor:
     return x[first:end]
 
 
-def deal_rows(batch: Any, group: Group, leaves: int) -> tuple[Any, int]:
+def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int]:
     """Give each rank the rows of the logical shards it owns, whoever holds them now.
 
     The global batch is all ranks' batches one after another, in rank order, and is cut in `leaves` contiguous shards; fewer

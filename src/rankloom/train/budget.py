@@ -38,7 +38,7 @@ class BlockCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RecomputeDecision:
     """What one block shall do, and why."""
 
     block: str
@@ -52,7 +52,7 @@ class Decision:
 class RecomputePlan:
     """A decision for each block. Printed, it is a table."""
 
-    decisions: tuple[Decision, ...]
+    decisions: tuple[RecomputeDecision, ...]
     budget: int
     peak: int          # bytes: the most there is at any moment of backward
     repeated: float    # share of the forward of all blocks
@@ -140,13 +140,13 @@ def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int) -> Re
     return RecomputePlan(decisions, budget, peak(costs, choices), repeated / work if work else 0.0)
 
 
-def _explain(cost: BlockCost, choice: str) -> Decision:
+def _explain(cost: BlockCost, choice: str) -> RecomputeDecision:
     kept, share = cost.calls * cost.kept[choice], cost.repeated[choice] / cost.work if cost.work else 0.0
     if choice == NONE:
         why = "there is room"
     else:
         why = f"saves {show_bytes(cost.calls * cost.kept[NONE] - kept)}"
-    return Decision(cost.name, choice, kept, share, why)
+    return RecomputeDecision(cost.name, choice, kept, share, why)
 
 
 def _too_small(costs: Sequence[BlockCost], budget: int) -> ConfigError:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating
-from rankloom.train.batches import cut, rows_of
+from rankloom.train.batches import cut_batch, rows_of
 from rankloom.train.compiled import is_compiled
 from rankloom.world.group import Group
 
@@ -52,7 +52,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
     if rows < 2 or runs_compiled(model):
         return
     with evaluating(model):
-        (whole, count), *halves = [totals_of(part) for part in (piece, *cut(piece, 2, rank))]
+        (whole, count), *halves = [totals_of(part) for part in (piece, *cut_batch(piece, 2, rank))]
         twice, counted = (halves[0] + halves[1]).tolist()
         suspect = counted == count > 1 and bool(whole) and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN
         if not on_any(suspect):   # else all ranks compute it again, for a forward may be a collective

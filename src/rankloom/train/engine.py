@@ -33,7 +33,7 @@ from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import MicroBatches, as_given, cut, deal_rows, expect_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
 from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
@@ -223,17 +223,17 @@ class Engine:
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
-        pieces = cut(batch, self.settings.accumulate, self.group.rank)
+        pieces = cut_batch(batch, self.settings.accumulate, self.group.rank)
         for at, piece in enumerate(pieces):
             with self.placement.sync(at == len(pieces) - 1):
                 totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
         return self.placement.finish(totals)
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
-        mine, leaves = deal_rows(batch, self.group, self.settings.leaves)
+        mine, leaves = deal_leaves(batch, self.group, self.settings.leaves)
         run = owned_leaves(self.group.rank, self.group.size, leaves)
         self.placement.begin_leaves(leaves)
-        for leaf, piece in zip(run, cut(mine, len(run), self.group.rank), strict=True):
+        for leaf, piece in zip(run, cut_batch(mine, len(run), self.group.rank), strict=True):
             with self.placement.sync(False):
                 self.placement.take_leaf(leaf, self._forward_backward(piece, leaf))
         return self.placement.finish(None)

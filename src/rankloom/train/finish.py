@@ -48,7 +48,7 @@ def save_weights(job: Job, engine: Engine) -> None:
     while_others_wait(job.world, save, label="save the weights")
 
 
-def finish(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summary:
+def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summary:
     """Write what is left of a run once the weights are on disk; `outcome` has the fields of Summary that the steps know.
 
     Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended leaves the rest out, and what a

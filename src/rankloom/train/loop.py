@@ -16,7 +16,7 @@ from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.train.config import with_ranks
 from rankloom.train.engine import Engine
-from rankloom.train.finish import Summary, finish, save_weights
+from rankloom.train.finish import Summary, finish_run, save_weights
 from rankloom.train.job import Job, introduce, open_corpus, open_run
 from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
@@ -54,7 +54,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         with stepper.stop:   # a signal after the last step waits for the weights, too
             stepper.run()
             save_weights(job, stepper.engine)
-            return finish(job, stepper.outcome(), stepper.stop)
+            return finish_run(job, stepper.outcome(), stepper.stop)
 
 
 class Stepper:

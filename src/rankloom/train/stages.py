@@ -35,7 +35,7 @@ from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import Piece as Owned
 from rankloom.shard.optimizer_state import Entry
-from rankloom.train.batches import cut
+from rankloom.train.batches import cut_batch
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.pipe import ChosenPipe
@@ -298,7 +298,7 @@ class PipelineEngine(Engine):
 
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left where autograd made them."""
-        pieces = cut(batch, self.settings.accumulate, self.group.rank)
+        pieces = cut_batch(batch, self.settings.accumulate, self.group.rank)
         if self.settings.precision.scaled and self.scale is UNMEASURED:   # backwards begin before all forwards have ended
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])

@@ -96,7 +96,7 @@ class Scene:
         return self.hosts or [range(len(self.ranks))]
 
 
-def draw(scene: Scene) -> Sheet:
+def draw_sheet(scene: Scene) -> Sheet:
     """The whole sheet."""
     marks: list[Mark] = [Word(EDGE_GAP, 28, scene.title, 17, INK, bold=True), Word(EDGE_GAP, 47, scene.note, 11, PALE)]
     top = TOP

@@ -11,7 +11,7 @@ WARM_UP_STEPS = 3   # left out: the first steps learn the bucket order and fill 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One run: its ranks, the median seconds and tokens of a step, and the median seconds spent waiting."""
 
     ranks: int
@@ -31,22 +31,22 @@ class Row:
     communication: float
 
 
-def measure(run: Path, ranks: int) -> Measured:
+def measure(run: Path, ranks: int) -> MeasuredRun:
     """The pace of the run in a folder, its first steps left out; raises DataError when it has too few."""
     steps = read_history(run).steps[WARM_UP_STEPS:]
     if not steps:
         raise DataError(f"{run}: has no step after its first {WARM_UP_STEPS}, which warm up; give more --steps")
     seconds, tokens, exposed = (median(step[key] for step in steps) for key in ("seconds", "count", "exposed"))
-    return Measured(ranks, seconds, tokens, exposed)
+    return MeasuredRun(ranks, seconds, tokens, exposed)
 
 
-def scaling_rows(measured: list[Measured]) -> list[Row]:
+def scaling_rows(measured: list[MeasuredRun]) -> list[Row]:
     """Compare every run with the one of the fewest ranks, p ranks; that one's efficiency is 1 by definition.
 
     speed-up:   p x tokens per second / tokens per second on p ranks, so that 1 rank has speed-up 1
     efficiency: speed-up / ranks. With the same global batch this is T1 / (N x TN); with the same batch per rank, T1 / TN
 
-    >>> scaling_rows([Measured(1, 1.0, 100, 0.0), Measured(4, 0.5, 100, 0.1)])[1]
+    >>> scaling_rows([MeasuredRun(1, 1.0, 100, 0.0), MeasuredRun(4, 0.5, 100, 0.1)])[1]
     Row(ranks=4, tokens_per_second=200.0, speed_up=2.0, efficiency=0.5, communication=0.2)
     """
     measured = sorted(measured, key=lambda one: one.ranks)

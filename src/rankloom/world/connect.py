@@ -18,7 +18,7 @@ from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.process_group import build
-from rankloom.world.transport.router import Router
+from rankloom.world.transport.router import DeviceRouter
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 
@@ -144,7 +144,7 @@ class World(Group):
         store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
         if self.backend == SHARED:
             shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
-            pg: dist.ProcessGroup = Router(shared, timeout) if device.type == "cuda" else shared
+            pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
         else:
             pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
         watch = dist.PrefixStore("debug", store)

@@ -31,7 +31,7 @@ from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
 from rankloom.world.transport.operands import OPS, expect_tag
 from rankloom.world.transport.process_group import SharedMemoryGroup
-from rankloom.world.transport.router import Router
+from rankloom.world.transport.router import DeviceRouter
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
@@ -105,12 +105,12 @@ class Group:
         pg = self._process_group
         if pg is None or self.device.type != "cuda":
             return False
-        return pg.in_order(self.device) if isinstance(pg, Router) else pg._get_backend(self.device).name() == "nccl"
+        return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else pg._get_backend(self.device).name() == "nccl"
 
     @property
     def lends_memory(self) -> bool:
         """Whether `buffer` gives memory in which collectives reduce; else any memory is as good."""
-        return isinstance(self._process_group, SharedMemoryGroup | Router)
+        return isinstance(self._process_group, SharedMemoryGroup | DeviceRouter)
 
     def _goes_directly(self, x: Tensor) -> bool:
         """Whether gathers and reduce-scatters are made of messages (world/direct.py)."""
@@ -229,7 +229,7 @@ class Group:
         raises: MemoryError on all ranks when there is not that much
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if isinstance(self._process_group, Router):
+        if isinstance(self._process_group, DeviceRouter):
             return self._process_group.buffer(sizes, dtype, self.device)
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
 
@@ -320,7 +320,7 @@ class Group:
 
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
-        if isinstance(shared := self._process_group, SharedMemoryGroup | Router):
+        if isinstance(shared := self._process_group, SharedMemoryGroup | DeviceRouter):
             shared.shutdown()
         self._process_group = self._at_once = None
         # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.

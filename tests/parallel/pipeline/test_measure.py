@@ -15,7 +15,7 @@ from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.parallel.pipeline.actions import COMPUTES
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.draw import as_svg
-from rankloom.parallel.pipeline.measure import Measured, measure_message, measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_message, measure_pieces, record_step, stage_costs
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import make_schedule
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
@@ -92,7 +92,7 @@ def test_bytes_are_counted_once_and_without_parameters():
 
 
 def test_costs_of_stages_are_sums_of_those_of_their_pieces():
-    measured = [Measured(1, 2, 3, 0, 0), Measured(10, 20, 30, 0, 0), Measured(100, 200, 300, 0, 0)]
+    measured = [MeasuredPiece(1, 2, 3, 0, 0), MeasuredPiece(10, 20, 30, 0, 0), MeasuredPiece(100, 200, 300, 0, 0)]
     assert stage_costs(measured, [2, 1], message=0.5) == Costs((11, 100), (22, 200), (33, 300), 0.5)
 
 

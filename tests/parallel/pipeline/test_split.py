@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradients import gradients
-from rankloom.parallel.pipeline.split import deferring, finish
+from rankloom.parallel.pipeline.split import deferring, finish_products
 
 
 def make(seed: int = 0) -> nn.Module:
@@ -25,7 +25,7 @@ def test_both_parts_make_the_gradients_of_one(shape):
     torch.testing.assert_close(y.grad, x.grad, rtol=1e-13, atol=0)
     matrices = {name for name, p in mine.named_parameters() if p.dim() == 2}
     assert {name for name, grad in gradients(mine).items() if grad is None} == matrices, "all but the matrices is there"
-    finish(products)
+    finish_products(products)
     assert products == []
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(mine)[name], grad, rtol=1e-12, atol=1e-14)
@@ -39,7 +39,7 @@ def test_gradients_are_added_to_what_is_there_and_hooks_run_with_the_second_part
             out = layer(torch.ones(1, 2, requires_grad=True))
         out.sum().backward()
         before = len(seen)
-        finish(products)
+        finish_products(products)
         assert len(seen) == before + 1
     assert seen == [4.0, 8.0]
 
@@ -56,7 +56,7 @@ def test_no_product_is_made_twice():
             loss = model(x).sum()
         loss.backward()
     with FlopCounterMode(display=False) as second:
-        finish(products)
+        finish_products(products)
     assert first.get_total_flops() + second.get_total_flops() == plain.get_total_flops()
     assert second.get_total_flops() == plain.get_total_flops() / 3
 
@@ -68,7 +68,7 @@ def test_a_matrix_used_twice_gets_both_gradients():
     with deferring(products):
         out = layer(layer(x))
     out.sum().backward()
-    finish(products)
+    finish_products(products)
     torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-13, atol=0)
 
 

@@ -11,12 +11,12 @@ from rankloom.base.errors import ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.parallel.tensor.holding import (
     Holding,
+    cut_each,
     full_state_dict,
     gather_whole,
     holdings,
     load_full_state_dict,
     padded,
-    pieces,
     shared,
     sum_owed,
 )
@@ -29,7 +29,7 @@ def make(**shape) -> rl.GPT:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 6))
 def test_pieces_cover_every_element_once_and_are_equally_long(units, ranks):
-    spans = pieces([n * ranks for n in units], ranks)
+    spans = cut_each([n * ranks for n in units], ranks)
     covered = sorted(i for held in spans for start, stop in held for i in range(start, stop))
     assert covered == list(range(sum(units) * ranks))
     assert {sum(stop - start for start, stop in held) for held in spans} == {sum(units)}
@@ -49,7 +49,7 @@ def test_shared_units_are_held_by_equally_many_neighbours(units, copies, width):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("length", "spans"), [(4, pieces([8], 2)), (4, pieces([4, 4], 2)), (5, padded(8, 2)[1]), (2, shared(2, 2, 4)),
+@pytest.mark.parametrize(("length", "spans"), [(4, cut_each([8], 2)), (4, cut_each([4, 4], 2)), (5, padded(8, 2)[1]), (2, shared(2, 2, 4)),
                                                (8, (((Span(0, 8)),),) * 3)])
 def test_what_is_cut_joins_to_the_whole(length, spans, dim):
     whole = torch.arange(24.0).view(8, 3) if dim == 0 else torch.arange(24.0).view(3, 8)
@@ -62,16 +62,16 @@ def test_what_is_cut_joins_to_the_whole(length, spans, dim):
 
 def test_the_copy_is_the_ranks_own():
     whole = torch.zeros(4, 2)
-    for held in (Holding((4, 2)), Holding((4, 2), 2, 0, pieces([4], 2))):
+    for held in (Holding((4, 2)), Holding((4, 2), 2, 0, cut_each([4], 2))):
         held.cut(whole, 0).add_(1.0)
         assert not whole.any()
 
 
 def test_a_tensor_of_another_shape_is_not_cut():
     with pytest.raises(ShapeMismatch, match=r"rank 1: a tensor of shape \(3, 2\), expected the whole of \(4, 2\)"):
-        Holding((4, 2), 2, 0, pieces([4], 2)).cut(torch.zeros(3, 2), 1)
+        Holding((4, 2), 2, 0, cut_each([4], 2)).cut(torch.zeros(3, 2), 1)
     with pytest.raises(ShapeMismatch, match="9 does not divide by 2 ranks"):
-        pieces([9], 2)
+        cut_each([9], 2)
 
 
 def test_holdings_say_how_every_parameter_lies_and_who_holds_the_same():

@@ -18,7 +18,7 @@ from rankloom.base.errors import ConfigError, RankLost, ShapeMismatch
 from rankloom.world import connect
 from rankloom.world.transport import backend, router
 from rankloom.world.transport.device_group import DeviceGroup
-from rankloom.world.transport.router import HOST, NCCL, SHARED, Place, Router, choose
+from rankloom.world.transport.router import HOST, NCCL, SHARED, DeviceRouter, GpuPlace, choose_carrier
 from rankloom.world.transport.through_host import ThroughHost
 from world.transport.twin import Twin
 
@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 backend.register()   # also where rankloom is not installed
 
 
-class Routed(Router):
+class Routed(DeviceRouter):
     """A router that takes all tensors for ones on a device, and notes what it was asked for."""
 
     def __init__(self, cpu, timeout, kind):
@@ -79,20 +79,20 @@ PIDS = itertools.count(1)
 
 
 def place(host="a", gpu="0", pid=None):
-    return Place(host, gpu, next(PIDS) if pid is None else pid)
+    return GpuPlace(host, gpu, next(PIDS) if pid is None else pid)
 
 
 @pytest.mark.parametrize("nccl_is_there", [True, False])
 def test_the_carrier_is_chosen_by_who_shares_a_gpu(monkeypatch, nccl_is_there):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl_is_there)
     nccl = NCCL if nccl_is_there else HOST
-    assert choose([place(), place(), place()]) == SHARED
-    assert choose([place()]) == SHARED, "a rank alone needs nobody"
-    assert choose([place(gpu="0"), place(gpu="1")]) == nccl
-    assert choose([place("a"), place("b")]) == nccl, "GPUs of two hosts may have one name"
-    assert choose([place(gpu="0"), place(gpu="0"), place(gpu="1")]) == HOST
-    assert choose([place("a"), place("a"), place("b"), place("b")]) == HOST
-    assert choose([place(pid=7), place(pid=7)]) == HOST, "threads of one process cannot map each other's memory"
+    assert choose_carrier([place(), place(), place()]) == SHARED
+    assert choose_carrier([place()]) == SHARED, "a rank alone needs nobody"
+    assert choose_carrier([place(gpu="0"), place(gpu="1")]) == nccl
+    assert choose_carrier([place("a"), place("b")]) == nccl, "GPUs of two hosts may have one name"
+    assert choose_carrier([place(gpu="0"), place(gpu="0"), place(gpu="1")]) == HOST
+    assert choose_carrier([place("a"), place("a"), place("b"), place("b")]) == HOST
+    assert choose_carrier([place(pid=7), place(pid=7)]) == HOST, "threads of one process cannot map each other's memory"
 
 
 def pretend_gpus(monkeypatch, gpu_of):
@@ -109,7 +109,7 @@ def pretend_gpus(monkeypatch, gpu_of):
 @pytest.mark.parametrize("gpus, kind", [("aaa", DeviceGroup), ("abc", str), ("aab", ThroughHost)])
 def test_ranks_tell_each_other_their_gpus_at_the_first_call_and_agree(monkeypatch, gpus, kind):
     plain = Ranks(3)   # before processes are pretended: they open each other's memory by process number
-    routers = [Router(group, 20.0) for group in plain.groups]
+    routers = [DeviceRouter(group, 20.0) for group in plain.groups]
     pretend_gpus(monkeypatch, lambda rank: gpus[rank])
     carriers = plain.run(lambda rank: routers[rank].carrier(GPU))
     again = plain.run(lambda rank: routers[rank].carrier(torch.device("cuda")))
@@ -122,7 +122,7 @@ def test_ranks_tell_each_other_their_gpus_at_the_first_call_and_agree(monkeypatc
 @pytest.mark.parametrize("gpus, in_order", [("aaa", False), ("abc", True), ("aab", True)])
 def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(monkeypatch, gpus, in_order):
     plain = Ranks(3)
-    groups = [rl.Group(Router(group, 20.0), device=GPU) for group in plain.groups]
+    groups = [rl.Group(DeviceRouter(group, 20.0), device=GPU) for group in plain.groups]
     pretend_gpus(monkeypatch, lambda rank: gpus[rank])
     told = plain.run(lambda rank: groups[rank].in_order)
     monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(m
 
 def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     plain = Ranks(3)
-    routers = [Router(group, 0.5) for group in plain.groups]
+    routers = [DeviceRouter(group, 0.5) for group in plain.groups]
     pretend_gpus(monkeypatch, lambda rank: "a")
     pair = plain.run(lambda rank: routers[rank].carrier(GPU, (0, 1)) if rank < 2 else None)
     with pytest.raises(RankLost, match="rank\\(s\\) 2 did not join"):
@@ -145,7 +145,7 @@ def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
 
 def test_a_rank_that_changes_its_device_is_refused(monkeypatch):
     plain = Ranks(1)
-    one = Router(plain.groups[0], 20.0)
+    one = DeviceRouter(plain.groups[0], 20.0)
     pretend_gpus(monkeypatch, lambda rank: "a")
     one.carrier(GPU)
     with pytest.raises(ShapeMismatch, match="a tensor on cuda:1, but this rank has used cuda:0 so far"):
@@ -227,7 +227,7 @@ def test_calls_between_the_marks_of_a_batch_are_waited_for_as_one(routed):
 
 def test_tensors_on_the_cpu_never_ask_for_a_device():
     plain = Ranks(2)
-    routers = [Router(group, 20.0) for group in plain.groups]
+    routers = [DeviceRouter(group, 20.0) for group in plain.groups]
 
     def body(rank):
         group = routers[rank]
@@ -269,17 +269,17 @@ def test_torch_gets_a_router_where_there_is_cuda(monkeypatch, name, has_cuda):
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert isinstance(group, Router) == has_cuda
+        assert isinstance(group, DeviceRouter) == has_cuda
         assert dist.get_backend_config().count("rankloom") == (2 if name == "rankloom" else 1)
         dist.all_reduce(x := torch.ones(3))
         dist.barrier()
         half = dist.new_group([0])
         dist.all_reduce(x, group=half)
-        assert x.tolist() == [1.0] * 3 and isinstance(half, Router) == has_cuda
+        assert x.tolist() == [1.0] * 3 and isinstance(half, DeviceRouter) == has_cuda
         assert [device.type for device in group._device_types] == (["cpu", "cuda"] if has_cuda else ["cpu"])
         if has_cuda:
             assert not group._get_backend(GPU).supports_splitting, "torch asks when it is given a device_id"
-            assert isinstance(group.split_group([0], group_name="part"), Router)
+            assert isinstance(group.split_group([0], group_name="part"), DeviceRouter)
     finally:
         dist.destroy_process_group()
 

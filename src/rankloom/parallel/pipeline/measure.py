@@ -19,13 +19,13 @@ from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
-from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
+from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish_products
 from rankloom.world.group import Group
 
 TURNS = 5
 
 
-class Measured(NamedTuple):
+class MeasuredPiece(NamedTuple):
     """One piece with one micro-batch."""
 
     forward: float       # seconds
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
         return self.forward + self.input + self.weight
 
 
-def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[Measured]:
+def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[MeasuredPiece]:
     """Run one piece after the other on every rank: the median over turns and ranks, the same everywhere, so that all cut alike.
 
     microbatch: one as in training; the loss counts as part of the last piece. Modules are afterwards as they were before.
@@ -49,7 +49,7 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     with _on_trial(nn.ModuleList(stages)):
         turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(1 + TURNS)][1:]   # the first one warms up
     everyone = group.all_gather_object(_medians(turns), label="measured pieces")
-    return [Measured(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
+    return [MeasuredPiece(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
 
 
 def measure_message(x: Tensor, group: Group) -> float:
@@ -67,7 +67,7 @@ def measure_message(x: Tensor, group: Group) -> float:
     return told
 
 
-def stage_costs(measured: Sequence[Measured], sizes: Sequence[int], message: float = 0.0) -> Costs:
+def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: float = 0.0) -> Costs:
     """What stages of so many pieces should take, for `simulate_schedule`. message: seconds from one rank to another"""
     parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
     forward, back, weight = zip(*parts)
@@ -145,7 +145,7 @@ def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None,
         output = loss(output) if loss else output
     clock.append(_now(device))
     ends = [y for y in _several(output) if y.requires_grad and not y.is_leaf]
-    for part in (partial(backward_to_inputs, products, ends, [torch.ones_like(y) for y in ends]), partial(finish, products)):
+    for part in (partial(backward_to_inputs, products, ends, [torch.ones_like(y) for y in ends]), partial(finish_products, products)):
         if ends:
             part()
         clock.append(_now(device))

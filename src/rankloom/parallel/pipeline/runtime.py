@@ -20,7 +20,7 @@ from rankloom.parallel.pipeline.actions import Action, Schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
-from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish
+from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish_products
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.world.group import Group
 
@@ -171,7 +171,7 @@ class Pipeline:
             self._weights(action)
 
     def _weights(self, action: Action) -> None:
-        finish(self._live.pop((action.stage, action.microbatch)).products)
+        finish_products(self._live.pop((action.stage, action.microbatch)).products)
 
     def _call_hook(self, action: Action) -> None:
         hook = self.hooks.gather if action.kind == "GATHER" else self.hooks.reduce

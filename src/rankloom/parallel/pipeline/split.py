@@ -72,7 +72,7 @@ def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: S
 
 
 @torch.no_grad()
-def finish(products: list[Product]) -> None:
+def finish_products(products: list[Product]) -> None:
     """Add what was noted to the weights' gradients, as a backward would: hooks run. Where there are none, no product is stored first."""
     for weight, grad, x in products:
         rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.tensor.holding import Spans, pieces, shared
+from rankloom.parallel.tensor.holding import Spans, cut_each, shared
 
 # What attention modules of the field call the width of a head, the number of heads, and that of keys and values.
 WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head", "d_k")
@@ -55,7 +55,7 @@ class Heads:
             raise ConfigError(f"{self.name}: {features} features are no whole number of heads of width {self.width}")
         self._expect_queries_divide(ranks)
         if units % ranks == 0:
-            return pieces([features], ranks), False
+            return cut_each([features], ranks), False
         if units < self.query and ranks % units == 0:
             return shared(units, self.width, ranks), True
         raise ConfigError(f"{self.name}: {units} key-value heads and {ranks} ranks: one must divide by the other, for a rank's query heads "
@@ -74,7 +74,7 @@ class Heads:
         if each % ranks:
             raise ConfigError(f"{self.name}: {each} key-value heads, fused with the queries, do not divide by {ranks} ranks; "
                               f"choose tensor = {_choices(self.query, each, repeats=False)}, or layers that are not fused")
-        return pieces([self.query * self.width, each * self.width, each * self.width], ranks)
+        return cut_each([self.query * self.width, each * self.width, each * self.width], ranks)
 
     def _expect_queries_divide(self, ranks: int) -> None:
         if self.query % ranks:

@@ -25,7 +25,7 @@ _HELD = "rankloom_holdings"            # where a module keeps those of its own p
 class Holding:
     """How one parameter lies on the ranks of the tensor axis.
 
-    >>> one = Holding((6, 2), 3, dim=0, spans=pieces([4, 2], 2))
+    >>> one = Holding((6, 2), 3, dim=0, spans=cut_each([4, 2], 2))
     >>> one.spans[1], one.local_shape
     ((Span(start=2, stop=4), Span(start=5, stop=6)), (3, 2))
     """
@@ -78,10 +78,10 @@ class Holding:
         return whole
 
 
-def pieces(lengths: Sequence[int], ranks: int) -> Spans:
+def cut_each(lengths: Sequence[int], ranks: int) -> Spans:
     """Matrices of `lengths`, fused end to end, each cut evenly: every rank gets its part of each.
 
-    >>> pieces([4], 2)
+    >>> cut_each([4], 2)
     ((Span(start=0, stop=2),), (Span(start=2, stop=4),))
 
     raises: ShapeMismatch when one does not divide
@@ -102,7 +102,7 @@ def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
     if length % parts:
         raise ConfigError(f"{what}: {length} features are not {parts} fused matrices of equal size")
     try:
-        return pieces([length // parts] * parts, ranks)
+        return cut_each([length // parts] * parts, ranks)
     except ShapeMismatch as error:
         raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks") from error
 

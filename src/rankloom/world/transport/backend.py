@@ -31,7 +31,8 @@ def _keep_the_recorder_out() -> None:
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
     """What torch calls for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
-    route = import_module("rankloom.world.transport.router").route
+    with_router = import_module("rankloom.world.transport.router").with_router
     build = import_module("rankloom.world.transport.process_group").build
     ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
-    return route(build(where.store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default"), timeout)
+    group = build(where.store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
+    return with_router(group, timeout)

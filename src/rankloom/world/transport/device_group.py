@@ -66,7 +66,7 @@ class DeviceGroup(SharedMemoryGroup):
     def _start(self, call: Any, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
         if call[3]:
             operands.expect_rank(call[3], self.size(), self._where(call[0]))
-        tensors = [*tensors_in([result, keep])]
+        tensors = [*listed_tensors([result, keep])]
         self._expect_here(tensors, call[0])
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:   # unset
@@ -174,13 +174,13 @@ def _end_region(regions: Regions, number: int, device: Device, handle: str) -> N
     device.give_back(handle)
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
+def listed_tensors(value: object) -> Iterator[Tensor]:
     """All tensors in lists in lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from listed_tensors(item)
 
 
 def _watch(flags: "weakref.ref[Flags]") -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.cuda import CudaDevice
-from rankloom.world.transport.device_group import DeviceGroup, tensors_in
+from rankloom.world.transport.device_group import DeviceGroup, listed_tensors
 from rankloom.world.transport.forms import SECOND, first_form, in_either_form
 from rankloom.world.transport.meet import this_host, wait_for
 from rankloom.world.transport.process_group import SharedMemoryGroup
@@ -43,7 +43,7 @@ OF_THE_CPU = ("getBackendName", "name", "_get_backend_name", "setGroupName", "ge
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuPlace:
     """Where a rank computes."""
 
     host: str
@@ -51,7 +51,7 @@ class Place:
     pid: int
 
 
-def choose(places: Sequence[Place]) -> str:
+def choose_carrier(places: Sequence[GpuPlace]) -> str:
     """What carries CUDA tensors between ranks at these places.
 
     Processes only can map each other's memory, so ranks that are threads of one go through the host.
@@ -62,7 +62,7 @@ def choose(places: Sequence[Place]) -> str:
     return NCCL if len(gpus) == len(places) and dist.is_nccl_available() else HOST
 
 
-class Router(AsBackend, dist.ProcessGroup):
+class DeviceRouter(AsBackend, dist.ProcessGroup):
     """A process group for all tensors of its ranks. `cpu` is the group of those on the CPU."""
 
     def __init__(self, cpu: SharedMemoryGroup, timeout: float):
@@ -71,7 +71,7 @@ class Router(AsBackend, dist.ProcessGroup):
         self._store, self._timeout = dist.PrefixStore("cuda", cpu.get_group_store()), timeout
         self._lock = threading.Lock()
         self._device: torch.device | None = None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, GpuPlace] = {}
         self._carriers: dict[str, Any] = {}
 
     @property
@@ -111,8 +111,8 @@ class Router(AsBackend, dist.ProcessGroup):
             if self._device is None:
                 self._device = device
                 gpu = str(torch.cuda.get_device_properties(device).uuid)
-                self._store.set(f"place/{self.rank()}", json.dumps(asdict(Place(this_host(), gpu, os.getpid()))))
-            kind = choose(self._find([*ranks] or range(self.size())))
+                self._store.set(f"place/{self.rank()}", json.dumps(asdict(GpuPlace(this_host(), gpu, os.getpid()))))
+            kind = choose_carrier(self._find([*ranks] or range(self.size())))
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
             return self._carriers[kind]
@@ -120,13 +120,13 @@ class Router(AsBackend, dist.ProcessGroup):
     def in_order(self, device: torch.device) -> bool:
         """Whether some two ranks receive CUDA tensors in the order of sending, whatever the tags say: NCCL knows none. All must come."""
         self.carrier(device)
-        return any(choose(pair) == NCCL for pair in combinations(self._places.values(), 2))
+        return any(choose_carrier(pair) == NCCL for pair in combinations(self._places.values(), 2))
 
-    def _find(self, ranks: Sequence[int]) -> list[Place]:
+    def _find(self, ranks: Sequence[int]) -> list[GpuPlace]:
         missing = {f"place/{rank}": rank for rank in ranks if rank not in self._places}
         if missing:
             wait_for(self._store, missing, self.rank(), self._timeout)
-            self._places |= {rank: Place(**json.loads(self._store.get(key))) for key, rank in missing.items()}
+            self._places |= {rank: GpuPlace(**json.loads(self._store.get(key))) for key, rank in missing.items()}
         return [self._places[rank] for rank in ranks]
 
     def _make(self, kind: str, device: torch.device) -> Any:
@@ -162,15 +162,15 @@ class Router(AsBackend, dist.ProcessGroup):
         return self._noted(getattr(self._for([args, [*kwargs.values()]]), name)(*args, **kwargs))
 
     def _for(self, tensors: Any, ranks: Iterable[int] = ()) -> Any:
-        device = next((x.device for x in tensors_in(tensors)), None)
+        device = next((x.device for x in listed_tensors(tensors)), None)
         return self.cpu if device is None or device.type != "cuda" else self.carrier(device, ranks)
 
     # ------------------------------------------------------------------ life
 
-    def split_group(self, *args: Any, **kwargs: Any) -> "Router | None":
+    def split_group(self, *args: Any, **kwargs: Any) -> "DeviceRouter | None":
         """A group of some of this group's ranks; None on the others. Every rank of this group calls it."""
         part = self.cpu.split_group(*args, **kwargs)
-        return Router(part, self._timeout) if part else None
+        return DeviceRouter(part, self._timeout) if part else None
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a call waits for the other ranks, from now on."""
@@ -195,7 +195,7 @@ class Router(AsBackend, dist.ProcessGroup):
 
 
 def _route(name: str) -> Callable[..., Work]:
-    def method(self: Router, *args: Any, **kwargs: Any) -> Work:
+    def method(self: DeviceRouter, *args: Any, **kwargs: Any) -> Work:
         return self._collective(name, args, kwargs)
 
     method.__name__, method.__doc__ = name, f"`{name}` of the group that its tensors belong to."
@@ -203,7 +203,7 @@ def _route(name: str) -> Callable[..., Work]:
 
 
 def _ask_cpu(name: str) -> Callable[..., Any]:
-    def method(self: Router, *args: Any) -> Any:
+    def method(self: DeviceRouter, *args: Any) -> Any:
         return getattr(self.cpu, name)(*args)
 
     method.__name__, method.__doc__ = name, f"`{name}` of the group of the CPU."
@@ -212,9 +212,9 @@ def _ask_cpu(name: str) -> Callable[..., Any]:
 
 # torch's C++ code looks these up in the class.
 for _name in COLLECTIVES:
-    setattr(Router, _name, _route(_name))
+    setattr(DeviceRouter, _name, _route(_name))
 for _name in OF_THE_CPU:
-    setattr(Router, _name, _ask_cpu(_name))
+    setattr(DeviceRouter, _name, _ask_cpu(_name))
 
 
 class Nccl:
@@ -274,6 +274,6 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.
     return group
 
 
-def route(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:
+def with_router(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:
     """`group`, or where there is CUDA a router in front of it."""
-    return Router(group, timeout) if torch.cuda.is_available() else group
+    return DeviceRouter(group, timeout) if torch.cuda.is_available() else group
