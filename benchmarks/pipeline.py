@@ -97,12 +97,12 @@ class Bench:
         schedule, _, held = self.cut(name)
         made = [PipelineStage(module, stage, schedule.stages, torch.device("cpu")) for stage, module in held.items()]
         one = made[0] if name in ("gpipe", "1f1b") else made
-        schedule = TORCH[name](one, self.count, loss_fn=lambda y, t: loss(y, t)[0], scale_grads=False)
+        torchs = TORCH[name](one, self.count, loss_fn=lambda y, t: loss(y, t)[0], scale_grads=False)
         first, last = 0 in held, schedule.stages - 1 in held
 
         def step() -> float | None:
             losses: list[torch.Tensor] = []
-            schedule.step(*([self.tokens] if first else []), target=self.targets if last else None, losses=losses if last else None,
+            torchs.step(*([self.tokens] if first else []), target=self.targets if last else None, losses=losses if last else None,
                           return_outputs=False)
             self.model.zero_grad(set_to_none=True)
             return sum(each.item() for each in losses) / self.targets.numel() if last else None
