@@ -68,6 +68,15 @@ def test_all_targets_ignored_is_a_loss_of_zero_with_zero_gradients():
     assert all(g.abs().sum() == 0 for g in gradients(total, hidden, weight))
 
 
+@pytest.mark.parametrize("target", [-1, 11])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_a_target_that_is_no_token_is_an_error_in_chunks_too(target, rows):
+    hidden, weight, targets = problem()
+    targets[9] = target
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_cross_entropy(hidden, weight, targets, rows=rows)
+
+
 def test_a_very_unlikely_target_has_a_large_loss_not_an_infinite_one():
     logits = torch.tensor([[0.0, 500.0]])
     total, gradient = loss_and_gradient(logits, torch.tensor([0]))

@@ -92,7 +92,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits: [n, V] -> a scalar, and [n, V] in the dtype of the logits
     """
     counted = (targets != IGNORE).unsqueeze(1)
-    index = targets.clamp_min(0).unsqueeze(1)
+    index = torch.where(counted, targets.unsqueeze(1), 0)   # any other number below 0 is no token: `gather` says so
     log_softmax = torch.log_softmax(logits, dim=1, dtype=loss_dtype(logits.dtype))
     loss = -torch.where(counted, log_softmax.gather(1, index), 0.0).sum()
     gradient = log_softmax.exp_()
