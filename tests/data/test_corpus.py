@@ -159,6 +159,13 @@ def test_a_huge_document_among_many_is_not_held_out_alone():
     assert tails.cut(3, "x" * 1000) == ("x" * 990, "x" * 10)
 
 
+@pytest.mark.parametrize(("sizes", "fraction"), [((1000,) * 50 + (3,), 0.01), ((1000,) + (5,) * 19, 0.05)])
+def test_a_few_small_documents_among_large_ones_are_not_all_that_validates(sizes, fraction):
+    split = choose_split(Survey("x", sizes), fraction, seed=0)
+    kept = sum(len(split.cut(number, "x" * size)[1]) for number, size in enumerate(sizes))
+    assert kept > fraction * sum(sizes) / 2
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5])
 def test_a_validation_share_outside_zero_to_one_is_refused(one, tmp_path, fraction):
     with pytest.raises(ConfigError, match=r"data\.validation"):

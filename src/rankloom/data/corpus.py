@@ -64,7 +64,7 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
     tokenizer:  "bpe" (trained on the training part), "bytes", or the path of a saved one
     vocab_size: for BPE how many tokens to learn; for token arrays the limit that they are checked against
     validation: share of the text kept for validation: whole documents drawn by `seed`, or, of fewer than 20
-                documents, the last part of each
+                documents, or where these are too large for half of it, the last part of each
     cache:      a folder, ~/.cache/rankloom when left out
     raises:     DataError, ConfigError
     """
@@ -82,8 +82,10 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
 
 
 def choose_split(known: Survey, fraction: float, seed: int) -> Split:
-    """Draw documents for validation until they are `fraction` of the text; few or huge documents give tails instead."""
-    target = fraction * sum(known.sizes)
+    """Draw documents for validation until they are `fraction` of the text. Few documents give tails instead, and so do those of which
+    hardly one is as small as that.
+    """
+    asked = target = fraction * sum(known.sizes)
     held: list[int] = []
     if len(known.sizes) >= FEW:
         numbers = np.arange(len(known.sizes))
@@ -91,7 +93,7 @@ def choose_split(known: Survey, fraction: float, seed: int) -> Split:
             if known.sizes[number] <= target:
                 held.append(number)
                 target -= known.sizes[number]
-    return Split(fraction, frozenset(held))
+    return Split(fraction, frozenset(held if target <= asked / 2 else ()))
 
 
 def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: float,
