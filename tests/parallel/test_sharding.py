@@ -108,6 +108,18 @@ def test_a_step_may_bring_one_row_to_some_ranks_and_two_to_others():
     expect_as_plain(make_blocky, loss_of, few, ranks=(3,), stages=(1, 3))
 
 
+def squares_frozen_later(model, x):
+    """As `squares`; the last batch is larger, and finds a block and a matrix of another frozen."""
+    if x.abs().max() > 50:
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2][0].weight.requires_grad_(False)
+    return squares(model, x)
+
+
+def test_a_block_may_be_frozen_between_two_steps():
+    expect_as_plain(lambda: drawn(Line()), squares_frozen_later, [ROWS, ROWS * 2, ROWS * 100], ranks=(2,))
+
+
 class Scaled(nn.Module):
     """So short a vector that one rank owns all of it."""
 

@@ -132,6 +132,8 @@ class Section:
 
 
 def _will_get_gradient(param: nn.Parameter) -> bool:
+    if not param.requires_grad:   # it has been frozen since
+        return False
     with torch._C.DisableTorchFunctionSubclass():   # it may be away; its values are not read
         node = torch.autograd.graph.get_gradient_edge(param).node
     try:
