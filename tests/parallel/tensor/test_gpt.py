@@ -12,6 +12,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import MoEConfig
 from rankloom.models.generate import generate
+from rankloom.parallel.tensor.holding import load_full_state_dict
 from split_model import RTOL, error, expect_equal, whole_gradients
 
 
@@ -211,6 +212,38 @@ def test_fp32_and_bf16_are_off_by_their_roundings_only():
 
         for loss in rl.simulate(2, body):
             torch.testing.assert_close(loss.double(), truth.detach(), rtol=rtol, atol=0)
+
+
+def thaw(model, world):
+    split = rl.tensor_parallel(model.requires_grad_(False), model.tp_sequence_plan, world)
+    return split.requires_grad_(True)
+
+
+def fill_from_meta(model, world):
+    split = rl.tensor_parallel(rl.GPT(model.config, device="meta").double(), model.tp_sequence_plan, world).to_empty(device="cpu")
+    load_full_state_dict(split, model.state_dict(), world)
+    return split
+
+
+def assign(model, world):
+    split = rl.tensor_parallel(model, model.tp_sequence_plan, world)
+    split.load_state_dict(split.state_dict(), assign=True)
+    return split
+
+
+@pytest.mark.parametrize("change", [thaw, fill_from_meta, assign])
+def test_parameters_that_are_thawed_or_made_anew_after_the_cut_finish_their_gradients_too(change):
+    plain = make(kv_heads=1)
+    run(plain)[1].backward()
+
+    def body(world):
+        model = change(make(kv_heads=1), world)
+        run(model)[1].backward()
+        return whole_gradients(model, world)
+
+    for grads in rl.simulate(2, body):
+        for name, param in plain.named_parameters():
+            assert error(grads[name], param.grad) < RTOL, name
 
 
 @pytest.mark.parametrize("overlap", [1, 2])

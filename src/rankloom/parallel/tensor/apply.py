@@ -12,10 +12,9 @@ holding.py for what happens to parameters and gradients.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import NoneType
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.parallel.replicas import expect_model_and_group, make_replicas_equal
-from rankloom.parallel.tensor.holding import Holding, holdings, sum_owed
+from rankloom.parallel.tensor.holding import Holding, owed_parameters, sum_owed
 from rankloom.parallel.tensor.styles import COLUMNS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
 from rankloom.world.group import Group
@@ -155,27 +154,21 @@ def _expect_entry(cutting: Cutting) -> None:
 
 
 def _finish_in_backward(model: nn.Module, group: Group) -> None:
-    hooked: WeakSet[nn.Module] = WeakSet()
-
     @torch.compiler.disable
     def hook(module: nn.Module, _args: object = ()) -> None:
-        if module not in hooked:   # a copy, whose parameters have lost their hooks
-            hooked.add(module)
-            for param, name, held in _owed(module):
-                param.register_hook(partial(_summed, name=name, held={name: held}, group=group))
+        for param, held in owed_parameters(module):
+            if param.requires_grad and not _is_summed(param):   # thawed since, or new: `to_empty` and copies leave hooks behind
+                param.register_hook(partial(_summed, held=held, group=group))
 
     hook(model)
     model.register_forward_pre_hook(hook)
 
 
-def _owed(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Holding]]:
-    held = holdings(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad and held[name].owed:
-            yield param, name, held[name]
+def _is_summed(param: nn.Parameter) -> bool:
+    return any(isinstance(hook, partial) and hook.func is _summed for hook in (param._backward_hooks or {}).values())
 
 
-def _summed(gradient: Tensor, *, name: str, held: dict[str, Holding], group: Group) -> Tensor:
+def _summed(gradient: Tensor, *, held: Holding, group: Group) -> Tensor:
     total = gradient.clone()
-    sum_owed([(name, total)], held, group)
+    sum_owed([("", total)], {"": held}, group)
     return total

@@ -6,7 +6,7 @@ zeros where a vocabulary does not divide. From a `Holding` follow the local part
 (its gradient, its moments), the way back to the whole, who holds the same elements, and whether the gradient is owed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -142,6 +142,14 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
             held = module.__dict__.get(_HELD, {}).get(name)
             found[f"{prefix}.{name}" if prefix else name] = held or Holding(tuple(param.shape))
     return found
+
+
+def owed_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding]]:
+    """Those whose gradient is owed."""
+    for module in model.modules():
+        for name, held in module.__dict__.get(_HELD, {}).items():
+            if held.owed and (param := module._parameters.get(name)) is not None:
+                yield param, held
 
 
 @torch.no_grad()
