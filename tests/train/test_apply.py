@@ -96,6 +96,15 @@ def test_the_norm_is_that_of_the_mean_gradient_whatever_the_loss_scale(scale):
     assert norm == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 1e8), (torch.bfloat16, 3.0)])
+def test_the_factor_of_gradients_in_16_bits_is_not_rounded_to_them(dtype, count):
+    params, flats = make(dtype, sizes=(1000,))
+    fill(flats, 0, scale=1000.0)
+    expected = flats[0] / count
+    apply_gradients(torch.optim.SGD(params, lr=0.0), flats, global_norm(flats), totals(count=count), scale=1.0, clip=None)
+    assert expected.any() and (params[0].grad == expected).float().mean() > 0.99   # times 1/count, or divided: a tie may fall otherwise
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", ["nan gradient", "inf gradient", "nan loss", "inf loss", "no count", "nan count"])

@@ -156,6 +156,15 @@ def test_only_the_forward_product_may_be_added_up_roughly(monkeypatch):
     assert calls == [True, False, False]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_loss_with_a_gradient_in_it_is_refused_for_eight_bits_have_no_second_derivative(whole):
+    model, x = net(), rows(8).requires_grad_()
+    to_float8(model).begin_step(whole=whole)
+    slope, = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
 def test_an_empty_batch_and_frozen_parts_are_no_trouble():
     model = net()
     to_float8(model)

@@ -54,7 +54,7 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
         optimizer.step()
     elif not bad.item():
         for flat in flats:
-            flat.mul_(factor.to(flat.dtype))
+            flat.mul_(factor.item())   # not in their own format, which may round it to nothing
         optimizer.step()
     values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
     if values[3]:

@@ -176,6 +176,7 @@ class Float8Product(torch.autograd.Function):
         return scaled_product(x_rows, w_rows.transposed(), x.dtype, fast_accum=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable   # eight bits do not know what they were cast from
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """The gradient is cast once, for both products. They add up in fp32 on every device: they are sums of many small parts."""
         layer = ctx.layer
