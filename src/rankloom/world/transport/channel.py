@@ -7,6 +7,7 @@ The kernel behind it is _shared.c, or fallback.py where there was no compiler; a
 
 import contextlib
 import json
+import weakref
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -62,6 +63,7 @@ class Channel:
         crowded = size > cores_of(store, neighbours)
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
+        weakref.finalize(self, self.link.leave)   # also as the process ends: before the memory goes, whose last user it is
         self.call(BARRIER)   # the others' process numbers are there from here on
 
     def call(self, kind: int, source: int = 0, target: int = 0, lengths: int = 0) -> None:
@@ -95,10 +97,6 @@ class Channel:
         """This rank makes no call any more; a rank that waits for it gets RankLost."""
         self.closed = True
         self.link.leave()
-
-    def __del__(self) -> None:
-        if hasattr(self, "link"):   # before the memory goes, whose last user it is
-            self.close()
 
     # ------------------------------------------------------------------ what went wrong, in words
 

@@ -5,6 +5,7 @@ A link makes collectives and moves messages; here collectives go in two levels (
 """
 
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -40,6 +41,7 @@ class HostsChannel(Channel):
         self.inside = Channel(dist.PrefixStore(f"host of {node[0]}", store), node.index(self.rank), len(node), timeout=timeout,
                               neighbours=range(len(node)), ranks=[self.ranks[rank] for rank in node], name=name)
         self.link = HostsLink(store, neighbours, self.inside, timeout)
+        weakref.finalize(self, self.link.leave)
         self.call(BARRIER)
 
 
