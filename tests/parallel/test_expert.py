@@ -114,6 +114,14 @@ def test_the_ledger_leaves_out_the_expert_axis_for_spread_experts_only():
     rl.simulate(2, body)
 
 
+def test_the_ledger_of_a_model_that_is_one_layer_of_experts_leaves_it_out_too():
+    def body(world):
+        axes = gradient_axes(expert_parallel(MoE(MOE, 16), world))
+        assert {name for name in axes if "expert" not in axes[name]} == {"experts.gate", "experts.up", "experts.down"}
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_rank_holds_its_share_of_the_experts_and_no_more(ranks):
     def body(world):

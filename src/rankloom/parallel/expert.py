@@ -122,7 +122,7 @@ def _run_for_others(layer: Any, rows: Tensor) -> None:
 def gradient_axes(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """For each parameter the axes of the mesh over which its gradient must be summed: the ones that split tokens, less those
     from which its tokens have come already."""
-    spread = {f"{name}.experts." for name, layer in expert_layers(model).items() if isinstance(layer.dispatch, SpreadDispatch)}
+    spread = {f"{name}.experts.".lstrip(".") for name, layer in expert_layers(model).items() if isinstance(layer.dispatch, SpreadDispatch)}
     fewer = tuple(axis for axis in TOKEN_AXES if axis != "expert")
     return {name: fewer if any(name.startswith(prefix) for prefix in spread) else TOKEN_AXES for name, _ in model.named_parameters()}
 
