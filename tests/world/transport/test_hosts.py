@@ -330,6 +330,18 @@ def test_memory_of_a_message_that_was_given_up_is_not_touched_any_more(ranks):
     sender.drop(handle)
 
 
+def test_a_message_that_its_sender_forgets_arrives_as_it_was_then(ranks):
+    world = ranks("ab")
+    sender, receiver = (group.channel.link for group in world.groups)
+    given, target = torch.ones(16 * LARGE), torch.zeros(16 * LARGE)
+    handle = sender.post(1, given.data_ptr(), given.nbytes, 1, 5)
+    assert not sender.settled(handle)
+    sender.drop(handle)
+    given.fill_(2.0)   # the memory may be another's by now
+    assert receiver.message(0, target.data_ptr(), target.nbytes, 0, 5, 20.0) == 0
+    assert target.eq(1.0).all()
+
+
 # ---------------------------------------------------------------- messages that nobody has asked for yet
 
 

@@ -52,8 +52,8 @@ class Message:
         return sent
 
     def let_go(self) -> None:
-        """Touch its memory no more. What is on its way goes on, with bytes that nobody reads."""
-        self.data = np.zeros(self.data.nbytes, np.uint8).data
+        """Touch its memory no more. What is on its way goes on: sent as it is now, or received where nobody reads it."""
+        self.data = memoryview(bytearray(self.data))
 
 
 class Line:
