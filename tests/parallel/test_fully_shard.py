@@ -692,6 +692,16 @@ def test_a_backward_that_comes_to_parameters_while_they_are_away_is_an_error_and
     rl.simulate(2, body, backend="gloo")
 
 
+def test_slices_keep_the_attributes_of_their_parameters():
+    """Who groups by them would put all parameters in one group."""
+    def body(world):
+        model = made()
+        model.last.bias.no_decay = True
+        return [name for name, owner in rl.fully_shard(model, world).named_parameters() if getattr(owner, "no_decay", False)]
+
+    assert rl.simulate(2, body) == [["last.bias"]] * 2
+
+
 def test_an_optimizer_made_before_sharding_is_an_error():
     def body(world):
         model = made()

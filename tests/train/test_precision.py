@@ -128,6 +128,22 @@ def test_who_computes_in_full_does_whatever_format_the_model_came_in(stage, came
     assert rl.simulate(2, body) == [(set(), {torch.float32})] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_users_function_sees_the_attributes_of_parameters_that_have_masters(stage):
+    def body(world):
+        model, seen = make_model(torch.float32), []
+        model.hidden.weight.no_decay = True
+
+        def optimizer(params):
+            seen.extend(param for param in params if getattr(param, "no_decay", False))
+            return adamw(params)
+
+        rl.prepare(model, loss=loss_sum, optimizer=optimizer, world=world, stage=stage, precision="bf16")
+        return [(param.shape, param.dtype) for param in seen]
+
+    assert rl.simulate(2, body) == [[(make_model().hidden.weight.shape, torch.float32)]] * 2
+
+
 def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():
     seen = {}
 

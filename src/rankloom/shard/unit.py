@@ -117,6 +117,8 @@ class Unit:
         """Move the parameters' values into the slices, and the parameters onto `whole`."""
         trained = next(iter(self.params.values())).requires_grad
         self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params if trained}
+        for name, owner in self.owners.items():
+            vars(owner).update(vars(self.params[name]))   # attributes of the user's, by which optimizers may tell parameters apart
         for name, param in self.params.items():
             if fill is None:
                 values = param.detach()

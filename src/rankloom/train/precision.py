@@ -155,8 +155,8 @@ class MasterWeights:
             return
         formats, named = formats_of(model, precision), dict(model.named_parameters())
         wanted = {name: formats(name, param) for name, param in named.items()}
-        self.owners = {name: param if wanted[name].compute == wanted[name].master else
-                       nn.Parameter(param.detach().to(wanted[name].master, copy=True)) for name, param in self.params.items()}
+        self.owners = {name: param if wanted[name].compute == wanted[name].master else _copied(param, wanted[name].master)
+                       for name, param in self.params.items()}
         for name, param in named.items():   # those that are full too: their model may have come in 16 bits
             param.data = param.data.to(wanted[name].compute)
 
@@ -171,6 +171,12 @@ class MasterWeights:
         """`state` (a model's state dict), with master values in place of rounded ones."""
         masters = {id(param): self.owners[name] for name, param in self.params.items()}
         return {name: masters.get(id(value), value).detach().clone() for name, value in state.items()}
+
+
+def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    made = nn.Parameter(param.detach().to(dtype, copy=True))
+    vars(made).update(vars(param))   # attributes of the user's, by which optimizers may group
+    return made
 
 
 @dataclass(frozen=True, slots=True)
