@@ -56,13 +56,15 @@ def test_what_is_not_a_token_array_is_refused(tmp_path):
     np.save(tmp_path / "flat.npy", np.ones((2, 2), dtype=np.int64))
     np.save(tmp_path / "none.npy", np.ones(0, dtype=np.int64))
     np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
+    with (tmp_path / "several.npy").open("wb") as file:
+        np.savez(file, tokens=np.ones(3, dtype=np.int64))
     (tmp_path / "text.npy").write_text("hello")
     (tmp_path / "empty.bin").write_bytes(b"")
     (tmp_path / "odd.bin").write_bytes(b"abc")
     (tmp_path / "named.bin").write_bytes(b"ab")
     (tmp_path / "named.bin.json").write_text('{"dtype": "float32"}')
     for name, message in {"float.npy": "float64", "flat.npy": r"\(2, 2\)", "none.npy": r"\(0,\)",
-                          "object.npy": "not an array", "text.npy": "not an array", "empty.bin": "0 bytes",
+                          "object.npy": "not an array", "text.npy": "not an array", "several.npy": "not an array", "empty.bin": "0 bytes",
                           "odd.bin": "3 bytes", "named.bin": "'float32'", "missing.bin": "No such file"}.items():
         with pytest.raises(DataError, match=message) as caught:
             open_tokens(tmp_path / name)

@@ -289,6 +289,24 @@ class Changing(nn.Module):
         return self.first(hidden.mul_(3.0).tanh_() + x)
 
 
+class Gated(nn.Module):
+    """A block with products into memory that is there already, and one that is written over."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            room = torch.empty_like(x)
+            gate = torch.mm(x, self.first.weight, out=room).clone()
+            torch.mm(x, self.second.weight, out=room)
+            more = torch.mm(x, self.first.weight)
+            gate = torch.sigmoid(gate + room + more)
+            torch.add(x, x, out=more)
+        return self.second(torch.tanh(self.first(x)) * gate)
+
+
 class Giving(nn.Module):
     """A block whose output is a product that its caller writes into; tanh saves what it made, not the product."""
 
@@ -313,11 +331,12 @@ def test_a_product_that_is_given_away_is_computed_again():
     expect_equal(run("selective"), run("none"))
 
 
+@pytest.mark.parametrize("kind", [Changing, Gated])
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_products_that_are_written_into_are_computed_again(policy):
+def test_products_that_are_written_into_are_computed_again(policy, kind):
     def run(policy):
         torch.manual_seed(0)
-        model = nn.ModuleList(Changing() for _ in range(2))
+        model = nn.ModuleList(kind() for _ in range(2))
         recompute(model, policy)
         for _ in range(2):
             x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()

@@ -71,10 +71,9 @@ def open_tokens(path: str | Path, vocab_size: int | None = None, *, progress: Pr
 
 def _map_npy(path: Path) -> Tokens:
     try:
-        loaded: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        return np.lib.format.open_memmap(path, mode="r")   # np.load reads other formats too
+    except ValueError as error:
         raise DataError(f"{path}: not an array in .npy format: {error}") from error
-    return loaded
 
 
 def _map_bin(path: Path) -> Tokens:

@@ -33,7 +33,7 @@ HEAD = 256   # the widest head whose scores are taken for scores
 def is_kept(operation: Any, args: Any) -> bool:
     """Whether `selective` keeps what an operation, an overload such as aten.mm.default, makes of its arguments."""
     packet = getattr(operation, "overloadpacket", None)
-    return packet in KEPT and not (packet in (aten.bmm, aten.baddbmm) and _are_scores(*args[-2:]))
+    return packet in KEPT and not operation._schema.is_mutable and not (packet in (aten.bmm, aten.baddbmm) and _are_scores(*args[-2:]))
 
 
 def _are_scores(queries: Tensor, keys: Tensor) -> bool:
@@ -58,7 +58,7 @@ class Keep(TorchDispatchMode):
             # detached: what is kept must not hold the graph that holds it
             self.outputs.append(tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out) if wanted else None)
         elif func._schema.is_mutable:
-            self.forget(args)
+            self.forget((args, kwargs))
         return out
 
     def forget(self, changed: Any) -> None:
