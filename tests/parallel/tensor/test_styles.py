@@ -408,6 +408,35 @@ def test_a_matrix_tied_to_one_that_the_plan_does_not_name_is_refused():
         rl.simulate(1, lambda world: rl.tensor_parallel(pair, {"first": "colwise"}, world))
 
 
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize("word", ["colwise", "rowwise_rep"])
+def test_a_weight_that_is_computed_from_other_parameters_is_refused(norm, word):
+    pair = Pair(norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+    with pytest.raises(ConfigError, match="first: its weight is computed from other parameters"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(pair, {"first": word}, world))
+
+
+def make_shared() -> nn.Module:
+    """The embedding stands under two names, a block too, and a layer in two blocks."""
+    block, other = Pair(nn.Linear(12, 24), nn.Linear(24, 12)), Pair(nn.Linear(12, 24), nn.Linear(24, 12))
+    other.first = block.first
+    model = Tower(8, block, nn.LayerNorm(12), block, other)
+    model.tokens = model.embed
+    return shaken(model)
+
+
+@pytest.mark.parametrize("words", [{"embed": "embedding_rowwise"}, {"embed": "embedding_colwise", "tokens": "embedding_colwise"}])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_module_under_two_names_is_cut_once(ranks, words):
+    expect_equal(ranks, make_shared, run_tokens, plan=words | {"rest.*.first": "colwise", "rest.*.second": "rowwise"})
+
+
+def test_a_module_that_is_to_be_cut_in_two_ways_under_two_names_is_refused():
+    with pytest.raises(ConfigError, match="tokens is to be 'embedding_colwise', and the same module under another name 'embed"):
+        rl.simulate(1, lambda world: rl.tensor_parallel(
+            make_shared(), {"embed": "embedding_rowwise", "tokens": "embedding_colwise"}, world))
+
+
 def test_every_word_is_documented_and_tested():
     tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
     for word in styles.STYLES:

@@ -63,12 +63,11 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     words = _with_tied(model, _words(model, plan))
     if not any(param.is_meta for param in model.parameters()):
         make_replicas_equal(model, group)
-    columns = [(name, module) for name, module in model.named_modules() if words.get(name) in COLUMNS and is_transposed(module) is not None]
+    columns = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
+               if words.get(name) in COLUMNS and is_transposed(module) is not None]
     cutting = Cutting(model, group, words, {name: out_features(module) for name, module in columns}, pieces=overlap)
     _expect_entry(cutting)
-    modules = [name for name in words if name not in dict(model.named_parameters())]
-    for name in sorted(modules, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
-        STYLES[words[name]](Site(cutting, name))
+    _cut_modules(cutting)
     cutting.expect_ties()
     cutting.tell_attention()
     if finish_gradients and group.size > 1:
@@ -76,6 +75,19 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     if group.debug and group.size > 1:
         watch(model, group)
     return model
+
+
+def _cut_modules(cutting: Cutting) -> None:
+    """What the plan says, of each module once, though it may stand in the model under several names."""
+    model, words = cutting.model, cutting.words
+    names, cut = [name for name in words if name not in dict(model.named_parameters())], dict[nn.Module, str]()
+    for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
+        before = cut.get(model.get_submodule(name))
+        if before is None:
+            STYLES[words[name]](Site(cutting, name))
+            cut[model.get_submodule(name)] = words[name]
+        elif before != words[name]:
+            raise ConfigError(f"plan: {name} is to be {words[name]!r}, and the same module under another name {before!r}")
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:

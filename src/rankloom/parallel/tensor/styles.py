@@ -73,6 +73,10 @@ class Cutting:
     def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
         """This rank's part of a parameter; of one that is tied, the part that its other owner has got already."""
         param = getattr(source, name)
+        if not isinstance(param, nn.Parameter):
+            label = next(place for place, module in self.model.named_modules() if module is source)
+            raise ConfigError(f"{label}: its {name} is computed from other parameters (weight_norm, a parametrization), and they would be "
+                              "lost; make it a parameter again, or leave it out of the plan")
         if id(param) in self.new:
             _, part, before = self.new[id(param)]
             if before != holding:
