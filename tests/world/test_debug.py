@@ -54,6 +54,10 @@ def other_operation(world):
     world.all_reduce(torch.zeros(3), "max" if world.rank else "sum")
 
 
+def other_root(world):
+    world.broadcast(torch.zeros(3), root=world.rank % 2)
+
+
 def skipped(world):
     if world.rank != 1:
         world.all_reduce(torch.zeros(3), label="first")
@@ -64,7 +68,7 @@ def uneven_gather(world):
     world.all_gather(torch.zeros(2 + world.rank))
 
 
-BODIES = [swapped, other_shape, other_dtype, other_call, other_operation, skipped, uneven_gather]
+BODIES = [swapped, other_shape, other_dtype, other_call, other_operation, other_root, skipped, uneven_gather]
 
 
 @pytest.mark.parametrize("p", [2, 3])

@@ -154,6 +154,27 @@ def test_exchanges_may_be_on_their_way_together_and_arrive_where_they_were_asked
     assert rl.simulate(3, body, timeout=20, backend=backend) == [[10.0 + left, left] for left in (2, 0, 1)]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_an_exchange_that_is_refused_has_begun_nothing(backend):
+    def body(world):
+        peer = 1 - world.rank
+        for elsewhere in (torch.ones(3, device="meta"), torch.ones(3, 2)[:, 0]):
+            with pytest.raises((rl.ShapeMismatch, rl.NotContiguous)):
+                world.exchange(elsewhere, peer, torch.zeros(3), peer)
+        return world.exchange(torch.full((3,), 7.0), peer, torch.zeros(3), peer).tolist()
+
+    assert rl.simulate(2, body, timeout=5, backend=backend) == [[7.0] * 3] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("call", [lambda world, x: world.all_reduce(x), lambda world, x: world.send(x, 1 - world.rank),
+                                  lambda world, x: world.all_gather(torch.ones(3), out=torch.cat([x, x]))])
+def test_a_tensor_that_lies_nowhere_is_refused(call, backend):
+    """gloo took it, and did nothing."""
+    with pytest.raises(rl.ShapeMismatch, match="on meta cannot be sent"):
+        rl.simulate(2, lambda world: call(world, torch.ones(3, device="meta")), timeout=5, backend=backend)
+
+
 def test_an_exchange_on_its_way_ends_with_its_group():
     def body(world):
         handle = world.exchange(torch.zeros(1 << 20), 1 - world.rank, torch.empty(1 << 20), 1 - world.rank, tag=world.rank, async_op=True)

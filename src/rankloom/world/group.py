@@ -149,7 +149,7 @@ class Group:
         """Overwrite `x` on every rank with rank `root`'s. x: any shape, the same on all ranks."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = self._peer(root), 0, async_op
-        return self._collect("broadcast", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
+        return self._collect(f"broadcast(from {root})", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
                              start=lambda pg: pg.broadcast([x], options), finish=lambda: x)
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
@@ -256,7 +256,7 @@ class Group:
         if self._at_once and not async_op and self._at_once.send(x, to, tag, label):
             return x
         peer = self._peer(to, tag)
-        self._require_contiguous(x, label or "send")
+        self._require_movable(x, label or "send")
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
         return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
@@ -266,7 +266,7 @@ class Group:
         if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
             return into
         peer = self._peer(frm, tag)
-        self._require_contiguous(into, label or "recv")
+        self._require_movable(into, label or "recv")
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
@@ -275,7 +275,7 @@ class Group:
             return into
         pg = self._connected(label or "exchange")
         self._peer(to)   # before anything is begun
-        self._require_contiguous(out, label or "exchange")
+        self._require_movable(out, label or "exchange")
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
             return both if async_op else both.wait()
@@ -287,7 +287,7 @@ class Group:
 
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
-        self._require_contiguous(out, label)
+        self._require_movable(into, label)
         pg, device = self._connected(label), into.device
         self.ledger.add(Bill(sent=out.nbytes, messages=1))
         pg._start_coalescing(device)
@@ -302,8 +302,7 @@ class Group:
         """Every rank's `value`, in rank order. JSON values only: nothing is ever unpickled."""
         text = json.dumps(value).encode()
         sizes = self.all_gather(torch.tensor([len(text)], device=self.device), label=f"{label}: length").tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
         rows = self.all_gather(padded.to(self.device), label=f"{label}: text").view(self.size, -1).cpu()
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes)]
 
@@ -338,9 +337,8 @@ class Group:
                  finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
         """Check, enter into the ledger, start; the common part of all collectives."""
         if self.size == 1:
-            handle = Handle(self, label, (), finish)
-            return handle if async_op else finish()
-        self._require_contiguous(x, label or op)
+            return Handle(self, label, (), finish) if async_op else finish()
+        self._require_movable(x, label or op)
         self._connected(label or op)
         if self._inspector:
             shown = str(list(x.shape if shape is None else shape))
@@ -370,7 +368,7 @@ class Group:
             return x.new_empty(shape) if self.size > 1 else x
         if out.shape != shape or out.dtype != x.dtype:
             raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
-        self._require_contiguous(out, label)
+        self._require_movable(out, label)
         return out if self.size > 1 else out.copy_(x)
 
     def _connected(self, label: str) -> dist.ProcessGroup:
@@ -390,7 +388,9 @@ class Group:
                                 "equal slices along dim 0; pad it")
         return x.shape[0] // self.size
 
-    def _require_contiguous(self, x: Tensor, label: str) -> None:
+    def _require_movable(self, x: Tensor, label: str) -> None:
+        if x.device.type not in ("cpu", self.device.type):
+            raise ShapeMismatch(f"{self.where(label)}: a tensor on {x.device} cannot be sent, expected one on {self.device}")
         if not x.is_contiguous():
             raise NotContiguous(f"{self.where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
                                 "expected a contiguous one; pass x.contiguous()")

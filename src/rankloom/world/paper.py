@@ -41,7 +41,7 @@ class PaperGroup(Group):
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
-        self._require_contiguous(x, label or op)
+        self._require_movable(x, label or op)
         handle = Handle(self, label, (), finish)
         return handle if async_op else handle.wait()
 
