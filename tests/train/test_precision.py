@@ -1,6 +1,7 @@
 """Number formats: masters in 32 bits, the model their rounding, and a loss scale on which all ranks agree."""
 
-from dataclasses import replace
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model, share, train_plainly
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.parallel.wrapping import tensors_in
 from rankloom.train import precision
 from rankloom.train.precision import PRECISIONS, LossScale, MasterWeights, Precision, precision_named
 
@@ -142,6 +144,40 @@ def test_the_users_function_sees_the_attributes_of_parameters_that_have_masters(
         return [(param.shape, param.dtype) for param in seen]
 
     assert rl.simulate(2, body) == [[(make_model().hidden.weight.shape, torch.float32)]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masters_may_be_wider_than_a_model_that_stays_as_it_is(stage):
+    def body(world):
+        engine = rl.prepare(make_model(torch.bfloat16), loss=loss_sum, optimizer=adamw, world=world, stage=stage,
+                            precision=Precision("mine", master=torch.float32))
+        engine.step(share(make_batches(1)[0], world.rank, world.size))
+        return {engine.full_state_dict()["model"]["hidden.weight"].dtype, *(owner.dtype for owner in engine.placement.owners.values())}
+
+    assert rl.simulate(2, body) == [{torch.float32}] * 2
+
+
+def test_inputs_and_outputs_are_cast_in_whatever_they_are_nested():
+    @dataclass(frozen=True)
+    class Output:
+        logits: torch.Tensor
+        about: str = "y"
+
+    class Kind(OrderedDict):
+        """A class that torch's pytree does not know."""
+
+    class Model(nn.Linear):
+        def forward(self, batch, notes):
+            y = super().forward(batch["x"][0])
+            notes.append(y.dtype)
+            return Output(y), UserDict(y=y), Kind(y=Output(y)), [(y, 1)]
+
+    model, notes = Model(2, 2), []
+    MasterWeights(model, precision_named("bf16"))
+    seen = model({"x": [torch.ones(1, 2)], "name": "a"}, notes)
+    assert notes == [torch.bfloat16]   # what holds no floats comes as it is, and may be written to
+    assert [type(part) for part in seen] == [Output, UserDict, Kind, list]
+    assert [y.dtype for part in (seen[0], dict(seen[1]), *seen[2:]) for y in tensors_in(part)] == [torch.float32] * 4
 
 
 def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():

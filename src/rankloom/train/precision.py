@@ -7,8 +7,10 @@ multiplied by a scale that grows while it can and halves when something overflow
 source: Micikevicius et al. 2018
 """
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from types import NoneType
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.expect import expect_type
@@ -126,13 +128,13 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
 def cast_inputs(values: Any, precision: Precision) -> Any:
     """What a model is called with, however nested, as its hook would cast it: for stages, which are never called as one model."""
     dtype = precision.compute if precision.master is not None else None
-    return values if dtype is None else tree_map(lambda value: _cast_float(value, dtype), values)
+    return values if dtype is None else _cast_floats_in(values, dtype)
 
 
 def cast_outputs(values: Any, precision: Precision) -> Any:
     """What a model returns, the same way."""
     dtype = precision.output
-    return values if dtype is None else tree_map(lambda value: _cast_float(value, dtype), values)
+    return values if dtype is None else _cast_floats_in(values, dtype)
 
 
 class MasterWeights:
@@ -148,10 +150,9 @@ class MasterWeights:
             raise ConfigError(f"precision {precision.name!r} reduces in {precision.reduce}: that is for stages 1 to 3; at stage 0 "
                               "gradients are summed in the master format, or travel compressed: compress='bf16'")
         cast_activations(model, precision)
-        if precision.compute is None:
-            return
         if precision.master is None:
-            cast_floats(model, precision.compute)
+            if precision.compute is not None:
+                cast_floats(model, precision.compute)
             return
         formats, named = formats_of(model, precision), dict(model.named_parameters())
         wanted = {name: formats(name, param) for name, param in named.items()}
@@ -186,8 +187,8 @@ class _CastInputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (tuple(_cast_float(value, self.dtype) for value in args),
-                {key: _cast_float(value, self.dtype) for key, value in kwargs.items()})
+        return (tuple(_cast_floats_in(value, self.dtype) for value in args),
+                {key: _cast_floats_in(value, self.dtype) for key, value in kwargs.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +198,32 @@ class _CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map(lambda value: _cast_float(value, self.dtype), output)
+        return _cast_floats_in(output, self.dtype)
 
 
-def _cast_float(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _cast_floats_in(value: Any, dtype: torch.dtype) -> Any:
+    """The same nesting of what torch's pytree knows, of kinds of dicts and of dataclasses. What holds nothing to cast is itself."""
+    found, nesting = tree_flatten(value)
+    changed = [_cast_leaf(leaf, dtype) for leaf in found]
+    return tree_unflatten(changed, nesting) if any(new is not old for new, old in zip(changed, found)) else value
+
+
+def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict | UserDict):
+        held, put = dict(value), type(value).__setitem__
+    elif is_dataclass(value) and not isinstance(value, type | nn.Module):
+        held, put = {field.name: getattr(value, field.name) for field in fields(value)}, object.__setattr__   # frozen ones too
+    else:
+        return value
+    cast = {key: _cast_floats_in(part, dtype) for key, part in held.items()}
+    if all(cast[key] is part for key, part in held.items()):
+        return value
+    changed = copy.copy(value)   # with all that it knows besides
+    for key, part in cast.items():
+        put(changed, key, part)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
