@@ -17,6 +17,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class Bench:
     def step(self, variant: Variant) -> Callable[[], float]:
         """A training step of one variant, with a model and an optimizer of its own; returns its loss."""
         kind, backend = variant
-        model = GPT(self.config, seed=0)
+        model: Any = GPT(self.config, seed=0)
         if kind == "engine":
             engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=self.worlds[backend], clip=CLIP,
                                 precision=self.precision)

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -20,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 COUNTED = 2   # steps of a turn
 
 
-def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> dict:
+def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
     """Run `script --worker ARGUMENTS --out FILE` on `ranks` processes of this host; what rank 0 wrote to FILE."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -49,7 +50,7 @@ def pin_to_core(rank: int) -> None:
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
 
 
-def take_turns(steps: dict[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 2) -> dict[str, dict]:
+def take_turns(steps: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 2) -> dict[str, dict]:
     """Run every variant once a round, in rotating order; wall and CPU seconds of each counted step.
 
     A turn is three steps, of which the first is not counted: it finds the caches full of another variant's model.

@@ -26,7 +26,7 @@ SHORT = 64
 
 def resident(which: str) -> int:
     """KiB of this process: VmRSS is now, VmHWM the most so far."""
-    return int(re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    return int(re.findall(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -66,7 +66,8 @@ def main() -> None:
         worker(args)
         return
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"   # for the ranks: larger tensors go back to the system when they are freed
-    where, rows = machine(), []
+    where = machine()
+    rows: list[dict] = []
     longer = args.length * args.ranks
     for ranks, length, kind in [(1, args.length, ""), (1, longer, ""), *((args.ranks, longer, kind) for kind in KINDS)]:
         chosen = ["--kind", kind] if kind else []

@@ -18,12 +18,13 @@ import os
 import resource
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankloom as rl
@@ -80,7 +81,7 @@ def make_plain_step(wrapped: torch.nn.Module, batch: tuple, autocast: torch.auto
     return step
 
 
-def adamw(params: object) -> torch.optim.Optimizer:
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The same for all."""
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 

@@ -79,7 +79,7 @@ def worker(args: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - begin)
     tenth = max(1, args.steps // 10)
     found = {"seconds": statistics.median(seconds[tenth:]), "loss": statistics.mean(losses[-tenth:]), "losses": losses,
-             "layers": len(layers.names), "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
+             "layers": len(layers.layers), "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
     Path(args.out).write_text(json.dumps(found))
 
 

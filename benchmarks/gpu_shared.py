@@ -56,7 +56,7 @@ def variants(world: rl.World, gloo: Group, nbytes: int) -> dict[str, tuple[Call,
     def gathered() -> bool:
         part.fill_(world.rank)
         world.all_gather(part, out=out)
-        return out.view(p, -1).eq(torch.arange(p, device=device)[:, None]).all().item()
+        return bool(out.view(p, -1).eq(torch.arange(p, device=device)[:, None]).all())
 
     def scattered() -> bool:
         out.copy_(place)
@@ -135,7 +135,8 @@ def main() -> None:
         return
     if not args.small and args.device != "cuda":
         raise SystemExit("gpu_shared.py measures one CUDA device, and there is none here; --small runs the script at toy size")
-    where, table = machine(), []
+    where = machine()
+    table: list[dict] = []
     print(f"{where}\n{busy_cores()}", flush=True)
     for ranks in args.ranks.split(","):
         rows = run_ranks(__file__, int(ranks), ["--repeat", str(args.repeat), "--device", args.device, *["--small"] * args.small])

@@ -17,12 +17,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from common import keep, machine, run_alone, show
+from torch import Tensor, nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, model_flops_per_token, parameter_count, preset
@@ -38,7 +40,7 @@ def shape(small: bool) -> tuple[GPTConfig, int]:
     return (preset("1M", vocab_size=512, seq_len=128), 2) if small else (preset("1.2B"), 4)
 
 
-def adamw(params: object) -> torch.optim.Optimizer:
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The same optimizer for all."""
     return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
@@ -71,7 +73,7 @@ def fsdp2(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[
 def whole_compile(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
     """A step of a plain model, compiled as a whole, under autocast."""
     model = GPT(config, device=device)
-    step = plain_step(torch.compile(model) if compiled else model, adamw(model.parameters()))
+    step = plain_step(cast(nn.Module, torch.compile(model)) if compiled else model, adamw(model.parameters()))
 
     def under_autocast(batch: tuple) -> float:
         with torch.autocast(device.type, torch.bfloat16):

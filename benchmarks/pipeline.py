@@ -179,7 +179,9 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    where, rows, bubbles = machine(), [], []
+    where = machine()
+    rows: list[dict] = []
+    bubbles: list[dict] = []
     for size in args.models.split(","):
         for ranks in map(int, args.ranks.split(",")):
             some, more = measure(ranks, size, args)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankloom.world import leash
+from rankloom.world.agent import LEASH
 
 Answer = Any
 
@@ -73,7 +73,7 @@ class Pool:
         return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     def _start(self, command: list[str], env: dict[str, str]) -> subprocess.Popen:
-        on_a_leash = [sys.executable, leash.__file__, str(os.getpid()), *command]   # nothing is left behind by one who is killed
+        on_a_leash = [sys.executable, str(LEASH), str(os.getpid()), *command]   # nothing is left behind by one who is killed
         with self._log.open("a") as log:
             return subprocess.Popen(on_a_leash, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

@@ -31,7 +31,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,7 +87,7 @@ FASTER = {"fp32": 2.0, "bf16": 4.0}   # than FSDP2 on gloo, stage 3 on rankloom
 # ---------------------------------------------------------------------- ranks
 
 @contextmanager
-def pools(libraries: Iterable[str], ranks: int):
+def pools(libraries: Iterable[str], ranks: int) -> Iterator[dict[str, Pool]]:
     """The processes of each library, ended in the end."""
     started: dict[str, Pool] = {}
     with tempfile.TemporaryDirectory() as folder:

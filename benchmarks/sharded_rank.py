@@ -62,9 +62,10 @@ class Torch:
         if kind == "FSDP2":
             fsdp2(model, self.groups[backend], is_bf16 and not under_autocast, keeps=asked["option"] == "keep")
         elif kind == "torch DDP":
-            model = nn.parallel.DistributedDataParallel(model, process_group=self.groups[backend], gradient_as_bucket_view=True,
-                                                        static_graph=True, broadcast_buffers=False)
-        return make_plain_step(model, batch, torch.autocast("cpu", torch.bfloat16, enabled=is_bf16 and under_autocast))
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=self.groups[backend], gradient_as_bucket_view=True,
+                                                      static_graph=True, broadcast_buffers=False)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_bf16 and under_autocast)
+        return make_plain_step(ddp if kind == "torch DDP" else model, batch, autocast)
 
 
 def own_loop(model: GPT, world: rl.World, batch: tuple, is_bf16: bool) -> Step:
@@ -130,11 +131,13 @@ class Bench:
     """What a rank is asked to do, and the variants it has built."""
 
     def __init__(self, library: Any):
-        self._library, self._steps = library, {}
+        self._library = library
+        self._steps: dict[str, Callable[[], float]] = {}
 
     def answer(self, question: dict) -> Any:
         """Build a variant, or step one."""
-        return {"build": self._build, "step": self._step}[question.pop("do")](**question)
+        answers: dict[str, Callable[..., Any]] = {"build": self._build, "step": self._step}
+        return answers[question.pop("do")](**question)
 
     def _build(self, name: str, asked: dict) -> None:
         text = torch.randint(0, VOCABULARY, (asked["tokens"] // ROW, ROW + 1), generator=torch.Generator().manual_seed(self._library.rank))

@@ -31,7 +31,7 @@ from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.quantize import INT8
 from rankloom.comm.two_levels import TwoLevels, overlapped_all_reduce
-from rankloom.world import leash
+from rankloom.world.agent import LEASH
 
 INTERFACE, PORT = "slow", 29555
 BURST = "32kb"          # what may pass at full speed after a pause: a quarter of a millisecond's worth of 1 Gbit/s
@@ -108,7 +108,7 @@ def launch(ranks_per_host: int, arguments: list[str]) -> dict:
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % ranks_per_host, "LOCAL_WORLD_SIZE": ranks_per_host,
                      "GROUP_RANK": rank // ranks_per_host, "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
             # On a leash, so that a killed benchmark leaves no ranks behind that would keep the namespaces.
-            inside = [sys.executable, leash.__file__, str(os.getpid()), "ip", "netns", "exec", host(rank // ranks_per_host)]
+            inside = [sys.executable, str(LEASH), str(os.getpid()), "ip", "netns", "exec", host(rank // ranks_per_host)]
             command = [*inside, sys.executable, __file__, "--worker", "--out", str(out), *arguments]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()}))
         try:

@@ -67,10 +67,9 @@ def with_torch(model: rl.GPT, by_tokens: bool, tokens: torch.Tensor, targets: to
         "attention.output": RowwiseParallel(output_layouts=stream), "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(output_layouts=stream)}
     if by_tokens:
-        gather = dict(desired_input_layouts=(Replicate(),))
         block |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel(),
                   "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
-                  "mlp": PrepareModuleInput(input_layouts=(Shard(1),), **gather)}
+                  "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))}
     ends = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
             "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)}
     for each in model.blocks:

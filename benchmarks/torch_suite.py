@@ -20,6 +20,7 @@ import unittest
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from common import keep, machine, show
 from pool import Pool
@@ -67,7 +68,7 @@ def one_rank(backend: str) -> Callable[[dict], list[str]]:
         except unittest.SkipTest as skip:
             return ["skipped", str(skip)]
         except SystemExit as end:   # how torch's tests skip in a process of their own
-            return ["skipped" if end.code in skips else "failed", skips.get(end.code, f"exit {end.code}")]
+            return ["skipped" if end.code in skips else "failed", skips.get(cast(int, end.code), f"exit {end.code}")]
         except Exception as error:
             return ["failed", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"]
 
@@ -78,7 +79,7 @@ def one_rank(backend: str) -> Callable[[dict], list[str]]:
         dist.set_debug_level(dist.DebugLevel.OFF)
         return answer
 
-    def ours_for_gloo(*args: object, **named: object) -> object:
+    def ours_for_gloo(*args: Any, **named: Any) -> Any:
         return new_group(*args, **named | ({"backend": backend} if named.get("backend") == "gloo" else {}))
 
     torchs.dist.new_group = ours_for_gloo
