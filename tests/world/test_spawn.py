@@ -1,5 +1,6 @@
 """Ranks as processes: results, every way in which one can end, and that nothing is left behind."""
 
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -54,6 +55,11 @@ def end_on(bad, how, world):
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def put_in_order(folder, world):
+    finish = (folder / str(world.rank)).write_text
+    multiprocessing.util.Finalize(None, lambda: [time.sleep(0.05), finish("done")], exitpriority=1)   # what a process does as it ends
 
 
 def leave_quietly():
@@ -124,6 +130,14 @@ def test_a_rank_starts_with_what_the_first_optimizer_would_import():
 def test_the_body_may_carry_arguments_as_a_partial_function():
     with pytest.raises(KeyError):
         rl.spawn(1, partial(raise_on, 0))
+
+
+def test_processes_end_in_order_also_where_their_caller_is_handling_an_error(tmp_path):
+    try:
+        raise KeyError("the caller's")
+    except KeyError:
+        rl.spawn(2, partial(put_in_order, tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["done", "done"]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

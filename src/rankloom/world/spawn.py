@@ -10,7 +10,6 @@ import multiprocessing.connection
 import pickle
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
 SETTLE = 1.0  # seconds between the end of a rank and the news of it from those that it took along
-GRACE = 5.0   # seconds a rank has to end after SIGTERM, before SIGKILL
+GRACE = 5.0   # seconds a rank has to end when it is to, before SIGKILL
 
 
 def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO,
@@ -57,6 +56,11 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
                                                   debug=debug_mode()))
     try:
         return _collect(children, mesh.size)
+    except BaseException:
+        for process, _ in children:
+            if process.is_alive():
+                process.terminate()
+        raise
     finally:
         _end(children)
         del store
@@ -160,11 +164,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _end(children: list[Child]) -> None:
-    """End what still runs: SIGTERM, a grace period, SIGKILL. Only our own children, by their process objects."""
-    failing = sys.exc_info()[0] is not None
-    for process, _ in children:
-        if failing and process.is_alive():
-            process.terminate()
+    """Wait until all have ended; after a grace period, SIGKILL. Only our own children, by their process objects."""
     deadline = time.monotonic() + GRACE
     for process, pipe in children:
         process.join(max(0.0, deadline - time.monotonic()))
