@@ -209,6 +209,22 @@ def test_recomputed_activations_give_the_same_gradients(reentrant):
     expect_equal(rl.simulate(2, body)[0], plain_gradients(Recomputing, square_loss, 2))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_may_have_a_graph_of_their_own():
+    """As for a product with the Hessian; what is summed over the ranks is a value."""
+    def backward(model, rank, step=0):
+        model(rows_of(rank, step)).square().mean().backward(create_graph=True)
+
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        for step in range(3):
+            replica.zero_grad()
+            backward(replica, world.rank, step)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body)[1], plain_gradients(make_layers, lambda m, r: backward(m, r, 2), 2))
+
+
 class Fuse(torch.autograd.Function):
     """The identity; its backward raises when it is lit."""
 
@@ -540,6 +556,21 @@ def test_training_goes_on_right_after_weights_were_loaded():
         square_loss(model, rank, 1)
 
     expect_equal(rl.simulate(2, body)[0], plain_gradients(make_layers, truth, 2))
+
+
+def test_buffers_that_were_loaded_keep_their_bits_whatever_their_dtype():
+    """A mean over three ranks has others, and of complex numbers there is none."""
+    def body(world):
+        model = make_layers()
+        model.register_buffer("table", torch.rand(9, generator=torch.Generator().manual_seed(0)) / 3)
+        model.register_buffer("turns", torch.polar(torch.ones(9), torch.arange(9.0)))
+        model.register_buffer("short", torch.arange(9, dtype=torch.int16))
+        replica, before = rl.data_parallel(model, world), {name: value.clone() for name, value in model.named_buffers()}
+        replica.load_state_dict({name: value.clone() for name, value in replica.state_dict().items()})
+        square_loss(replica, world.rank)
+        return [torch.equal(before[name], value) for name, value in model.named_buffers()]
+
+    assert rl.simulate(3, body, backend="gloo") == [[True] * 3] * 3   # which knows no int16
 
 
 def test_gradients_may_be_clipped_and_stepped_with_by_any_optimizer():

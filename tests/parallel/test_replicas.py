@@ -17,11 +17,12 @@ def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype
     return model
 
 
-def test_equal_models_are_left_alone_and_nobody_is_warned():
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_equal_models_are_left_alone_and_nobody_is_warned(value):
     def body(world):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return make_replicas_equal(make(), world)
+            return make_replicas_equal(make(value=value), world)
 
     assert rl.simulate(3, body) == [[]] * 3
 
@@ -138,12 +139,14 @@ def test_only_buffers_that_changed_somewhere_travel():
         model.register_buffer("count", torch.tensor(0))
         model.register_buffer("flag", torch.tensor([False]))
         model.register_buffer("gaps", torch.zeros(3, 2).t())
+        model.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
         keeper = BufferKeeper(model, world)
         first = keeper.average_changed()
         model.everywhere += world.rank
         model.replaced = torch.full((2,), float(world.rank))
         model.gaps += torch.arange(6.0).view(2, 3) * world.rank
         model.count += world.rank
+        model.turn += 1j * world.rank
         if world.rank == 1:
             model.somewhere += 6
             model.flag.fill_(True)
@@ -152,9 +155,9 @@ def test_only_buffers_that_changed_somewhere_travel():
 
     for first, changed, values, again in rl.simulate(3, body):
         assert first == again == []
-        assert changed == ["everywhere", "somewhere", "replaced", "count", "flag", "gaps"]   # and not other.constant
+        assert changed == ["everywhere", "somewhere", "replaced", "count", "flag", "gaps", "turn"]   # and not other.constant
         assert values == {"everywhere": [1, 1], "somewhere": [2, 2], "replaced": [1, 1], "count": 2, "flag": [True],
-                          "gaps": [[0, 1, 2], [3, 4, 5]], "other.constant": [0, 0]}
+                          "gaps": [[0, 1, 2], [3, 4, 5]], "turn": [1j, 1j], "other.constant": [0, 0]}
 
 
 def test_what_has_been_loaded_is_no_change():

@@ -54,7 +54,9 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Into the model itself; see `state_dict`."""
-        return self.module.load_state_dict(*args, **kwargs)
+        loaded = self.module.load_state_dict(*args, **kwargs)
+        self._running.forget_changes()   # what has been loaded is no change of a step
+        return loaded
 
     def _queue_finish(self, _: Tensor) -> None:
         if self._reducer.syncing and not self._finish_queued:

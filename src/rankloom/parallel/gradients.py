@@ -143,6 +143,7 @@ class GradientReducer:
         self._reset()
         self.zero()
 
+    @torch.no_grad()
     def finish(self, totals: Tensor | None = None) -> Tensor | None:
         """After the last backward of a step, on every rank: launch what is left, and wait.
 
@@ -168,6 +169,7 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ while backward runs
 
+    @torch.no_grad()   # else it is part of a graph, where the backward makes one
     def _land(self, name: str, param: Tensor) -> None:
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
@@ -233,7 +235,7 @@ class GradientReducer:
 
     def _own_gradient(self, name: str) -> Tensor:
         gradient = self.owners[name].grad
-        return torch.zeros_like(self.owners[name]) if gradient is None else gradient
+        return torch.zeros_like(self.owners[name]) if gradient is None else gradient.detach()
 
     def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
         gradient, lossy = self._own_gradient(name).contiguous(), None if self.summing.is_exact_now else self._by_rows[name]

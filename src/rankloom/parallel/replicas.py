@@ -38,11 +38,12 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     expect_same_tensors(model, group)
     changed = []
     for name, tensor in named_state(model):
-        theirs = group.broadcast(tensor.detach().clone().contiguous(), label=f"initial {name}")
-        if not torch.equal(theirs, tensor.detach()):
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and a NaN is itself
+        theirs = group.broadcast(mine.clone(), label=f"initial {name}")
+        if not torch.equal(theirs, mine):
             changed.append(name)
             with torch.no_grad():
-                tensor.copy_(theirs)
+                tensor.copy_(theirs.view(tensor.dtype).view(tensor.shape))
     everyone = group.all_gather_object(changed, label="who differed")
     if group.rank == 0 and any(everyone):   # whose words reach the console
         ranks = [rank for rank, names in enumerate(everyone) if names]
@@ -106,6 +107,7 @@ class BufferKeeper:
         changed = [name for name, flag in zip(now, flags.tolist()) if flag]
         for name in changed:
             buffer = now[name][0].detach()
+            buffer = torch.view_as_real(buffer) if buffer.is_complex() else buffer
             # A count (batches tracked) is the same everywhere; where it is not, the largest is the honest one.
             op = "mean" if buffer.is_floating_point() else "max"
             buffer.copy_(self.group.all_reduce(buffer.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}"))
