@@ -106,6 +106,15 @@ def test_models_of_another_make_are_refused_on_all_ranks_with_what_differs(p, di
     assert rl.simulate(p, body, timeout=10) == [True] * p
 
 
+@pytest.mark.parametrize("told", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_embedding_that_depends_on_the_rows_of_one_rank_is_refused_on_several(told):
+    """The weights of stage 0 drifted apart, rank by rank, or its gradients were others."""
+    make_embedding = lambda: nn.Sequential(nn.Embedding(3, 2, **told), nn.BatchNorm1d(2))
+    assert rl.simulate(1, lambda world: make_replicas_equal(make_embedding(), world)) == [[]]
+    with pytest.raises(rl.ConfigError, match="0 is an embedding with max_norm or scale_grad_by_freq"):
+        rl.simulate(2, lambda world: make_replicas_equal(make_embedding(), world))
+
+
 # ---------------------------------------------------------------- buffers
 
 

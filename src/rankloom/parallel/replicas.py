@@ -31,7 +31,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
     returns: names of the tensors whose values differed on this rank before; rank 0 warns for all
     sent:    the model once, from rank 0
-    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ
+    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for what cannot stay equal
     """
     if group.size == 1:
         return []
@@ -55,7 +55,9 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:
-    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ."""
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; see `_expect_any_rows` too."""
+    if group.size > 1:
+        _expect_any_rows(model)
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
@@ -68,6 +70,14 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
         differ = [f"the same tensors in another order, {first[0]} here where rank 0 has {first[1]}"]
     problem = f"rank {group.rank} holds another model than rank 0: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
+
+
+def _expect_any_rows(model: nn.Module) -> None:
+    """Raise ConfigError for an embedding whose weight, or whose gradient, depends on which rows meet on a rank."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise ConfigError(f"{name or 'the model'} is an embedding with max_norm or scale_grad_by_freq, which look at the rows of one "
+                              "rank: leave them out, or train it on one rank")
 
 
 Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had been written
