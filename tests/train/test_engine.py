@@ -104,6 +104,16 @@ def test_a_schedule_gives_the_rate_of_an_optimizer_that_was_made_with_none():
     assert rl.simulate(1, body) == [[0.0, 0.1]]
 
 
+def test_a_schedule_of_groups_of_which_the_first_has_no_rate_is_refused_for_there_is_no_ratio_to_keep():
+    def body(world):
+        held = lambda params: torch.optim.SGD([{"params": params[:1], "lr": 0.0}, {"params": params[1:], "lr": 0.1}])
+        prepare(world, optimizer=held)   # without a schedule it is one that stays
+        with pytest.raises(rl.ConfigError, match=r"a first group with lr=0 and others at \[0.1\]"):
+            prepare(world, optimizer=held, schedule=lambda step: 0.1)
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("more", [{"stage": 0}, {"stage": 2}, {"stage": 3, "reshard_after_forward": False}], ids=str)
 def test_a_loss_may_take_gradients_of_its_own_by_its_inputs(more):
     def slopes(model, x):

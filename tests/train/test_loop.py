@@ -19,6 +19,8 @@ from rankloom.train import finish, loop
 from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
+from rankloom.train.placement import Whole
+from rankloom.train.sharded import Sharded
 from rankloom.train.stop import StopSignal
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
@@ -77,6 +79,14 @@ def test_the_validation_loss_is_that_of_the_saved_weights_over_all_validation_sa
     with torch.no_grad():
         total, count = language_model_loss(model, samples.batch(range(len(samples))))
     assert summary.validation_loss == pytest.approx(float(total / count), rel=1e-5)   # fp32, other order of addition
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_weights_are_saved_without_gathering_what_the_optimizer_remembers(table, stage, monkeypatch):
+    for placement in (Whole, Sharded):
+        monkeypatch.setattr(placement, "state", None)
+    summary, _ = run(table(train={"stage": stage, "steps": 2}), 2)[0]
+    assert (Path(summary.folder) / "model.safetensors").exists()
 
 
 def test_training_lowers_the_loss(table):

@@ -98,6 +98,9 @@ class Engine:
         self._dropout = dropout
         self._running = BufferKeeper(model, tokens)
         self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
+        if settings.schedule and not self._base_lrs[0] and any(self._base_lrs):
+            raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._base_lrs[1:]}: a schedule gives the rate of "
+                              "the first, and the others keep their ratio to it. Put another group first, or freeze that one's parameters")
 
     def step(self, batch: Any) -> Report:
         """One optimizer step on this rank's share of the global batch.
