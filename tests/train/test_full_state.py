@@ -213,6 +213,22 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("change, said", [
+    ({"norm.weight": torch.zeros(3)}, r"norm.weight: \(3,\) in the state dict, \(64,\) in the model"),
+    ({"stranger": torch.zeros(1)}, r"stranger: \(1,\) in the state dict, missing in the model"),
+])
+def test_a_state_that_does_not_fit_one_stage_is_refused_by_all_with_nothing_changed(change, said):
+    def body(world):
+        engine = large_engine(world, 1)
+        before = engine.full_state_dict()
+        other = {name: value + 1 for name, value in before["model"].items()} | change
+        with pytest.raises(rl.ModelMismatch, match=said):
+            engine.load_full_state_dict(before | {"model": other})
+        return [torch.equal(value, before["model"][name]) for name, value in engine.full_state_dict()["model"].items()]
+
+    assert all(all(equal) for equal in rl.simulate(rl.Mesh(pipe=2), body))
+
+
 class Counted(nn.Module):
     """Two layers, and what both of them use: a constant, and the largest value seen."""
 

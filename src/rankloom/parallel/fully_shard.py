@@ -100,7 +100,7 @@ class FullySharded(nn.Module):
 
         strict, assign: are torch's and change nothing: names must be the model's, and values are copied
         """
-        load_values(self.module, self._sharding, state_dict)
+        load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
         for keeper in self._running:
             keeper.forget_changes()   # what has been loaded is no change of a step
         return nn.modules.module._IncompatibleKeys([], [])

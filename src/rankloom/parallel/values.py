@@ -1,6 +1,6 @@
 """The values of a sharded model, whole, under the names of the plain one: out of the slices, and into them again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import Piece
 from rankloom.shard.optimizer_state import Entry, join_bytes
 from rankloom.shard.unit import Unit
+from rankloom.world.group import Group
 
 DIFFERENCES_SHOWN = 3
 
@@ -63,9 +64,10 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor]) -> None:
+def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group]) -> None:
     """Take this rank's pieces out of a whole state dict, and publish them. A collective.
 
+    groups: along every axis; a rank of any of them may find that it does not fit
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = _unit_of(sharding), model.state_dict(keep_vars=True)
@@ -73,8 +75,11 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
                for unit, own_name in [units[id(value)]]}
     problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
-    problems = sharding.group.all_gather_object(problem, label="load a state dict")
-    sharding.replicas.agree("\n".join(filter(None, problems)) or None, error=ModelMismatch, label="load a state dict")
+    for group in groups:
+        problems = group.all_gather_object(problem, label="load a state dict")
+        problem = "\n".join(dict.fromkeys(filter(None, problems))) or None
+    if problem:
+        raise ModelMismatch(problem)
     sharding.wait_for_readers()
     for name, value in mine.items():
         if id(value) in units:

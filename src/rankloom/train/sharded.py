@@ -123,7 +123,7 @@ class Sharded:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces."""
-        load_values(self.model, self.sharding, state)
+        load_values(self.model, self.sharding, state, self._groups())
 
     def pieces(self) -> dict[str, Piece]:
         """One for each parameter, maybe empty."""

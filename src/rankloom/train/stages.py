@@ -227,9 +227,9 @@ class ShardedStages(ShardedParts):
         return {name: found[name] for name in (*self.local.state, *found) if name in found}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each stage takes what it has."""
-        here = self.model.state_dict(keep_vars=True)
-        super().load({name: value for name, value in state.items() if name in here})
+        """Each stage takes what it has; what no stage has, none leaves out."""
+        elsewhere = {*self.local.state, *self.local.where} - self.model.state_dict(keep_vars=True).keys()
+        super().load({name: value for name, value in state.items() if name not in elsewhere})
 
     def _place(self) -> Goal:
         return replace(super()._place(), pipe=self.pipe.rank)
