@@ -175,6 +175,23 @@ def test_a_tensor_that_lies_nowhere_is_refused(call, backend):
         rl.simulate(2, lambda world: call(world, torch.ones(3, device="meta")), timeout=5, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("lazy", [torch.ones(4, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(4))])
+def test_a_view_that_is_computed_when_it_is_read_is_refused_by_every_call(lazy, backend):
+    """Other values lie in its memory: the short way sent these, and gloo summed a copy."""
+    calls = [lambda w: w.all_reduce(lazy), lambda w: w.broadcast(lazy), lambda w: w.all_gather(lazy), lambda w: w.reduce_scatter(lazy),
+             lambda w: w.all_to_all(lazy), lambda w: w.send(lazy, 1 - w.rank), lambda w: w.recv(lazy, 1 - w.rank),
+             lambda w: w.exchange(lazy, 1 - w.rank, torch.zeros_like(lazy), 1 - w.rank),
+             lambda w: w.exchange(torch.zeros(4), 1 - w.rank, lazy, 1 - w.rank)]
+
+    def body(world):
+        for call in calls:
+            with pytest.raises(rl.NotContiguous, match="only when read"):
+                call(world)
+
+    rl.simulate(2, body, timeout=5, backend=backend)
+
+
 def test_an_exchange_on_its_way_ends_with_its_group():
     def body(world):
         handle = world.exchange(torch.zeros(1 << 20), 1 - world.rank, torch.empty(1 << 20), 1 - world.rank, tag=world.rank, async_op=True)

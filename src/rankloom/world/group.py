@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
-from rankloom.base.errors import ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.topology import Topology
 from rankloom.base.units import seconds
 from rankloom.world.debug import Fingerprint, Inspector, call_site
@@ -29,7 +29,7 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, expect_tag
+from rankloom.world.transport.operands import OPS, expect_movable, expect_tag
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -389,11 +389,7 @@ class Group:
         return x.shape[0] // self.size
 
     def _require_movable(self, x: Tensor, label: str) -> None:
-        if x.device.type not in ("cpu", self.device.type):
-            raise ShapeMismatch(f"{self.where(label)}: a tensor on {x.device} cannot be sent, expected one on {self.device}")
-        if not x.is_contiguous():
-            raise NotContiguous(f"{self.where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
-                                "expected a contiguous one; pass x.contiguous()")
+        expect_movable(x, self.device, self.where(label))
 
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""

@@ -14,7 +14,7 @@ from rankloom.base.cost import all_reduce_bill
 from rankloom.world.ledger import Ledger
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, SUM
-from rankloom.world.transport.operands import NUMBERS
+from rankloom.world.transport.operands import NUMBERS, is_lazy
 
 
 class AtOnce:
@@ -27,7 +27,7 @@ class AtOnce:
     def all_reduce(self, x: Tensor, op: int, label: str) -> bool:
         """Combine over the ranks, in place; op: the kernel's number for it."""
         number = NUMBERS.get(x.dtype)
-        if number is None or not (x.is_cpu and x.is_contiguous()):
+        if number is None or not _is_plain(x):
             return False
         address, nbytes = x.data_ptr(), x.nbytes
         self._call(ALL_REDUCE, number, op, (address, address, nbytes), label)
@@ -62,7 +62,7 @@ class AtOnce:
         home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share
         """
         number = NUMBERS.get(x.dtype)
-        if out is None or number is None or not (x.is_cpu and x.is_contiguous()):
+        if out is None or number is None or not _is_plain(x):
             return None
         source, target = x.data_ptr(), out.data_ptr()
         behind = target - source
@@ -83,7 +83,7 @@ class AtOnce:
 
     def send(self, x: Tensor, to: int, tag: int, label: str) -> bool:
         """Send a tensor to a rank of the group."""
-        if not (0 <= to < self._size and tag >= 0 and x.is_cpu and x.is_contiguous()):
+        if not (0 <= to < self._size and tag >= 0 and _is_plain(x)):
             return False
         nbytes = x.nbytes
         if (sender := self._message(1, x.data_ptr(), nbytes, to, tag, self._channel.timeout)) < 0:
@@ -93,7 +93,7 @@ class AtOnce:
 
     def recv(self, into: Tensor, frm: int, tag: int, label: str) -> bool:
         """Receive a tensor from a rank of the group."""
-        if not (0 <= frm < self._size and tag >= 0 and into.is_cpu and into.is_contiguous()):
+        if not (0 <= frm < self._size and tag >= 0 and _is_plain(into)):
             return False
         if (sender := self._message(0, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peer=frm)
@@ -102,7 +102,7 @@ class AtOnce:
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
         """Send one tensor while receiving another; no order of ranks can deadlock."""
         known = 0 <= to < self._size and 0 <= frm < self._size and tag >= 0
-        if not (known and out.is_cpu and out.is_contiguous() and into.is_cpu and into.is_contiguous()):
+        if not (known and _is_plain(out) and _is_plain(into)):
             return False
         nbytes = out.nbytes
         if why := self._exchange(out.data_ptr(), nbytes, to, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout):
@@ -111,8 +111,12 @@ class AtOnce:
         return True
 
 
+def _is_plain(x: Tensor) -> bool:
+    return x.is_cpu and x.is_contiguous() and not is_lazy(x)
+
+
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     """`out` if it has this shape, or a new tensor like `x` that does; None if there is an `out` that cannot be written as it is."""
     if out is None:
         return x.new_empty(shape)
-    return out if out.shape == shape and out.dtype == x.dtype and out.is_cpu and out.is_contiguous() else None
+    return out if out.shape == shape and out.dtype == x.dtype and _is_plain(out) else None

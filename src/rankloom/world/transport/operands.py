@@ -36,11 +36,30 @@ def number_of(x: Tensor) -> int:
     return NUMBERS.get(x.dtype, BYTES)
 
 
+def is_lazy(x: Tensor) -> bool:
+    """Whether it is conjugated or negated only when read: other values lie in its memory."""
+    return x.is_conj() or x.is_neg()
+
+
+def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
+    """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory is not its values in their order.
+
+    raises: ShapeMismatch, NotContiguous
+    """
+    if x.device.type not in ("cpu", device.type):
+        raise ShapeMismatch(f"{where}: a tensor on {x.device} cannot be sent, expected one on {device}")
+    if is_lazy(x):
+        raise NotContiguous(f"{where}: a view that is conjugated or negated only when read; pass x.resolve_conj().resolve_neg()")
+    if not x.is_contiguous():
+        raise NotContiguous(f"{where}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, expected a contiguous one; "
+                            "pass x.contiguous()")
+
+
 def dense(x: Tensor, label: str) -> Tensor:
     """`x` itself, or a contiguous copy of it; refused when it is not a plain tensor in memory that has addresses."""
     if x.layout != torch.strided or not (x.is_cpu or x.is_cuda):
         raise misplaced(x, label)
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if x.is_contiguous() and not is_lazy(x):
         return x
     return _copied_by(x.detach().resolve_conj().resolve_neg()).contiguous().view(x.dtype)
 
