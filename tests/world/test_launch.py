@@ -63,6 +63,12 @@ def test_ranks_of_a_step_meet_on_its_own_first_host_and_not_on_that_of_the_job(m
     assert meets(monkeypatch, SLURM_JOB_NODELIST="n1,n2,n3", **lists)[0] == host
 
 
+def test_where_slurms_own_tool_is_not_there_the_user_is_told_what_to_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="failed: No such file or directory; set MASTER_ADDR and MASTER_PORT yourself"):
+        meets(monkeypatch, SLURM_JOB_NODELIST="n[1-2]")
+
+
 def test_ranks_of_one_node_need_no_name_to_meet(monkeypatch):
     together = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
     assert meets(monkeypatch, SLURM_JOB_NODELIST="n1", **together)[0] == "127.0.0.1"

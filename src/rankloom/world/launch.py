@@ -171,8 +171,9 @@ def _first_slurm_host() -> str:
     nodes = os.environ.get(name, "")
     if "[" not in nodes:
         return nodes.split(",")[0] or socket.gethostname()
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"{name} is {nodes!r} and `scontrol show hostnames` failed: {done.stderr.strip()}; "
-                          "set MASTER_ADDR and MASTER_PORT yourself")
-    return done.stdout.split()[0]
+    try:
+        return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError) as error:   # containers often lack it
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error.strerror
+        raise ConfigError(f"{name} is {nodes!r} and `scontrol show hostnames` failed: {reason}; "
+                          "set MASTER_ADDR and MASTER_PORT yourself") from None
