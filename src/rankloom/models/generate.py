@@ -18,7 +18,8 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     top_k:       draw among the k likeliest only
     seed:        row r draws from a stream of its own, so a row does not depend on its neighbours
     stop:        a token that ends a row; rows that ended repeat it, and all ended ends early
-    A model that an engine has sharded generates too: all its ranks call this, with prompts as long and as many.
+    A model that an engine has sharded generates too: all its ranks call this, with prompts as long and as many; with `stop`, with the same,
+    for a rank that ends early would leave the others waiting.
     Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
     """
     _check(model, prompt_tokens, temperature, top_k)
