@@ -124,6 +124,20 @@ def test_tied_weights_stay_tied_and_train_as_on_one_process():
                 torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)   # fp32, in another order
 
 
+def test_a_buffer_that_two_modules_share_stays_one():
+    def body(world):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            table = torch.zeros(3)
+        for layer in model:
+            layer.register_buffer("table", table)
+        rl.prepare(model, loss=lambda m, x: (m(x).sum(), 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world,
+                   initialize=lambda name, tensor: tensor.fill_(2.0))
+        return model[0].table is model[1].table, model[1].table.tolist()
+
+    assert rl.simulate(1, body) == [(True, [2.0] * 3)]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("mesh", [3, rl.Mesh(replicate=2, shard=2)], ids=str)
 def test_what_a_function_draws_on_rank_0_counts_for_all(stage, mesh):

@@ -176,11 +176,12 @@ def _hooked(stand_in: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def give_memory(model: nn.Module, fill: Fill, device: torch.device, wanted: Callable[[nn.Parameter], bool]) -> None:
     """Give memory and values to all buffers, and to those stand-ins that are `wanted`. A collective of all ranks that fill."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer
-                fill(f"{prefix}.{key}" if prefix else key, module._buffers[key])   # type: ignore[arg-type]
+    made = {buffer: torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer
+            for buffer in model.buffers()}   # ties are kept
+    for name, buffer in model.named_buffers():
+        fill(name, made[buffer])
+    for module in model.modules():
+        module._buffers.update({key: made[buffer] for key, buffer in module._buffers.items() if buffer is not None})
     for name, param in model.named_parameters():
         if wanted(param):
             values = torch.empty(param.shape, dtype=param.dtype, device=device)
