@@ -408,7 +408,7 @@ def show(
 
     console = Console()
     _show(show_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=console.width,
-                coloured=bool(console.color_system) and not console.no_color, svg=svg, trace=trace, save=save))
+                        coloured=bool(console.color_system) and not console.no_color, svg=svg, trace=trace, save=save))
 
 
 @app.command

@@ -121,7 +121,7 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 
 
 def show_schedule(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
-         coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
+                  coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """All of it, for `rankloom schedule show`, on a terminal of so many columns, with colours or without."""
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)

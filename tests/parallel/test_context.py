@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
+from noting import noting
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.gpt import GPT, GPTConfig
@@ -119,16 +120,7 @@ def test_the_next_keys_are_on_their_way_while_a_rank_computes(monkeypatch):
     monkeypatch.setattr(context_file, "tile_forward", lambda *args: note("computes") or forward(*args))
 
     def body(world):
-        exchange = world.exchange
-
-        def noted(*args, **kwargs):
-            note("begins")
-            handle = exchange(*args, **kwargs)
-            wait = handle.wait
-            handle.wait = lambda: note("waits") or wait()
-            return handle
-
-        world.exchange = noted
+        world.exchange = noting(world.exchange, note)
         context = Context(world, 9, causal=False)
         context.attend(*(context.own(x) for x in whole_rows(9, kv_heads=2)[:3]))
 

@@ -53,8 +53,9 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
         optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[union-attr]
         optimizer.step()
     elif not bad.item():
+        exact = factor.item()   # not in the gradients' own format, which may round it to nothing
         for flat in flats:
-            flat.mul_(factor.item())   # not in their own format, which may round it to nothing
+            flat.mul_(exact)
         optimizer.step()
     values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
     if values[3]:

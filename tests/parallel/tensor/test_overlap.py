@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
+from noting import noting
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.parallel.tensor import overlap as overlap_file
 from rankloom.parallel.tensor.moves import BY_TOKENS
@@ -139,16 +140,7 @@ def test_products_are_computed_while_a_sum_is_on_its_way(monkeypatch):
 
     def body(world):
         model = rl.tensor_parallel(shaken(PAIRS["linear"]()), {"first": "colwise", "second": "rowwise"}, world, overlap=2)
-        all_reduce = world.all_reduce
-
-        def noted(*args, **kwargs):
-            note("begins")
-            handle = all_reduce(*args, **kwargs)
-            wait = handle.wait
-            handle.wait = lambda: note("waits") or wait()
-            return handle
-
-        world.all_reduce = noted
+        world.all_reduce = noting(world.all_reduce, note)
         y = model(torch.ones(2, 6, dtype=torch.float64, requires_grad=True))
         note("backward")
         y.sum().backward()

@@ -110,7 +110,7 @@ def address_of(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0] if x.size else 0
 
 
-def cut_evenly(x: np.ndarray, parts: int, unit: int = 1) -> list[np.ndarray]:
+def cut_in_units(x: np.ndarray, parts: int, unit: int = 1) -> list[np.ndarray]:
     """Nearly equal parts, of whole units."""
     bounds = [x.size // unit * at // parts * unit for at in range(parts + 1)]
     return [x[begin:end] for begin, end in pairwise(bounds)]

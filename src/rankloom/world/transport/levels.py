@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut_evenly
+from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut_in_units
 from rankloom.world.transport.codes import (
     ABORTED,
     ALL_GATHER,
@@ -146,13 +146,13 @@ class Levels:
         """Everyone in the team gets the sum of what they have. Yields twice."""
         m = len(self.team)
         whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two send as many bytes either way
-        parts = [sums] * m if whole else cut_evenly(sums, m)
+        parts = [sums] * m if whole else cut_in_units(sums, m)
         pieces, moving = self._receive_like(parts[self.here], self.team)
         moving += [self._send(other, part) for other, part in zip(self.team, parts)]
         yield
         if whole:   # nothing will travel back, so one window more may be under way
             yield
-        parts = [out] * m if whole else cut_evenly(out, m, call.dtype.itemsize)
+        parts = [out] * m if whole else cut_in_units(out, m, call.dtype.itemsize)
         self._total(call, pieces, moving, parts[self.here])
         if not whole:
             moving = [self._receive(other, part) for other, part in zip(self.team, parts)]
@@ -229,7 +229,7 @@ class Levels:
         shares = self._shares(x)
         others = [at for at in range(len(self.nodes)) if at != there]
         whole = x.size <= SMALL
-        parts = [shares[self.place]] * len(others) if whole else cut_evenly(shares[self.place], len(others))
+        parts = [shares[self.place]] * len(others) if whole else cut_in_units(shares[self.place], len(others))
         if self.team and there == self.here:
             for at, part in zip(others, parts):
                 self._send(self.team[at], part)
@@ -296,7 +296,7 @@ class Levels:
 
     def _shares(self, x: np.ndarray, unit: int = 1) -> list[np.ndarray]:
         """What of `x` the team of each place carries between the hosts."""
-        return cut_evenly(x, len(self.node), unit) if self.is_even else [x] + [EMPTY] * (len(self.node) - 1)
+        return cut_in_units(x, len(self.node), unit) if self.is_even else [x] + [EMPTY] * (len(self.node) - 1)
 
     def _deputy(self, rank: int, node: Sequence[int]) -> int:
         """Who takes part in another host's name: the rank of `node` that carries the lane of `rank`."""
