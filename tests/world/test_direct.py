@@ -52,6 +52,18 @@ def test_a_rank_may_gather_from_where_its_slice_will_be(p):
     assert rl.simulate(p, body) == [(True, expected, expected)] * p
 
 
+@pytest.mark.parametrize("begin", [0, 1 << 17])
+def test_what_is_gathered_may_lie_anywhere_in_the_whole(begin):
+    """Where another rank's slice will be, it was overwritten while it was on its way."""
+    def body(world):
+        whole = torch.full((3 << 18,), torch.nan)
+        mine = whole[begin:begin + (1 << 18)].fill_(world.rank)
+        return [part.eq(rank).all().item() for rank, part in enumerate(world.all_gather(mine, out=whole).chunk(3))]
+
+    for _ in range(10):
+        assert rl.simulate(3, body) == [[True] * 3] * 3
+
+
 @pytest.mark.parametrize("p", [2, 4])
 def test_many_on_their_way_at_once_with_messages_between_them_are_not_mixed_up(p):
     def body(world):

@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankloom.world.transport.operands import untouched
+
 TAG = (1 << 31) - 1   # messages of one tag arrive in the order in which they are sent, so one does for all
 
 
 def start_gather(pg: dist.ProcessGroup, rank: int, mine: Tensor, slices: Sequence[Tensor]) -> list[Any]:
     """Each rank's `mine` sets out into its slice of everyone's. Returns what is to be waited for."""
     if slices[rank].data_ptr() != mine.data_ptr():
-        slices[rank].copy_(mine)
-    return _exchange(pg, rank, [mine] * len(slices), slices)
+        slices[rank].copy_(untouched(mine, slices[rank]))
+    return _exchange(pg, rank, [slices[rank]] * len(slices), slices)   # `mine` may lie where another slice arrives
 
 
 def start_dealing(pg: dist.ProcessGroup, rank: int, slices: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Any]:
