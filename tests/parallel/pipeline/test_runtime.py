@@ -240,6 +240,22 @@ def test_a_stage_may_ignore_its_input_for_some_micro_batches_only(name, deaf_to)
     expect_equal(results, one_process(moody(), loss, batches))
 
 
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_a_stage_may_take_gradients_of_its_own(keep_graph):
+    """Forces, as the gradient of an energy: what is asked for is that of the input, so the weights get none by it."""
+    def forces(first, second, x):
+        force, = torch.autograd.grad(second(first(x).tanh()).sum(), x, create_graph=keep_graph)
+        return first(x) * force
+
+    def build():
+        below, first, second = linear(4, 4), linear(4, 4), linear(4, 1)
+        return [({"below": below}, below), ({"first": first, "second": second}, partial(forces, first, second))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    results = rl.simulate(2, lambda w: run(w, build, loss, make_schedule("zb-h1", 2, 3), batches, steps=2))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
 def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
     def turned():
         first, second = linear(3, 4), linear(2, 5)

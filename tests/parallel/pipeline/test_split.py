@@ -1,5 +1,7 @@
 """The backward in two parts: the same gradients, the weights' at the end, nothing computed twice."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,18 @@ def test_a_matrix_used_twice_gets_both_gradients():
     out.sum().backward()
     finish_products(products)
     torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-13, atol=0)
+
+
+def test_gradients_of_complex_matrices_are_those_of_one_backward():
+    plain, products = nn.Sequential(*(nn.Linear(*shape, dtype=torch.complex128) for shape in ((3, 4), (4, 2)))), []
+    mine, x = copy.deepcopy(plain), torch.randn(5, 3, dtype=torch.complex128, requires_grad=True)
+    plain(x).abs().sum().backward()
+    with deferring(products):
+        loss = mine(x).abs().sum()
+    loss.backward()
+    finish_products(products)
+    for grad, expected in zip(gradients(mine).values(), gradients(plain).values()):
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("what", ["frozen", "computed", "vector", "no_grad", "input"])

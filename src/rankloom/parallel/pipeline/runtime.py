@@ -126,6 +126,7 @@ class Pipeline:
         products: list[Product] = []
         with deferring(products) if stage in self.schedule.split else nullcontext():
             outputs, losses = self._compute(stage, m, inputs)
+        products.clear()   # of gradients that the stage or the loss took for itself, by its inputs: the weights get none of these
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
         if stage < self.schedule.stages - 1:

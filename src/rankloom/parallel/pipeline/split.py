@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.products.append(Product(ctx.weight, grad, *ctx.saved_tensors))
-        return grad @ ctx.weight, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
+        return grad @ ctx.weight.conj(), grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
 def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -75,7 +75,7 @@ def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: S
 def finish_products(products: list[Product]) -> None:
     """Add what was noted to the weights' gradients, as a backward would: hooks run. Where there are none, no product is stored first."""
     for weight, grad, x in products:
-        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2)
+        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2).conj()   # of real numbers, themselves
         if weight.grad is None or _has_hooks(weight):
             torch.autograd.backward([weight], [rows @ columns])
         else:
