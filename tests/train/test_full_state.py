@@ -274,3 +274,62 @@ def test_a_buffer_that_stages_have_changed_apart_is_an_error_and_one_that_is_equ
 
     found = rl.simulate(rl.Mesh(pipe=2, shard=2), body)
     assert changes or found == [["both.largest", "both.table"] if rank in (None, at) else [] for at in range(4)]
+
+
+class Calibrated(nn.Linear):
+    """A layer that keeps beside its parameters what torch calls extra state, as those of quantizers do."""
+
+    def __init__(self, seen: object = None) -> None:
+        super().__init__(4, 4)
+        self.seen = seen
+
+    def get_extra_state(self) -> object:
+        return self.seen
+
+    def set_extra_state(self, state: object) -> None:
+        self.seen = state
+
+
+EXTRAS = {"a dict": lambda: {"largest": torch.arange(3.0), "steps": [1, 2]}, "a tensor": lambda: torch.arange(3), "none": lambda: None}
+
+
+def calibrated_engine(world: rl.World, seen: object, stage: int) -> rl.Engine:
+    model = nn.Sequential(*(Calibrated(seen) for _ in range(2)))
+    pipe = {"accumulate": 2, "pipe": rl.Pipe(pieces=lambda model: [({str(at): layer}, layer) for at, layer in enumerate(model)],
+                                             loss=lambda model: lambda y, targets: (y.sum(), len(y)))} if world.mesh.pipe > 1 else {}
+    return rl.prepare(model, loss=squares, world=world, stage=stage, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                      tensor_plan={} if world.mesh.tensor > 1 else None, **pipe)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mesh, stage", [(rl.Mesh(replicate=2), 0), *((rl.Mesh(shard=2), stage) for stage in (1, 2, 3)),
+                                         (rl.Mesh(tensor=2), 0), (rl.Mesh(pipe=2, shard=2), 2)], ids=str)
+@pytest.mark.filterwarnings("ignore:the models of ranks")
+def test_extra_state_of_modules_goes_along_as_in_a_state_dict_of_torchs(mesh, stage, extra):
+    """It ended in an AttributeError; of tensors that do not change their shape, nothing was loaded where parameters are cut."""
+    def body(world):
+        if world.mesh.pipe > 1 and extra == "a dict":
+            with pytest.raises(rl.ConfigError, match="0._extra_state is a dict, which stages cannot hand to each other"):
+                calibrated_engine(world, EXTRAS[extra](), stage).full_state_dict()
+            return
+        engine, other = (calibrated_engine(world, seen, stage) for seen in (EXTRAS[extra](), torch.zeros(3)))
+        state, asked = engine.full_state_dict(), [engine.full_state_dict(rank)["model"] for rank in range(world.size)]
+        assert [len(held) for held in asked] == [6 if rank == world.rank else 0 for rank in range(world.size)]
+        other.load_full_state_dict(state)
+        plain = nn.Sequential(Calibrated(), Calibrated())
+        plain.load_state_dict(state["model"])   # which is strict
+        for layer in (*plain, *(module for module in other.model.modules() if isinstance(module, Calibrated))):
+            assert repr(layer.seen) == repr(EXTRAS[extra]())
+
+    rl.simulate(mesh, body)
+
+
+@pytest.mark.filterwarnings("ignore:the models of ranks")
+def test_extra_state_that_the_model_goes_on_changing_is_a_copy_in_a_state():
+    def body(world):
+        engine = calibrated_engine(world, [1], 3)
+        state = engine.full_state_dict()
+        engine.model[0].seen.append(2)
+        return state["model"]["0._extra_state"]
+
+    assert rl.simulate(2, body) == [[1], [1]]

@@ -1,6 +1,7 @@
 """The values of a sharded model, whole, under the names of the plain one: out of the slices, and into them again."""
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 DIFFERENCES_SHOWN = 3
+EXTRA = "_extra_state"   # how the name ends of what a module's `get_extra_state` gives: anything, of any shape
 
 
 @torch.no_grad()
@@ -24,7 +26,8 @@ def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None
     rank: the rank of the shard group that gets it, the others get an empty one; left out, all get it
     sent: each piece once to that rank, or by broadcast to all; no more than one tensor at a time is whole on a device
     """
-    return {entry.name: value for entry in value_entries(model, sharding, rank=rank) for value in [entry.get()] if value is not None}
+    values = {entry.name: entry.get() for entry in value_entries(model, sharding, rank=rank)}
+    return values if rank in (None, sharding.group.rank) else {}
 
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
@@ -34,6 +37,8 @@ def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> 
         if id(value) in units:
             unit, own_name = units[id(value)]
             entries.append(Entry(name, unit.own.dtype, unit.layout.slot(own_name).shape, partial(_join_parameter, unit, own_name, rank)))
+        elif not isinstance(value, Tensor):
+            entries.append(Entry(name, None, torch.Size(), partial(deepcopy, value)))
         else:
             here = partial(_copy_of, value) if rank in (None, sharding.group.rank) else _nothing
             entries.append(Entry(name, value.dtype, value.shape, here))
@@ -71,7 +76,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = _unit_of(sharding), model.state_dict(keep_vars=True)
-    shapes = {name: value.shape for name, value in mine.items()}
+    shapes = shapes_in(mine)
     shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
                for unit, own_name in [units[id(value)]]}
     problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
@@ -85,22 +90,30 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         if id(value) in units:
             unit, own_name = units[id(value)]
             unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, state[name]))
+        elif name.endswith(EXTRA):
+            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(state[name])
         else:
             value.detach().copy_(state[name])
     sharding.publish()
 
 
+def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
+    """By name; extra state counts as a number, for nobody may ask what it is."""
+    return {name: torch.Size() if name.endswith(EXTRA) else value.shape for name, value in state.items()}
+
+
 def difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], where: str) -> str | None:
     """What keeps a whole state dict from being that of a model with these shapes, in words, or None."""
-    differ = [f"{name}: {_shown(state.get(name))} in the state dict, {tuple(shapes[name]) if name in shapes else 'missing'} in the model"
-              for name in dict.fromkeys((*shapes, *state)) if name not in shapes or name not in state or state[name].shape != shapes[name]]
+    theirs = shapes_in(state)
+    differ = [f"{name}: {_shown(theirs.get(name))} in the state dict, {_shown(shapes.get(name))} in the model"
+              for name in dict.fromkeys((*shapes, *theirs)) if theirs.get(name) != shapes.get(name)]
     if not differ:
         return None
     return f"{where}: this is the state dict of another model, {len(differ)} tensors differ: {'; '.join(differ[:DIFFERENCES_SHOWN])}"
 
 
-def _shown(value: Any) -> str:
-    return "missing" if value is None else str(tuple(value.shape))
+def _shown(shape: torch.Size | None) -> str:
+    return "missing" if shape is None else str(tuple(shape))
 
 
 def owned_pieces(sharding: Sharding) -> dict[str, Piece]:

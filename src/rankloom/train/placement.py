@@ -20,7 +20,7 @@ from rankloom.base.errors import ModelMismatch
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.same_bits import CanonicalReducer
-from rankloom.parallel.values import difference
+from rankloom.parallel.values import difference, shapes_in
 from rankloom.shard.optimizer import Optimizers, Piece
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.apply import global_norm
@@ -185,7 +185,7 @@ class Whole:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Into the masters, then the model."""
-        shapes = {name: value.shape for name, value in self.model.state_dict(keep_vars=True).items()}
+        shapes = shapes_in(self.model.state_dict(keep_vars=True))
         self._world.agree(difference(shapes, state, f"rank {self._world.rank}"), error=ModelMismatch, label="load a state dict")
         self.model.load_state_dict(state)
         for name, owner in self.owners.items():

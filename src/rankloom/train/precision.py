@@ -168,10 +168,11 @@ class MasterWeights:
         if pairs:
             torch._foreach_copy_([param for param, _ in pairs], [owner for _, owner in pairs])
 
-    def full_values(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`state` (a model's state dict), with master values in place of rounded ones."""
+    def full_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of `state` (a model's state dict), with master values in place of rounded ones."""
         masters = {id(param): self.owners[name] for name, param in self.params.items()}
-        return {name: masters.get(id(value), value).detach().clone() for name, value in state.items()}
+        whole = {name: masters.get(id(value), value) for name, value in state.items()}
+        return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in whole.items()}
 
 
 def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

@@ -34,7 +34,7 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import Piece as Owned
-from rankloom.shard.optimizer_state import Entry
+from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
@@ -238,6 +238,7 @@ class ShardedStages(ShardedParts):
         """Stage by stage: each joins what it has, and hands it to the rank that gets it, or tells the other stages."""
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
+        self.pipe.agree(_odd_value(plain), label="extra state of stages")
         here = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))] for entry in entries if entry.dtype]
         buffers = {name: digest(buffer) for name, buffer in self.model.named_buffers(remove_duplicate=False) if name in mine}
         told = self.pipe.all_gather_object([here, plain, buffers], label="what stages hold")
@@ -263,6 +264,13 @@ class ShardedStages(ShardedParts):
             self.pipe.recv(_bytes(got), root, label="values of a stage")
             return got.cpu()
         return value if root == goal.pipe else None
+
+
+def _odd_value(values: Mapping[str, Any]) -> str | None:
+    """What keeps values that are no tensors from being told to other stages, in words, or None."""
+    found = next((name for name, value in values.items() if not isinstance(value, PLAIN_VALUES)), None)
+    return None if found is None else (f"{found} is a {type(values[found]).__name__}, which stages cannot hand to each other: "
+                                       "keep tensors, numbers, strings or None as extra state")
 
 
 def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
