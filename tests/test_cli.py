@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
@@ -41,7 +42,7 @@ sample_tokens = 8
 def rankloom(*words, **options):
     """Run the command line to its end."""
     return subprocess.run(
-        [*RANKLOOM, *map(str, words)], capture_output=True, text=True, timeout=100, check=False, **options
+        [*RANKLOOM, *map(str, words)], capture_output=True, text=True, check=False, **options
     )
 
 
@@ -202,20 +203,21 @@ def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, nu
     """What a launcher does with either signal: world/test_agent.py."""
     run = Path("runs/long")
     words = ["train", "train.toml", "--run.name", "long", "--train.steps", "1000000", "--mesh.replicate", str(ranks)]
+    start = time.monotonic()
     with subprocess.Popen([*RANKLOOM, *words], stdout=subprocess.PIPE, text=True) as child:
         wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, child)
         child.send_signal(number)
-        begin = time.monotonic()
-        text, _ = child.communicate(timeout=30)
+        asked = time.monotonic()
+        text, _ = child.communicate()
     assert child.returncode == code
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - asked < AT_ONCE + (asked - start), "it loads no less at the end, to draw, than at the start"
     assert text.count("run folder: runs/long") == 2 and text.endswith("run folder: runs/long\n"), "at the start, and as the last line"
     assert (run / "model.safetensors").exists()
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == number
 
 
 def wait_for(condition, child):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5 * AT_ONCE
     while not condition():
         assert time.monotonic() < deadline, "the run did not take its first step"
         assert child.poll() is None, "the run ended before it was asked to"
@@ -307,5 +309,5 @@ def test_ctrl_c_ends_a_bench_within_seconds(folder):
                 break
         child.send_signal(signal.SIGINT)
         begin = time.monotonic()
-        child.communicate(timeout=30)
-    assert child.returncode == 130 and time.monotonic() - begin < 10
+        child.communicate()
+    assert child.returncode == 130 and time.monotonic() - begin < AT_ONCE

@@ -28,7 +28,7 @@ TRAIN = '[model]\npreset = "1M"\n[train]\nglobal_batch_size = 8\nseq_len = 64\n'
 
 def rankloom(*words, **options):
     argv = [sys.executable, "-m", "rankloom", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
 
 
 def shown(*words, ranks=None, ranks_per_host=None, out=None) -> list:

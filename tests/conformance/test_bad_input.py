@@ -15,17 +15,16 @@ from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_group, make_ranks, seconds
+from patience import AT_ONCE
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.world.transport import meet
-
-SOON = 1.0   # seconds
 
 
 @pytest.fixture(params=BACKENDS)
 def ranks(request):
     """`ranks(size)`, as often as wanted; on each backend."""
     made = []
-    yield lambda size, timeout=10.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
+    yield lambda size, timeout=60.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
     for each in made:
         each.close()
 
@@ -112,7 +111,7 @@ def test_ranks_that_differ_all_learn_of_it_at_once_and_nothing_moves(ranks, what
     first, others, told = MISMATCHES[what]
     errors, took = raised(world, first, others)
     assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
-    assert max(took) < SOON
+    assert max(took) < AT_ONCE
     for rank, error in enumerate(errors):
         assert str(error).startswith(f"rank {rank}: ") and all(word in str(error) for word in told), error
 
@@ -142,7 +141,7 @@ def test_a_mismatch_in_the_background_is_raised_by_every_wait(ranks):
 def test_a_message_that_does_not_fit_is_refused_by_its_receiver(ranks):
     world = ranks(2)
     errors, took = raised(world, partial(send, to=1, n=4), partial(recv, frm=0, n=3))
-    assert isinstance(errors[1], CollectiveMismatch) and "rank 0" in str(errors[1]).removeprefix("rank 1: ") and max(took) < SOON
+    assert isinstance(errors[1], CollectiveMismatch) and "rank 0" in str(errors[1]).removeprefix("rank 1: ") and max(took) < AT_ONCE
 
 
 def test_a_new_group_of_the_same_ranks_works_after_a_mismatch(ranks):
@@ -198,7 +197,7 @@ def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
     errors, took = raised(world, REFUSED[what])
     assert all(isinstance(error, RankloomError) for error in errors), errors
     assert all(isinstance(error, ShapeMismatch | ConfigError | NotContiguous) and str(error) for error in errors), errors
-    assert max(took) < SOON
+    assert max(took) < AT_ONCE
     assert raised(world, all_reduce)[0] == [None] * 3, "the group is whole"
 
 
@@ -315,17 +314,17 @@ def test_a_time_out_names_all_that_did_not_come_and_comes_neither_early_nor_late
     for rank in (0, 2):
         told = str(errors[rank]).removeprefix(f"rank {rank}: ")
         assert isinstance(errors[rank], CollectiveTimeout) and "rank 1" in told and "rank 3" in told and f"rank {2 - rank}" not in told
-    assert timeout <= max(took) < timeout + SOON and min(took[0], took[2]) > timeout - 0.1
+    assert timeout <= max(took) < timeout + AT_ONCE and min(took[0], took[2]) > timeout - 0.1
 
 
 def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
     world = ranks(2, timeout=0.4)
     errors, took = raised(world, all_reduce, lambda group: None)
-    assert isinstance(errors[0], CollectiveTimeout) and 0.4 <= took[0] < 0.4 + SOON
+    assert isinstance(errors[0], CollectiveTimeout) and 0.4 <= took[0] < 0.4 + AT_ONCE
     world = ranks(2)
     world.groups[0].set_timeout(seconds(0.2))
     errors, took = raised(world, partial(recv, frm=1), lambda group: None)
-    assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0]) and 0.2 <= took[0] < 0.2 + SOON
+    assert isinstance(errors[0], CollectiveTimeout) and "rank 1" in str(errors[0]) and 0.2 <= took[0] < 0.2 + AT_ONCE
 
 
 def test_a_receive_from_anyone_that_times_out_blames_all_who_might_have_sent_and_not_its_own_rank(ranks):
@@ -361,7 +360,7 @@ def test_a_wait_that_is_over_leaves_the_call_going(ranks):
         assert work.wait() and message.wait() and x.tolist() == [2.0] * 3
 
     def slow(group):
-        waited.wait(10)
+        waited.wait(AT_ONCE)
         group.allreduce([torch.ones(3)]).wait()
         group.send([torch.ones(1)], 0, 0).wait()
 
@@ -384,7 +383,7 @@ LEAVES = {
 @pytest.mark.parametrize("waits", WAITS)
 @pytest.mark.parametrize("leaves", LEAVES)
 def test_whoever_waits_for_a_rank_that_leaves_is_set_free_soon_and_told_who_it_was(ranks, waits, leaves):
-    world = ranks(3, timeout=30.0)
+    world = ranks(3, timeout=60.0)
     how, word = LEAVES[leaves]
     left = []
 
@@ -405,15 +404,15 @@ def test_whoever_waits_for_a_rank_that_leaves_is_set_free_soon_and_told_who_it_w
     for rank in (0, 2):
         told = str(errors[rank]).removeprefix(f"rank {rank}: ")
         assert isinstance(errors[rank], RankLost) and "rank 1" in told and word in told
-        assert 0 <= ended[rank] - left[0] < SOON
+        assert 0 <= ended[rank] - left[0] < AT_ONCE
 
 
 @pytest.mark.parametrize("begin", [lambda group: group.allreduce([torch.ones(3)]), lambda group: group.recv([torch.ones(3)], 1, 0)])
 def test_whoever_polls_for_a_rank_that_leaves_is_told_soon_too(ranks, begin):
-    world = ranks(2, timeout=30.0)
+    world = ranks(2, timeout=60.0)
 
     def poll(group):
-        work, late = begin(group), time.monotonic() + 10
+        work, late = begin(group), time.monotonic() + AT_ONCE
         while not work.is_completed() and time.monotonic() < late:
             time.sleep(1e-3)
         assert work.is_completed() and not work.is_success() and isinstance(work.exception(), RankLost)
@@ -438,7 +437,7 @@ def test_a_message_that_was_waited_for_in_vain_has_ended(ranks):
 
 
 def test_an_abort_from_another_thread_ends_this_ranks_own_waits_too(ranks):
-    world = ranks(2, timeout=30.0)
+    world = ranks(2, timeout=60.0)
 
     def body(group):
         if group.rank() == 0:
@@ -446,11 +445,11 @@ def test_an_abort_from_another_thread_ends_this_ranks_own_waits_too(ranks):
             all_reduce(group)
 
     errors, took = raised(world, body)
-    assert isinstance(errors[0], RankLost) and took[0] < 0.1 + SOON
+    assert isinstance(errors[0], RankLost) and took[0] < 0.1 + AT_ONCE
 
 
 def test_a_rank_that_drops_its_group_without_a_word_has_left(ranks):
-    world = ranks(2, timeout=30.0)
+    world = ranks(2, timeout=60.0)
     again = world.group(range(2))
     world._made = [group for group in world._made if group is not again[1]]
 
@@ -471,14 +470,14 @@ def test_calls_on_a_group_that_is_over_say_so(ranks):
     in_background = lambda group: group.allreduce([torch.ones(1)]).wait()
     for call in (all_reduce, barrier, in_background, partial(recv, frm=1), partial(send, to=1), lambda group: group.buffer((3,))):
         errors, took = raised(world, call)
-        assert all(isinstance(error, RankLost) for error in errors) and max(took) < SOON, errors
+        assert all(isinstance(error, RankLost) for error in errors) and max(took) < AT_ONCE, errors
 
 
 def test_a_rank_that_never_comes_to_the_meeting_is_named(ranks):
     begin = time.monotonic()
     with pytest.raises(RankLost, match=r"rank\(s\) 1, 2 did not join the group within 0.2 s"):
         make_group(dist.HashStore(), 0, 3, timeout=0.2)
-    assert 0.2 <= time.monotonic() - begin < 0.2 + SOON
+    assert 0.2 <= time.monotonic() - begin < 0.2 + AT_ONCE
 
 
 # ---------------------------------------------------------------- memory
@@ -565,7 +564,7 @@ def test_a_rank_that_cannot_share_memory_tells_the_others_why(failing):
 
     def join(rank):
         try:
-            make_group(store, rank, 3, timeout=20)
+            make_group(store, rank, 3, timeout=60)
         except (MemoryError, RankLost) as error:
             errors[rank] = error
 
@@ -575,7 +574,7 @@ def test_a_rank_that_cannot_share_memory_tells_the_others_why(failing):
             thread.start()
         for thread in threads:
             thread.join()
-    assert isinstance(errors.pop(failing), MemoryError) and time.monotonic() - begin < 10
+    assert isinstance(errors.pop(failing), MemoryError) and time.monotonic() - begin < AT_ONCE
     assert len(errors) == 2 and all(isinstance(error, RankLost) for error in errors.values())
     assert all(f"rank {failing}" in str(error) and "no room" in str(error) for error in errors.values())
 
@@ -611,5 +610,5 @@ def use_after_fork(port, world):
 
 def test_a_forked_child_is_refused_by_name_and_does_its_parent_no_harm():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for told, after in rl.spawn(2, partial(use_after_fork, store.port), timeout=20):
+    for told, after in rl.spawn(2, partial(use_after_fork, store.port)):
         assert told == " ".join(["fork"] * 7) and after == [2.0, 2.0]

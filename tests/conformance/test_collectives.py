@@ -16,6 +16,7 @@ from torch import Tensor
 from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, same_numbers, values
 from conformance.oracle import FLOAT4, MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
 from conformance.ranks import BACKENDS, Ranks, make_ranks, seconds
+from patience import AT_ONCE
 
 SIZES = range(2, 9)
 LATE_OR_NOT = list(zip(WAITS, (False, False, True, True, True)))   # how, and whether after all other calls
@@ -86,7 +87,7 @@ def run_program(ranks: Ranks, program: list[list[Part]]) -> None:
 def finish(work: Any, how: str) -> None:
     """Wait for a call in one of the ways there are."""
     if how == "poll":
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + AT_ONCE
         while not work.is_completed():
             assert time.monotonic() < deadline, "never completed"
             time.sleep(0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from conformance.cases import BIG, Case, begin
 from conformance.ranks import BACKENDS, make_ranks, seconds
+from patience import AT_ONCE
 
 LARGE = BIG // 4   # floats: more than any staging slot or ring holds
 
@@ -19,7 +20,7 @@ LARGE = BIG // 4   # floats: more than any staging slot or ring holds
 def ranks(request):
     """`ranks(size)`, as often as wanted; on each backend."""
     made = []
-    yield lambda size, timeout=20.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
+    yield lambda size, timeout=60.0: made.append(make_ranks(request.param, size, timeout)) or made[-1]
     for each in made:
         each.close()
 
@@ -83,7 +84,7 @@ def test_200_calls_in_flight_are_waited_for_backwards_by_another_thread(ranks):
         works = [add_up(world.groups[rank], x) for x in mine]
         waiter = threading.Thread(target=lambda: [work.wait() for work in reversed(works)])
         waiter.start()
-        waiter.join(20)
+        waiter.join(AT_ONCE)
         assert all(work.is_completed() and work.is_success() for work in works)
         return mine
 
@@ -131,7 +132,7 @@ def test_a_tensor_that_was_waited_for_is_held_by_nobody_else(ranks):
         held.append(weakref.ref(x))
         future.wait()
         del x, future
-        late = time.monotonic() + 5
+        late = time.monotonic() + AT_ONCE
         while held[-1]() is not None and time.monotonic() < late:   # the thread that sets futures lets go a moment later
             time.sleep(1e-3)
         return [x() for x in held]
@@ -145,7 +146,7 @@ def test_work_tells_when_it_has_ended_and_what_came_of_it(ranks):
     def body(rank):
         x = torch.tensor([float(rank + 1)])
         if rank == 1:
-            late.wait(20)
+            late.wait(AT_ONCE)
         work = add_up(world.groups[rank], x)
         if rank == 0:
             time.sleep(0.02)
@@ -166,7 +167,7 @@ def test_calls_between_the_two_ends_of_a_batch_are_waited_for_as_one(ranks):
     def body(rank):
         group, x, y = world.groups[rank], torch.zeros(3), torch.ones(2)
         if rank == 1:
-            late.wait(10)
+            late.wait(AT_ONCE)
         group._start_coalescing(torch.device("cpu"))
         group.recv([x], 1 - rank, 0)
         group.send([numbered(rank, n=3)], 1 - rank, 0)
@@ -206,7 +207,7 @@ def test_what_a_future_calls_back_may_wait_for_other_futures(ranks):
             return add_up(group, future.value()[0]).get_future().then(add_up_again).wait()
 
         if rank == 1:
-            asked.wait(5)
+            asked.wait(AT_ONCE)
         sums = [add_up(group, torch.ones(1)).get_future() for _ in range(2)]
         waits = sums[0].then(lambda future: sums[1].wait())   # not there yet on rank 0
         asked.set()
@@ -238,7 +239,7 @@ def test_a_future_does_not_wait_for_one_that_was_asked_for_before(ranks):
             coming.wait()
         else:
             add_up(group, torch.ones(1)).wait()
-            assert seen.wait(4), "the future of the sum was not set"
+            assert seen.wait(AT_ONCE), "the future of the sum was not set"
             group.send([message], 0, 0).wait()
         return message.item()
 
@@ -322,7 +323,7 @@ def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_sent(ranks):
 
 def test_a_message_does_not_overtake_one_of_its_tag_that_is_still_being_put_aside(ranks):
     """A large message is on its way into a buffer, because one behind it is waited for, when somebody asks for it."""
-    world, begun = ranks(2), threading.Barrier(2, timeout=10)
+    world, begun = ranks(2), threading.Barrier(2, timeout=60)
 
     def body(rank):
         group, n = world.groups[rank], 4 * BIG

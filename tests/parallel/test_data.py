@@ -262,7 +262,7 @@ def test_a_step_after_a_backward_that_died_half_way_is_right(broken_step):
                 assert step == broken_step
         return gradients(replica.module)
 
-    expect_equal(rl.simulate(2, body, timeout=10)[0], plain_gradients(Breakable, lambda m, r: square_loss(m, r, 2), 2))
+    expect_equal(rl.simulate(2, body)[0], plain_gradients(Breakable, lambda m, r: square_loss(m, r, 2), 2))
 
 
 def test_mixed_dtypes_and_a_parameter_without_dims_travel_each_in_their_own():
@@ -356,7 +356,7 @@ def test_buckets_leave_in_one_order_on_all_ranks_whatever_order_gradients_come_i
         model.flip = rank % 2 == 1
         square_loss(model, rank, 2)
 
-    results = rl.simulate(2, body, timeout=10)
+    results = rl.simulate(2, body)
     assert results[0][1] != results[1][1], "the test is void: gradients came in the same order"
     for labels, _, mine in results:
         assert [label for label in labels if label.startswith("gradients")] == [f"gradients of bucket {n}" for n in range(4)]

@@ -12,6 +12,7 @@ from torch import nn
 
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
+from patience import AT_ONCE
 from rankloom.base.errors import UnitError
 from rankloom.base.events import StepDone
 from rankloom.parallel import gradients
@@ -46,11 +47,11 @@ def prepare(world: rl.World, /, model: nn.Module | None = None, **more) -> rl.En
     return rl.prepare(**{"model": model or Line(), "loss": squares, "optimizer": sgd, "world": world, **more})
 
 
-def quickly(p: int, body, error, match: str | None = None, seconds: float = 3.0) -> Exception:
+def quickly(p: int, body, error, match: str | None = None) -> Exception:
     begin = time.monotonic()
     with pytest.raises(error, match=match) as caught:
-        rl.simulate(p, body, timeout=6)
-    assert time.monotonic() - begin < seconds, "somebody was left waiting"
+        rl.simulate(p, body)
+    assert time.monotonic() - begin < AT_ONCE, "somebody was left waiting"
     return caught.value
 
 
@@ -360,7 +361,7 @@ def test_a_step_that_died_half_way_on_all_ranks_leaves_nothing_behind(accumulate
 
     story = [(0, False), (1, False), (2, False)]
     troubled = [*story[:broken], (7, True), *story[broken:]]
-    assert rl.simulate(2, lambda w: body(w, troubled), timeout=10) == rl.simulate(2, lambda w: body(w, story))
+    assert rl.simulate(2, lambda w: body(w, troubled)) == rl.simulate(2, lambda w: body(w, story))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw, lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)], ids=["sgd", "adamw", "fused"])
@@ -388,7 +389,7 @@ def test_nan_in_a_gradient_of_one_rank_raises_on_all_names_rank_and_tensor_and_h
         report = engine.step(rows(4, seed=1, dtype=dtype))
         return fingerprint(engine.full_state_dict(), [report.loss])
 
-    results = rl.simulate(3, body, timeout=20)
+    results = rl.simulate(3, body)
     assert len({said for said, _, _ in results}) == 1
     assert "step 2: " in results[0][0] and "rank 1: the gradient of w has 1 elements of 2 that are not finite" in results[0][0]
     assert "rank 0:" not in results[0][0] and "rank 2:" not in results[0][0]
@@ -447,7 +448,7 @@ def test_a_first_batch_with_fewer_rows_than_micro_batches_is_refused_by_all_rank
         with pytest.raises(rl.BatchError, match=f"rank 1: a batch of {few} rows cannot be cut in 3 micro-batches"):
             prepare(world, accumulate=3, stage=stage).step(rows(few if world.rank == 1 else 5))
 
-    rl.simulate(3, body, timeout=6)
+    rl.simulate(3, body)
 
 
 def test_a_later_one_is_refused_by_its_rank():

@@ -194,7 +194,7 @@ def each_error(config, ranks):
             loop.train(config, world, lambda event: None)
         return str(caught.value)
 
-    return simulate(ranks, body, timeout=20)
+    return simulate(ranks, body)
 
 
 @pytest.mark.parametrize("text", [b"", b"caf\xe9" * 50])
@@ -322,4 +322,4 @@ def test_ranks_that_share_their_rows_end_an_evaluation_with_the_same_batch_which
     monkeypatch.setattr(loop, "StopSignal", stop_signal)
     config = table(mesh={axis: 2}, model={"layers": 2}, schedule={"warmup_steps": 0},
                    train={"steps": 1, "global_batch_size": 2, "deterministic": False})
-    assert simulate(Mesh(**{axis: 2}), body, timeout=20) == [(signal.SIGINT, None)] * 2
+    assert simulate(Mesh(**{axis: 2}), body) == [(signal.SIGINT, None)] * 2

@@ -425,7 +425,7 @@ def test_ranks_that_exchange_tokens_measure_the_same_forwards_whatever_their_row
         return report.loss, report.grad_norm
 
     expected = rl.simulate(1, lambda world: body(world, "none"))[0]
-    for found in rl.simulate(rl.Mesh(pipe=2, expert=2), body, timeout=20):
+    for found in rl.simulate(rl.Mesh(pipe=2, expert=2), body):
         assert found == pytest.approx(expected, rel=1e-12)
 
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.world import agent
 from rankloom.world.agent import StopRequests, Watch, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
@@ -52,6 +53,7 @@ class Double(torch.autograd.Function):
 for step in range(100):
     x = torch.ones(3, requires_grad=True)
     if step == 2 and victim and fault in ("SIGKILL", "SIGSTOP"):
+        open("struck", "w").close()
         os.kill(os.getpid(), signal.Signals[fault])
     Double.apply(x).sum().backward()
     world.all_reduce(x.grad, label="gradients")
@@ -94,8 +96,8 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + AT_ONCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -107,7 +109,7 @@ def wait_until(condition, seconds=20.0):
 def test_an_error_inside_backward_is_the_last_thing_on_the_screen_with_rank_file_and_line():
     Path("job.py").write_text(JOB)
     done = subprocess.run([sys.executable, "-c", LAUNCHER, "job.py", "raise", "60"], stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+                          stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 1
     lines = done.stdout.rstrip().splitlines()
     assert lines[0] == "error: rank 1 of 2 failed first", "neither a traceback nor the agent's own talk before it"
@@ -129,10 +131,9 @@ def test_a_killed_rank_is_the_cause_and_memory_is_hinted_at(monkeypatch):
 
 
 def test_a_stopped_rank_ends_the_job_within_the_time_out():
-    begin = time.monotonic()
     with pytest.raises(rl.RankFailed) as failed:
-        launch(JOB, "SIGSTOP", "3")
-    assert time.monotonic() - begin < 3 + 15, "start, time-out and end; without a time-out it would hang"
+        launch(JOB, "SIGSTOP", "5")
+    assert 0 < time.time() - Path("struck").stat().st_mtime < 5 + AT_ONCE
     assert failed.value.rank == 1, "not rank 0, which only waited for it"
     assert "it was stopped (SIGSTOP, or Ctrl-Z)" in str(failed.value)
     assert "rank 0   CollectiveTimeout: rank 0: gradients" in str(failed.value)
@@ -167,8 +168,7 @@ def test_the_environment_of_the_ranks_leaves_what_the_user_has_set(monkeypatch):
 def test_rank_0_has_the_terminal_and_its_errors_are_shown_live_and_logged():
     Path("job.py").write_text("import sys; print('a terminal:', sys.stdout.isatty()); print('a warning', file=sys.stderr)")
     ours, theirs = pty.openpty()
-    done = subprocess.run([sys.executable, "-c", LAUNCHER, "job.py"], stdin=theirs, stdout=theirs, stderr=theirs,
-                          timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, "job.py"], stdin=theirs, stdout=theirs, stderr=theirs, check=False)
     screen = os.read(ours, 10_000).decode()
     os.close(ours)
     os.close(theirs)
@@ -189,7 +189,7 @@ def test_a_rank_that_fails_without_a_word_is_shown_with_the_end_of_its_log():
     begin = time.monotonic()
     with pytest.raises(rl.RankFailed) as failed:
         launch(body)
-    assert failed.value.rank == 1 and time.monotonic() - begin < 10
+    assert failed.value.rank == 1 and time.monotonic() - begin < AT_ONCE
     assert "with exit code 1" in str(failed.value) and "the disk is gone" in str(failed.value)
 
 
@@ -277,7 +277,7 @@ time.sleep(60)
 """
     with pytest.raises(rl.RankFailed):
         launch(body)
-    wait_until(lambda: gone(int(Path("helper").read_text())), 2)
+    wait_until(lambda: gone(int(Path("helper").read_text())))
 
 
 CLEAN = """
@@ -302,7 +302,7 @@ def test_a_signal_is_passed_on_and_the_ranks_end_cleanly(number, code):
     handler = signal.getsignal(number)
     begin = time.monotonic()
     assert launch(CLEAN, str(int(number))) == code
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < AT_ONCE
     passed = signal.SIGTERM if number == signal.SIGHUP else number
     assert [Path(f"clean-{rank}").read_text() for rank in (0, 1)] == [str(int(passed))] * 2
     assert signal.getsignal(number) is handler, "the handler of before is back"
@@ -344,7 +344,7 @@ def test_nor_does_one_that_was_being_started_then(monkeypatch):
             launch("import time; time.sleep(60)")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < AT_ONCE
 
 
 DEAF = """
@@ -364,14 +364,14 @@ time.sleep(60)
 def test_ranks_that_do_not_listen_are_killed_at_the_second_signal():
     begin = time.monotonic()
     assert launch(DEAF, "2", grace=60.0) == 143
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_ranks_that_do_not_listen_are_killed_after_the_grace_and_that_is_told():
     begin = time.monotonic()
     with pytest.raises(rl.RankFailed, match="did not end when asked to"):   # what they would have saved is lost
         launch(DEAF, "1", grace=1.0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_a_rank_that_does_not_listen_after_a_failure_is_killed(monkeypatch):
@@ -380,7 +380,7 @@ def test_a_rank_that_does_not_listen_after_a_failure_is_killed(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(rl.RankFailed, match="by SIGSEGV") as failed:
         launch(body, "0")
-    assert failed.value.rank == 1 and time.monotonic() - begin < 10
+    assert failed.value.rank == 1 and time.monotonic() - begin < AT_ONCE
 
 
 def test_a_stopped_rank_that_nobody_waits_for_does_not_keep_the_launcher(monkeypatch):
@@ -388,7 +388,7 @@ def test_a_stopped_rank_that_nobody_waits_for_does_not_keep_the_launcher(monkeyp
     begin = time.monotonic()
     with pytest.raises(rl.RankFailed, match=r"(?s)rank 1 of 2 failed first.*it was stopped \(SIGSTOP, or Ctrl-Z\)"):
         launch("import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 19)")
-    assert 1 < time.monotonic() - begin < 20
+    assert 1 < time.monotonic() - begin < AT_ONCE
 
 
 def test_ranks_that_are_all_stopped_are_left_in_peace(monkeypatch):
@@ -415,7 +415,7 @@ def test_ranks_end_when_their_launcher_is_killed(platform, monkeypatch):
         pids = [int(Path(name).read_text()) for name in "01"]
         assert not any(map(gone, pids))
         child.kill()
-    wait_until(lambda: all(map(gone, pids)), 5)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def test_the_meeting_point_is_on_loopback_only_and_its_port_is_free_afterwards():

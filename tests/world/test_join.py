@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import rankloom as rl
+from patience import AT_ONCE
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
             "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS")
@@ -49,7 +50,7 @@ def test_a_mesh_that_needs_other_ranks_is_refused_with_the_arithmetic_before_any
     begin = time.monotonic()
     with pytest.raises(rl.MeshError, match="replicate 2 = 2 ranks, but there are 3"):
         rl.init(rl.Mesh(replicate=2))
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatch):
@@ -58,7 +59,7 @@ def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatc
     begin = time.monotonic()
     with pytest.raises(rl.RankLost, match=rf"rank 1 of 2 could not reach the meeting point .*127.0.0.1:{port} within 1 s"):
         rl.init(timeout=1, device="cpu")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch):
@@ -66,7 +67,7 @@ def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch
     begin = time.monotonic()
     with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500 within 1 s: .*(not known|resolution)"):
         rl.init(timeout=1, device="cpu")
-    assert 1 <= time.monotonic() - begin < 10, "it may become known"
+    assert 1 <= time.monotonic() - begin < AT_ONCE, "it may become known"
 
 
 def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):
@@ -74,7 +75,7 @@ def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(rl.RankLost, match="rank 0.* within 1 s"):
         rl.init(timeout=1, device="cpu")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_a_port_in_use_is_said_to_be_in_use(monkeypatch):
@@ -145,7 +146,7 @@ def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
 def meet_twice() -> tuple[int, float]:
     """Rank 1 is there for the second world while rank 0 has not closed the first."""
     for _ in range(2):
-        world = rl.init(device="cpu", timeout=8)
+        world = rl.init(device="cpu", timeout=60)
         total = world.all_reduce(torch.ones(1)).item()
         time.sleep(0.0 if world.rank else 1.0)
         world.close()
@@ -174,13 +175,13 @@ def test_a_world_can_be_closed_and_built_again_in_the_same_processes(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                "127.0.0.1:0", "twice.py"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert {"0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"} <= set(done.stdout.splitlines()), done.stdout
 
 
 AGENT = """
 import os, subprocess, sys
-rank = "import os, time; import rankloom as rl; rl.init(device='cpu'); open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+rank = "import os, time; import rankloom as rl; rl.init(device='cpu'); open('rank', 'w').write(str(os.getpid())); time.sleep(300)"
 subprocess.run([sys.executable, "-c", rank], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "job"})
 """
 
@@ -192,11 +193,11 @@ def test_a_rank_of_torchrun_does_not_outlive_it(tmp_path):
         wait_until(lambda: file.exists() and file.read_text())
         rank = psutil.Process(int(file.read_text()))
         agent.kill()
-    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 2 * AT_ONCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

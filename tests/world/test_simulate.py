@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.world.simulate import _resolve_operators
 
 
@@ -18,12 +19,12 @@ class Mine(Exception):
         super().__init__(code, text)
 
 
-def quickly(ranks, body, error, seconds: float = 3.0):
+def quickly(ranks, body, error):
     """`body` must raise `error` in simulate, well before its time-out; returns the exception."""
     begin = time.monotonic()
     with pytest.raises(error) as caught:
-        rl.simulate(ranks, body, timeout=6)
-    assert time.monotonic() - begin < seconds, "the others were left waiting"
+        rl.simulate(ranks, body)
+    assert time.monotonic() - begin < AT_ONCE, "the others were left waiting"
     return caught.value
 
 

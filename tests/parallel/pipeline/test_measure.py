@@ -46,7 +46,7 @@ BATCH = (torch.ones(8, 4), None)
 
 def test_pieces_take_the_time_they_take_and_all_ranks_agree():
     def body(world):
-        pieces = [sleepy(0.002), sleepy(0.02), sleepy(0.002)]
+        pieces = [sleepy(0.002), sleepy(0.05), sleepy(0.002)]
         before = [part.weight for parts, _ in pieces for part in parts.values()]
         for weight in before:
             weight.grad = torch.full_like(weight, 7.0)
@@ -56,18 +56,30 @@ def test_pieces_take_the_time_they_take_and_all_ranks_agree():
 
     first, second = rl.simulate(2, body)
     assert first == second
-    for piece, seconds in zip(first, (0.002, 0.02, 0.002)):
+    for piece, seconds in zip(first, (0.002, 0.05, 0.002)):
         assert piece.forward >= seconds and piece.input >= 2 * seconds
     assert first[1].forward > first[0].forward and first[1].seconds > first[2].seconds
     assert balance([piece.seconds for piece in first], 2) in ([1, 2], [2, 1])
 
 
+class Counting(nn.Module):
+    """Works in place on what it is given, and makes its buffer anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x.mul_(2)
+
+
 def test_modules_that_were_measured_have_counted_nothing():
-    norm, layer = nn.BatchNorm1d(4), MoE(MoEConfig(experts=2, ffn=3), 4)
+    norm, counting, layer = nn.BatchNorm1d(4), Counting(), MoE(MoEConfig(experts=2, ffn=3), 4)
     before = copy.deepcopy(norm.state_dict())
-    pieces = [({"norm": norm}, norm), ({"layer": layer}, lambda x: layer(x[None]))]
+    pieces = [({"norm": norm}, norm), ({"counting": counting}, counting), ({"layer": layer}, lambda x: layer(x[None]))]
     rl.simulate(1, lambda world: measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world))
-    assert layer.routed is None and layer.extra is None
+    assert layer.routed is None and layer.extra is None and counting.calls == 0
     torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)
 
 

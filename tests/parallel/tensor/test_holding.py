@@ -181,12 +181,19 @@ def test_a_state_with_other_names_is_not_loaded():
     rl.simulate(2, body)
 
 
-def test_buffers_moments_and_modules_of_two_names_come_along():
+def test_buffers_moments_extra_state_and_modules_of_two_names_come_along():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
             self.up = nn.Linear(4, 8, dtype=torch.float64)
             self.register_buffer("seen", torch.arange(3.0))
+            self.note: object = {"steps": 3}
+
+        def get_extra_state(self):
+            return self.note
+
+        def set_extra_state(self, state):
+            self.note = state
 
     def body(world):
         model = Counting()
@@ -196,13 +203,14 @@ def test_buffers_moments_and_modules_of_two_names_come_along():
         model = nn.ModuleList([model, model])   # one module under two names
         rl.tensor_parallel(model, {"0.up": "colwise"}, world)
         moments = {name: p.detach() * 2 for name, p in model.named_parameters()}
-        state, parts = full_state_dict(model, world), {name: part.clone() for name, part in model.state_dict().items()}
+        state, parts = full_state_dict(model, world), copy.deepcopy(dict(model.state_dict()))
+        model[0].note = None
         load_full_state_dict(model, state, world)
         torch.testing.assert_close(dict(model.state_dict()), parts, rtol=0, atol=0)
         return state, gather_whole(moments, holdings(model), world)
 
     for state, moments in rl.simulate(2, body):
-        assert torch.equal(state["0.seen"], torch.arange(3.0))
+        assert torch.equal(state["0.seen"], torch.arange(3.0)) and state["0._extra_state"] == {"steps": 3}
         assert torch.equal(moments["0.up.weight"], 2 * torch.arange(32.0, dtype=torch.float64).view(8, 4)) and torch.equal(
             moments["0.up.bias"], 2 * state["0.up.bias"])
         assert torch.equal(state["1.up.weight"], state["0.up.weight"])

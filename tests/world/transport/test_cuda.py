@@ -12,6 +12,7 @@ import torch
 from conformance.cases import COLLECTIVES, Case
 from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
+from patience import AT_ONCE
 from rankloom.base.errors import DeviceError
 from rankloom.world.transport import cuda, cuda_driver, rounds
 from rankloom.world.transport.cuda import CudaDevice
@@ -76,7 +77,7 @@ class Driver:
         ctypes.c_uint64.from_address(address).value = value
 
     def do_cuStreamWaitValue64_v2(self, stream, address, value, flags):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + AT_ONCE
         while ctypes.c_uint64.from_address(address).value < value:
             assert time.monotonic() < deadline, "nobody writes it"
             time.sleep(0)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patience import AT_ONCE
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport import codes, fallback, fallback_peers, operands
 from rankloom.world.transport.codes import (
@@ -55,7 +56,7 @@ else:
 F32, F64, F16, BF16, I8, U8, I16, U16, I32, U32, I64, U64 = range(12)
 DTYPES = list(operands.NUMBERS)   # torch dtypes by number
 OPS = range(8)
-LONG = 30.0                       # seconds: a time-out that no test waits for
+LONG = 60.0                       # seconds: a time-out that no test waits for
 WINDOW = 4096                     # small, so that few bytes are several windows
 
 without_c = pytest.mark.skipif(not compiled, reason=f"the C kernel is not built: {missing}")
@@ -99,7 +100,7 @@ class Team:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(LONG + AT_ONCE)
         assert results.keys() == set(ranks), f"ranks {set(ranks) - results.keys()} raised or hang"
         return [results[rank] for rank in ranks]
 
@@ -146,7 +147,7 @@ def numbers_of(rank: int, n: int) -> np.ndarray:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + AT_ONCE
     while not condition():
         assert time.monotonic() < end, "it never came to that"
         time.sleep(0.001)
@@ -478,7 +479,7 @@ def test_several_threads_of_one_rank_may_call_at_once(kernel):
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join()
             return whys
 
         assert team.each(body) == [[FINE] * 8] * 2
@@ -544,7 +545,7 @@ def test_a_time_out_tells_who_has_not_come(kernel):
     with Team(kernel, 3) as team:
         begin = time.monotonic()
         assert team.each(lambda link, r: run(link, BARRIER, timeout=0.2), ranks=[0, 2]) == [TIMED_OUT] * 2
-        assert 0.2 <= time.monotonic() - begin < 2.0
+        assert 0.2 <= time.monotonic() - begin < 0.2 + AT_ONCE
         why, blamed, arrived, states = team.links[0].status()
         assert (why, blamed, arrived) == (TIMED_OUT, 1, [1, 0, 1]) and set(states) <= set("RSDI")
 
@@ -574,7 +575,7 @@ def test_a_rank_that_leaves_ends_the_waits_for_it(kernel):
     with Team(kernel, 3) as team:
         begin = time.monotonic()
         assert team.each(body) == [LEFT] * 3
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < AT_ONCE
         assert team.links[0].status()[:2] == (LEFT, 1)
 
 
@@ -625,7 +626,7 @@ def test_abort_ends_every_wait_of_every_rank(kernel):
     with Team(kernel, 4) as team:
         begin = time.monotonic()
         assert team.each(body) == [None, ABORTED, ABORTED, ABORTED]
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < AT_ONCE
         assert team.links[3].status()[:2] == (ABORTED, 0)
         assert send(team.links[1], x[0], 0) == -ABORTED
 
@@ -657,7 +658,7 @@ def test_a_signal_handler_that_raises_ends_the_call_and_the_others_waits(kernel,
             alarm.start()
             with pytest.raises(Bell):
                 calls[what](team.links[0])
-            waiting.join(5)
+            waiting.join(AT_ONCE)
             assert whys == [INTERRUPTED] and team.links[2].status()[:2] == (INTERRUPTED, 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -690,7 +691,7 @@ def in_child(body: Callable[[], int]) -> int:
             code = body()
         finally:
             os._exit(code)
-    end = time.monotonic() + 10
+    end = time.monotonic() + AT_ONCE
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -736,7 +737,7 @@ def test_a_forked_child_is_no_rank(kernel, busy):
 
 @both_kernels
 @pytest.mark.parametrize("what", ["collective", "background", "receive", "any source", "large send", "settle"])
-def test_a_killed_rank_is_noticed_within_a_second(kernel, what):
+def test_a_killed_rank_is_noticed_long_before_the_time_out(kernel, what):
     x = np.zeros(4 << 20, np.uint8)
     waits = {
         "collective": lambda link: run(link, BARRIER),
@@ -758,7 +759,7 @@ def test_a_killed_rank_is_noticed_within_a_second(kernel, what):
 
         threading.Timer(0.2, kill).start()
         assert waits[what](team.links[0]) == LOST
-        assert killed and time.monotonic() - killed[0] < 1.0
+        assert killed and time.monotonic() - killed[0] < AT_ONCE
         assert team.links[0].status()[:2] == (LOST, 1)
         assert team.links[0].status()[3][1] == "X"   # nobody has asked for its exit code yet
         os.waitpid(pid, 0)
@@ -775,8 +776,8 @@ def test_a_rank_killed_inside_a_call_is_noticed_while_another_is_late(kernel):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         begin = time.monotonic()
-        assert run(team.links[0], BARRIER, timeout=3.0) == LOST   # rank 1 lives, and does something else
-        assert time.monotonic() - begin < 1.0
+        assert run(team.links[0], BARRIER) == LOST   # rank 1 lives, and does something else
+        assert time.monotonic() - begin < AT_ONCE
         assert run(team.links[1], BARRIER) == LOST
 
 
@@ -789,7 +790,7 @@ def test_a_rank_killed_ends_the_wait_for_a_message_of_anyone_though_another_live
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
         begin = time.monotonic()
         assert receive(team.links[0], np.zeros(4, np.uint8), -1, tag=3) == -LOST
-        assert team.links[0].status()[:2] == (LOST, 1) and time.monotonic() - begin < 1.1
+        assert team.links[0].status()[:2] == (LOST, 1) and time.monotonic() - begin < AT_ONCE
         os.waitpid(pid, 0)
 
 
@@ -977,7 +978,7 @@ def test_a_message_that_nobody_sends_times_out(kernel):
     with Team(kernel, 2) as team:
         begin = time.monotonic()
         assert receive(team.links[0], x, 1, timeout=0.2) == -TIMED_OUT
-        assert 0.2 <= time.monotonic() - begin < 1.5
+        assert 0.2 <= time.monotonic() - begin < 0.2 + AT_ONCE
         assert team.links[0].status()[:2] == (TIMED_OUT, 1)
 
 

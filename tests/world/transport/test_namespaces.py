@@ -41,7 +41,7 @@ def everything() -> dict[str, Any]:
 
 def sums(backend: str) -> dict[str, Any]:
     """Collectives of a world on several hosts, and of its parts."""
-    world = rl.init(rl.Mesh(replicate=2, shard=2), backend=backend, timeout=20)
+    world = rl.init(rl.Mesh(replicate=2, shard=2), backend=backend, timeout=60)
     inside, across = world.group("shard"), world.group("replicate")
     channels = [getattr(group._process_group, "channel", None) for group in (world, inside, across)]
     found = {"channels": [type(channel).__name__ for channel in channels],
@@ -74,7 +74,7 @@ def torchs_ddp() -> float:
 
 def until_it_fails() -> dict[str, Any]:
     """Sum for ever, in a world that is built anew; what ended it, and when."""
-    world = rl.init(backend="rankloom", timeout=30)
+    world = rl.init(backend="rankloom", timeout=60)
     tell("ready")
     try:
         while True:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patience import AT_ONCE
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.transport import parcels
 from world.transport.test_rounds import DeviceRanks
@@ -17,14 +18,14 @@ from world.transport.test_rounds import DeviceRanks
 
 @pytest.fixture(scope="module")
 def pair():
-    made = DeviceRanks(2, timeout=20.0)
+    made = DeviceRanks(2, timeout=60.0)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def trio():
-    made = DeviceRanks(3, timeout=20.0)
+    made = DeviceRanks(3, timeout=60.0)
     yield made
     made.close()
 
@@ -154,7 +155,7 @@ def test_a_message_of_another_length_is_refused_by_its_receiver_and_the_next_one
 def test_a_receive_has_a_future_that_is_set_when_the_message_has_come(pair):
     def body(group, rank):
         if rank == 0:
-            go.wait(20)
+            go.wait(AT_ONCE)
             return group.send([numbers(0)], 1).wait()
         future = group.recv([x := torch.zeros(5)], 0).get_future()
         assert not future.done()
@@ -171,9 +172,9 @@ def test_a_message_has_come_only_when_the_device_has_brought_it(pair):
         if rank == 0:
             group.send([numbers(0)], 1).wait()
             return sent.set()
-        group._device.run(lambda: stuck.wait(20))
+        group._device.run(lambda: stuck.wait(2 * AT_ONCE))
         work = group.recv([torch.zeros(5)], 0)
-        sent.wait(20)
+        sent.wait(AT_ONCE)
         for _ in range(100):   # its note has come by now
             assert not work.is_completed()
         stuck.set()
@@ -188,7 +189,7 @@ def test_a_message_has_come_only_when_the_device_has_brought_it(pair):
 def test_a_message_that_does_not_come_in_time_leaves_the_receive_standing(pair):
     def body(group, rank):
         if rank == 0:
-            go.wait(20)
+            go.wait(AT_ONCE)
             return group.send([numbers(0)], 1).wait()
         work = group.recv([x := torch.zeros(5)], 0)
         with pytest.raises(CollectiveTimeout, match="recv"):

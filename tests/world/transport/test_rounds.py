@@ -15,6 +15,7 @@ from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Case, random_case
 from conformance.oracle import MOVED, OPS, REDUCED, has_meaning
 from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
+from patience import AT_ONCE
 from rankloom.base.errors import CollectiveMismatch, DeviceError, RankLost, ShapeMismatch
 from rankloom.world.transport import arithmetic, codes, device, fallback, rounds
 from rankloom.world.transport.device_group import DeviceGroup
@@ -254,9 +255,9 @@ def test_a_queue_that_follows_a_mark_which_never_comes_is_set_free_by_an_abort(t
         if rank == 2:
             group._device.run(functools.partial(stuck.wait, 30))
         work = group.allreduce([torch.ones(3)])
-        all_are_here.wait(20)   # all have submitted: only rank 2's device is stuck
+        all_are_here.wait(AT_ONCE)   # all have submitted: only rank 2's device is stuck
         assert not work.is_completed()
-        all_are_here.wait(20)
+        all_are_here.wait(AT_ONCE)
         if rank == 0:
             group.abort()
         if rank < 2:

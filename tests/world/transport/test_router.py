@@ -14,6 +14,7 @@ import rankloom as rl
 from conformance.cases import COLLECTIVES, Case
 from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
+from patience import AT_ONCE
 from rankloom.base.errors import ConfigError, RankLost, ShapeMismatch
 from rankloom.world import connect
 from rankloom.world.transport import backend, router
@@ -66,7 +67,7 @@ def test_both_forms_of_a_call_are_carried(routed):
         group.broadcast(x.fill_(rank), root=1).wait()
         everyone = [torch.zeros(2) for _ in range(3)]
         group.allgather(everyone, x + rank).wait()
-        group.barrier(timeout=seconds(9)).wait()
+        group.barrier(timeout=seconds(60)).wait()
         return highest, x.tolist(), [y[0].item() for y in everyone]
 
     assert routed.run(body) == [([2.0, 2.0], [1.0, 1.0], [1.0, 2.0, 3.0])] * 3
@@ -189,7 +190,7 @@ def test_what_has_ended_is_there_for_who_polls(routed):
     def body(rank):
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        work, late = routed.groups[rank].allreduce([x := torch.ones(4)], options), time.monotonic() + 10
+        work, late = routed.groups[rank].allreduce([x := torch.ones(4)], options), time.monotonic() + AT_ONCE
         while not work.is_completed() and time.monotonic() < late:
             time.sleep(1e-3)
         routed.groups[rank].monitored_barrier(seconds(10))

@@ -149,11 +149,15 @@ class Channel:
         return ", ".join(f"rank {self.ranks[rank]} ({STATES.get(states[rank], 'slow, or it skipped this call')})" for rank in ranks)
 
 
-def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int]]) -> str:
-    """What each rank has called, a line each. ranks: their numbers in the world; calls: kind, number, op, root, bytes of each"""
+def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:
+    """What each rank has called, a line each. ranks: their numbers in the world; calls: kind, number, op, root, bytes of each that came"""
     dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
     rows = []
-    for rank, (kind, number, op, root, nbytes) in zip(ranks, calls):
+    for rank, call in zip(ranks, calls):
+        if call is None:
+            rows.append(f"  rank {rank}: has not come to this call")
+            continue
+        kind, number, op, root, nbytes = call
         size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
         rows.append(f"  rank {rank}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
     return "\n".join(rows)

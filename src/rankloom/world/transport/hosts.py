@@ -153,10 +153,10 @@ class HostsLink:
         why, blamed = self._wire.verdict
         return why, blamed, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states
 
-    def calls(self) -> list[tuple[int, ...]]:
-        """What each rank began last: kind, number, op, root, bytes."""
-        told = self._wire.ask_around()
-        return [tuple(told.get(rank, self._wire.last_call)[1:]) for rank in range(self._size)]
+    def calls(self) -> list[tuple[int, ...] | None]:
+        """What each rank began when this one made its last call: kind, number, op, root, bytes; None of one that has not come to it."""
+        told, now = self._wire.ask_around(), self._wire.last_call[0]
+        return [tuple(told[rank][1:]) if rank in told and told[rank][0] >= now else None for rank in range(self._size)]
 
     def _begin(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> Message:
         data = memory_at(address, nbytes).data
