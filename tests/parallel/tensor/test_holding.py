@@ -1,5 +1,7 @@
 """What a rank holds of a parameter, the way back to the whole, and gradients of which each rank has one term."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given

@@ -7,6 +7,7 @@ zeros where a vocabulary does not divide. From a `Holding` follow the local part
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 
@@ -160,9 +161,9 @@ def gather_whole(tensors: Mapping[str, Tensor], held: Mapping[str, Holding], gro
     """
     whole = {}
     for name, tensor in tensors.items():
-        holding = held.get(name, Holding(tuple(tensor.shape)))
-        if holding.dim is None or group.size == 1:
-            whole[name] = tensor.detach().clone()
+        holding = held.get(name)
+        if holding is None or holding.dim is None or group.size == 1:
+            whole[name] = tensor.detach().clone() if isinstance(tensor, Tensor) else deepcopy(tensor)   # extra state may be anything
             continue
         if tuple(tensor.shape) != holding.local_shape:
             raise ShapeMismatch(f"{group.where(name)} has shape {tuple(tensor.shape)}, the plan expects {holding.local_shape}, "
