@@ -256,6 +256,17 @@ def test_a_stage_may_take_gradients_of_its_own(keep_graph):
     expect_equal(results, one_process(build(), loss, batches))
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb-v", 2)])
+def test_the_first_layer_of_a_stage_may_work_in_place(name, ranks):
+    def build():
+        layers = [linear(4, 4), nn.ReLU(inplace=True), linear(4, 4), nn.Hardtanh(inplace=True)]
+        return [({str(number): layer}, layer) for number, layer in enumerate(layers)]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    results = rl.simulate(ranks, lambda w: run(w, build, loss, make_schedule(name, 4, 3), batches))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
 def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
     def turned():
         first, second = linear(3, 4), linear(2, 5)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
-from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
+from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline, received
 from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
 from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish_products
 from rankloom.world.group import Group
@@ -111,7 +111,7 @@ def _on_trial(whole: nn.Module) -> Iterator[None]:
     """What runs in here leaves no trace: gradients, buffers, and what modules note in attributes (a router counts tokens)."""
     grads = [(param, param.grad) for param in whole.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
-    noted = [(vars(module), dict(vars(module))) for module in whole.modules()]
+    noted = [(values, dict(values)) for module in whole.modules() for values in (vars(module), module._buffers)]
     for param, _ in grads:
         param.grad = None   # else it would be added to
     try:
@@ -136,7 +136,7 @@ def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, devic
 
 def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, list[float]]:
     """What the piece gives, and the numbers of a `Measured`."""
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in _several(values)]
+    inputs = [received(x.detach().requires_grad_(x.is_floating_point())) for x in _several(values)]
     products: list[Product] = []
     saved = _Saved(stage)
     clock = [_now(device)]

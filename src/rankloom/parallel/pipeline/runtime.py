@@ -125,7 +125,7 @@ class Pipeline:
         inputs = _as_list(self._border.pop(("F", stage, m)) if stage else self._step[m][0], "a micro-batch")
         products: list[Product] = []
         with deferring(products) if stage in self.schedule.split else nullcontext():
-            outputs, losses = self._compute(stage, m, inputs)
+            outputs, losses = self._compute(stage, m, [received(x) for x in inputs] if stage else inputs)
         products.clear()   # of gradients that the stage or the loss took for itself, by its inputs: the weights get none of these
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
@@ -223,6 +223,22 @@ class Pipeline:
             if kind in used and not hook:
                 raise ConfigError(f"{self.group.where('pipeline')}: the schedule has {kind} actions; say what they do "
                                   f"with Hooks({kind.lower()}=)")
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def received(x: Tensor) -> Tensor:
+    """A leaf as what it stands for, which is none: the first layer of a stage may work on it in place. The same memory."""
+    out: Tensor = _Received.apply(x)   # type: ignore[no-untyped-call]
+    return out
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
