@@ -140,13 +140,21 @@ class Pending(Work):
             error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peer) if why else None
             if error and why == TIMED_OUT and not self._has_ended():
                 raise error   # only this wait is over
-            self._error, self._ended = error, True
-            if not error:   # else somebody may still be about to write there
-                for finish in self._finish:
-                    finish()
-                self._keep, self._finish = (), []
+            # Brought home only where nobody may still be about to write there. Last of all it has ended: other threads look.
+            self._error = error or self._bring_home()
+            self._ended = True
             if self.holder is not None:
                 self.holder.discard(self)
+
+    def _bring_home(self) -> Exception | None:
+        """Finish, and let go of the tensors. Returns what went wrong: also those hear of it who ask again, or later."""
+        try:
+            for finish in self._finish:
+                finish()
+        except Exception as error:
+            return error
+        self._keep, self._finish = (), []
+        return None
 
     def _await(self, seconds: float) -> int:
         """Block for at most so long; why it failed, or 0."""

@@ -1,0 +1,48 @@
+"""Work on its way: when it has ended, and who is told what of it."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from conformance.ranks import Ranks
+from patience import AT_ONCE
+
+
+@pytest.fixture
+def ranks():
+    made = Ranks(2)
+    yield made
+    made.close()
+
+
+def test_work_has_ended_for_every_thread_only_when_its_results_are_home(ranks):
+    def bring():
+        began.set()
+        time.sleep(0.2)
+        home.append(True)
+
+    began, home, x = threading.Event(), [], torch.ones(4)
+    work = ranks.groups[0].allreduce([x])
+    work.stand_for([], [x], bring)
+    future = work.get_future()   # its thread brings them
+    ranks.groups[1].allreduce([torch.ones(4)])
+    assert began.wait(AT_ONCE)
+    work.wait()
+    assert home == [True] and future.wait() == [x]
+
+
+def test_everyone_who_asks_hears_what_went_wrong_as_results_were_brought_home(ranks):
+    def fail():
+        raise ValueError("no room at home")
+
+    work = ranks.groups[0].allreduce([x := torch.ones(4)])
+    work.stand_for([], [x], fail)
+    ranks.groups[1].allreduce([torch.ones(4)]).wait()
+    ranks.groups[0].allreduce([torch.ones(4)])   # looks which have ended, and is not told of another's failure
+    ranks.groups[1].allreduce([torch.ones(4)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no room at home"):
+            work.wait()
+    assert work.is_completed() and not work.is_success()
