@@ -213,20 +213,32 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(tensor=2), rl.Mesh(pipe=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("change, said", [
     ({"norm.weight": torch.zeros(3)}, r"norm.weight: \(3,\) in the state dict, \(64,\) in the model"),
+    ({"blocks.0.attention.query.weight": torch.zeros(32, 64)}, r"query.weight: \(32, 64\) in the state dict, \(64, 64\) in the model"),
     ({"stranger": torch.zeros(1)}, r"stranger: \(1,\) in the state dict, missing in the model"),
 ])
-def test_a_state_that_does_not_fit_one_stage_is_refused_by_all_with_nothing_changed(change, said):
+def test_a_state_that_does_not_fit_one_part_is_refused_by_all_with_nothing_changed(change, said, mesh):
     def body(world):
-        engine = large_engine(world, 1)
+        engine = large_engine(world, 1 if mesh.pipe > 1 else 0)
         before = engine.full_state_dict()
         other = {name: value + 1 for name, value in before["model"].items()} | change
         with pytest.raises(rl.ModelMismatch, match=said):
             engine.load_full_state_dict(before | {"model": other})
         return [torch.equal(value, before["model"][name]) for name, value in engine.full_state_dict()["model"].items()]
 
-    assert all(all(equal) for equal in rl.simulate(rl.Mesh(pipe=2), body))
+    assert all(all(equal) for equal in rl.simulate(mesh, body))
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(shard=2), rl.Mesh(tensor=2), rl.Mesh(pipe=2)], ids=str)
+def test_a_state_with_a_block_more_is_that_of_another_model(mesh):
+    def body(world):
+        more = engine_of(world, 1, layers=3).full_state_dict()
+        with pytest.raises(rl.ModelMismatch, match="the saved optimizer has 'blocks.2.attention.key.weight', the one here has not"):
+            engine_of(world, 1).load_full_state_dict(more)
+
+    rl.simulate(mesh, body)
 
 
 class Counted(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import Piece
 from rankloom.shard.optimizer_state import Entry, join_bytes
@@ -69,16 +70,20 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group]) -> None:
+def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group],
+                split: ModelSplit | None = None) -> None:
     """Take this rank's pieces out of a whole state dict, and publish them. A collective.
 
     groups: along every axis; a rank of any of them may find that it does not fit
+    split:  of which whole `model` is a part
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = _unit_of(sharding), model.state_dict(keep_vars=True)
     shapes = shapes_in(mine)
     shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
                for unit, own_name in [units[id(value)]]}
+    if split:
+        shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
     problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
     for group in groups:
         problems = group.all_gather_object(problem, label="load a state dict")
@@ -87,13 +92,14 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         raise ModelMismatch(problem)
     sharding.wait_for_readers()
     for name, value in mine.items():
+        new = split.cut(name, state[name]) if split else state[name]
         if id(value) in units:
             unit, own_name = units[id(value)]
-            unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, state[name]))
+            unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, new))
         elif name.endswith(EXTRA):
-            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(state[name])
+            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(new)
         else:
-            value.detach().copy_(state[name])
+            value.detach().copy_(new)
     sharding.publish()
 
 

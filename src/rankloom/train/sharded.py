@@ -256,11 +256,11 @@ class ShardedParts(Sharded):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces of its parts."""
-        super().load({name: self.split.cut(name, value) for name, value in state.items()})
+        load_values(self.model, self.sharding, state, self._groups(), self.split)
 
     def part(self, name: str, value: Any) -> Any:
-        """Tensors that lie like the parameter."""
-        whole = self.split.whole_shape(name, self._shapes[name])
+        """Tensors that lie like the parameter; those of one that there is not are for others to refuse."""
+        whole = self.split.whole_shape(name, self._shapes[name]) if name in self._shapes else None
         return self.split.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
 
     @cached_property
