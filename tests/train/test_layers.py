@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -280,6 +281,17 @@ class ByWeight(Decoder):
         return self.out(self.layers(self.widen(self.body.table(tokens)))) + self.body.table.weight.sum()
 
 
+class Dropping(Decoder):
+    """In training it leaves a layer out."""
+
+    left_out = 1
+
+    def layers(self, x):
+        for number, step in enumerate(self.body.steps):
+            x = x if self.training and number == self.left_out else step(x, 1.0)
+        return x
+
+
 class AsksLayers(Decoder):
     """Reads a norm inside of a layer."""
 
@@ -404,6 +416,20 @@ def test_trying_a_model_leaves_it_as_it_was():
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
     with pytest.raises(rl.ConfigError, match=reason):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
+
+
+@pytest.mark.parametrize(("sizes", "left_out", "refused"), [
+    ([1, 4], 1, False), ([1, 3, 1], 1, False), ([2, 3], 2, False), ([2, 3], 1, True), ([3, 2], 1, True), ([4, 1], 2, True)])
+def test_a_layer_at_a_border_that_is_left_out_in_training_is_an_error(sizes, left_out, refused):
+    """What the stage before sent would go past it, and zeros through the rest."""
+    model, tokens = Dropping(), batches()[0][0]
+    model.left_out = left_out
+    model.widen.eval()
+    value, stages = tokens, make_stages(layer_pieces(model), sizes)
+    with pytest.raises(rl.ConfigError, match=f"has not called body.steps.{left_out}, a layer at the border") if refused else nullcontext():
+        for stage in stages:
+            value = stage(value)
+        assert torch.equal(value["logits"], model(tokens)["logits"])
 
 
 def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():

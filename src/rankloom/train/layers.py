@@ -256,7 +256,12 @@ class _Run:
             shell.training = any(module.training for module in self.modules.values())
         try:
             result = self.shells[0].forward(*values, **self.options)
-            return result if self.pieces[-1] > len(self.sight.layers) else self.gave
+            ends = self.pieces[-1] > len(self.sight.layers)
+            if self.given is not None or (self.gave is None and not ends):
+                raise ConfigError(f"{type(self.shells[0]).__name__} has not called {self.leaves if self.given is None else self.enters}, a "
+                                  "layer at the border of a stage, as it did when it was tried: no layer may be left out in training "
+                                  "(layerdrop, stochastic depth); set that to 0")
+            return result if ends else self.gave
         finally:
             self.given = self.gave = None
 
@@ -274,7 +279,8 @@ class _Run:
 
     def _gate(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """A layer where the stream comes in or goes out."""
-        x = self.given if name == self.enters and self.given is not None else x
+        if name == self.enters and self.given is not None:
+            x, self.given = self.given, None
         output = self.modules[name](x, *args, **kwargs) if name in self.modules else self._hand_on(x)
         if name == self.leaves:
             self.gave = output[0] if isinstance(output, tuple) else output
