@@ -87,7 +87,7 @@ class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
     Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
-    some ranks changed is no hang. Constants (rotary tables) never travel.
+    some ranks changed is no hang. Constants (rotary tables) never travel, and a cache that is not as large on all ranks is left to each.
     It also knows the parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is thawed later.
     """
 
@@ -112,9 +112,9 @@ class BufferKeeper:
         now = self._seen()
         if not now:
             return []
-        flags = torch.tensor([not _same(self._before.get(name), seen) for name, seen in now.items()], dtype=torch.int32)
-        flags = self.group.all_reduce(flags, "max", label="which buffers changed")
-        changed = [name for name, flag in zip(now, flags.tolist()) if flag]
+        mine = [(not _same(self._before.get(name), seen), seen[0].numel(), -seen[0].numel()) for name, seen in now.items()]
+        found = self.group.all_reduce(torch.tensor(mine), "max", label="which buffers changed").tolist()
+        changed = [name for name, (flag, most, least) in zip(now, found) if flag and most == -least]
         for name in changed:
             buffer = now[name][0].detach()
             buffer = torch.view_as_real(buffer) if buffer.is_complex() else buffer
