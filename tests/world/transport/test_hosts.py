@@ -1,5 +1,6 @@
 """Groups on several hosts, pretended by threads: each bit, what travels between hosts, and life. test_namespaces.py has real ones."""
 
+import signal
 import socket
 import threading
 import time
@@ -16,13 +17,14 @@ from conformance.faults import KINDS, Injection, Pool, inject
 from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
 from patience import AT_ONCE
-from rankloom.base.errors import CollectiveMismatch, RankLost, ShapeMismatch
+from rankloom.base.errors import CollectiveMismatch, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import dial, levels, wire
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.levels import Levels
 from rankloom.world.transport.wire import PART, Wire
+from world.transport.test_kernel import in_child
 
 EVEN, UNEVEN = ["ab", "abab", "aabbcc", "abcd", "aaabbb"], ["aab", "abbcb", "aaab", "abbbcc"]   # a letter for the host of each rank
 LARGE = 3 << 18   # floats: more than one window, and than what a connection holds
@@ -292,6 +294,13 @@ def test_no_rank_goes_on_when_roots_differ_between_hosts(ranks):
     assert "gather(sum, root 0)" in str(errors[3]) and "gather(sum, root 2)" in str(errors[0])
 
 
+def test_calls_of_different_kinds_within_a_host_are_shown_whatever_lengths_they_tell_of(ranks):
+    world = ranks("aabb")
+    calls = [lambda group, x: all_reduce(group, x), lambda group, x: group.allgather([[torch.zeros(4)] * 4], [x]).wait()]
+    for error in world.errors(lambda rank: calls[rank == 1](world.groups[rank], torch.ones(4))):
+        assert "rank 0: all_reduce(sum, root 0), 16 bytes" in str(error) and "rank 1: all_gather(sum, root 0), lengths" in str(error)
+
+
 def test_a_rank_that_has_not_come_when_others_differ_is_said_not_to_have_come(ranks):
     """Its last call was shown, which is another."""
     world, found = ranks("aabb"), threading.Event()
@@ -314,6 +323,54 @@ def test_a_time_out_names_the_rank_on_another_host_and_not_those_that_wait_for_i
     for rank in range(3):
         assert "rank 3 (slow, or it skipped this call) did not come" in str(errors[rank])
         assert "rank 0 (" not in str(errors[rank]) and "rank 2 (" not in str(errors[rank])
+
+
+def test_several_threads_of_a_rank_may_ask_at_once_what_the_others_do(ranks, monkeypatch):
+    monkeypatch.setattr(wire, "PATIENCE", 20.0)   # it is asked whether answers come, not how soon
+    link = ranks("aabbc").groups[0].channel.link
+    begin, told = time.monotonic(), []
+    asking = [threading.Thread(target=lambda: told.append(link.status()[3])) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert told == [["S"] * 5] * 8 and time.monotonic() - begin < AT_ONCE
+
+
+class Bell(Exception):
+    """Raised by a signal's handler."""
+
+
+def test_a_call_that_is_interrupted_while_it_waits_for_its_turn_is_never_made(ranks):
+    """Its memory may be another's by then."""
+    def ring(number, frame):
+        raise Bell
+
+    world, before = ranks("ab"), signal.signal(signal.SIGUSR1, ring)
+    try:
+        first = world.groups[0].allreduce([torch.ones(4)])   # in the background, and rank 1 is late
+        alarm = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        alarm.start()
+        with pytest.raises(Bell):
+            Group(world.groups[0]).all_reduce(torch.ones(4))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for wait in (first.wait, world.groups[1].allreduce([torch.ones(4)]).wait):
+        with pytest.raises(RankLost, match="lost rank 0: it was interrupted"):
+            wait()
+
+
+def test_a_forked_child_that_waits_for_what_its_parent_has_begun_is_told_that_it_is_no_rank(ranks):
+    def in_vain():
+        with pytest.raises(ConfigError, match="forked"):
+            work.wait()
+        return 7
+
+    world = ranks("ab")
+    work = world.groups[0].allreduce([x := torch.ones(4)])
+    assert in_child(in_vain) == 7
+    world.groups[1].allreduce([torch.ones(4)]).wait()
+    assert work.wait() and x.tolist() == [2.0] * 4
 
 
 @pytest.fixture(scope="module")

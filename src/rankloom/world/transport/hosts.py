@@ -85,7 +85,8 @@ class HostsLink:
 
     def run(self, *call: Any) -> int:
         """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
-        return self._wire.why() or self._turns.run(self._read(*call))
+        with self._wire.breaking_when_interrupted():   # also while it waits for its turn: nobody may make it later
+            return self._wire.why() or self._turns.run(self._read(*call))
 
     def submit(self, *call: Any) -> int:
         """A collective in its turn, in the background: the same -> ticket; 0 in a forked child."""
@@ -94,7 +95,7 @@ class HostsLink:
     def wait(self, ticket: int, seconds: float) -> int:
         """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
         with self._wire.breaking_when_interrupted():
-            return self._turns.wait(ticket, seconds)
+            return FORKED if self._wire.why() == FORKED else self._turns.wait(ticket, seconds)
 
     def finished(self) -> int:
         """The last ticket that has ended."""

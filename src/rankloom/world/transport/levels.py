@@ -96,7 +96,7 @@ class Levels:
         self._check(self._wire.begin_call(call.said))
         mine = np.array([*call.said, *call.lengths(self._wire.size)])
         rows = np.empty((len(self.node), mine.size), np.int64)
-        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)))
+        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)   # as kinds differ
         if differs := [other for other, row in zip(self.node, rows) if tuple(row[:len(call.said)]) != call.said]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
         if self.place == 0:
@@ -345,8 +345,8 @@ class Levels:
             raise Broken(why)
 
     def _inside(self, kind: int, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], *, number: int = BYTES,
-                op: int = SUM, root: int = 0) -> None:
-        """A collective of the ranks of this host."""
+                op: int = SUM, root: int = 0, wrong_length: int = WRONG_LENGTH) -> None:
+        """A collective of the ranks of this host. wrong_length: what it means when they have other lengths than expected"""
         if self._link is None:
             if inputs[0] is not outputs[0]:
                 outputs[0][:] = inputs[0]
@@ -358,7 +358,7 @@ class Levels:
             target, *taken = as_lanes(outputs, len(self.node))
             where = source, target, lengths_table(*given, *taken)
         if why := self._link.run(kind, number, op, root, *where, max(self._deadline - time.monotonic(), 1e-3)):
-            raise Broken(self._why_inside(why))
+            raise Broken(self._why_inside(wrong_length if why == WRONG_LENGTH else why))
 
     def _why_inside(self, why: int) -> int:
         """Tell the other hosts why the ranks of this one cannot go on, unless they know already."""

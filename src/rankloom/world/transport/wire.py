@@ -179,11 +179,11 @@ class Wire:
     def ask_around(self) -> dict[int, list[int]]:
         """What each rank is doing: the number of its calls so far, and the last of them. Those who do not answer are left out."""
         with self.changed:
-            told = self._roll.told = {self.rank: self._roll.mine}
+            self._roll.told = {self.rank: self._roll.mine}   # for all threads that ask: one answer of each rank will do
             self._tell_all(ASKED, [])
             with self._reading():
-                self.changed.wait_for(lambda: all(peer in told or line.gone for peer, line in self._lines.items()), PATIENCE)
-            return told
+                self.changed.wait_for(lambda: all(peer in self._roll.told or line.gone for peer, line in self._lines.items()), PATIENCE)
+            return self._roll.told
 
     def is_gone(self, peer: int) -> bool:
         """Whether a rank has ended, or left."""
