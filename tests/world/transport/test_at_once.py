@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.base.errors import ConfigError, NotContiguous, RankLost, ShapeMismatch
+from rankloom.base.errors import CollectiveTimeout, ConfigError, NotContiguous, RankLost, ShapeMismatch
 
 P = 3
 CALLS = {
@@ -70,6 +70,9 @@ def test_what_the_kernel_has_no_number_type_for_takes_the_long_way():
     (ConfigError, "no rank 3", lambda world, x: world.send(x, 3)), (ConfigError, "no rank -1", lambda world, x: world.recv(x, -1)),
     (ConfigError, "tag is -1", lambda world, x: world.send(x, 1, tag=-1)),
     (ConfigError, "tag is -1", lambda world, x: world.recv(x, 1, tag=-1)),
+    (ConfigError, "tag is 9", lambda world, x: world.send(x, 1, tag=1 << 63)),
+    (ConfigError, "tag is 9", lambda world, x: world.recv(x, 1, tag=1 << 63)),
+    (ConfigError, "tag is 1.5", lambda world, x: world.exchange(x, 1, torch.zeros(6), 1, tag=1.5)),
     (ConfigError, "tag is -1", lambda world, x: world.exchange(x, 1, torch.zeros(6), 1, tag=-1)),
     (ConfigError, "no rank 7", lambda world, x: world.exchange(x, 7, torch.zeros(6), 1)),
     (ConfigError, "no rank -2", lambda world, x: world.exchange(x, 1, torch.zeros(6), -2))])
@@ -94,3 +97,16 @@ def test_nothing_goes_over_a_group_that_is_closed():
         return True
 
     assert rl.simulate(2, body, backend="rankloom") == [True] * 2
+
+
+def test_an_exchange_that_times_out_names_who_did_not_take_what_was_sent():
+    """And not the sender, whose message had come."""
+    def body(world):
+        if world.rank == 2:
+            world.send(torch.ones(4), 0)
+        if world.rank == 0:
+            with pytest.raises(CollectiveTimeout, match="rank 1 .*did not come"):
+                world.exchange(torch.ones(1 << 20), 1, torch.zeros(4), 2)
+        return True
+
+    assert rl.simulate(P, body, backend="rankloom", timeout=0.5) == [True] * P

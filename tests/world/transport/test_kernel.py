@@ -1082,6 +1082,19 @@ def test_an_exchange_around_a_ring_never_deadlocks_however_large(kernel, nbytes)
 
 
 @both_kernels
+@pytest.mark.parametrize("silent", ["sender", "receiver"])
+def test_an_exchange_that_times_out_breaks_the_group_and_blames_who_was_silent(kernel, silent):
+    large, into = np.zeros(3 << 20, np.uint8), np.zeros(4, np.uint8)
+    with Team(kernel, 3) as team:
+        if silent == "receiver":
+            assert send(team.links[2], np.ones(4, np.uint8), 0) == 0
+        out = large if silent == "receiver" else large[:4]
+        assert team.links[0].exchange(at(out), out.nbytes, 1, at(into), 4, 2, 0, 0.3) == TIMED_OUT
+        assert run(team.links[1], BARRIER) == TIMED_OUT
+        assert team.links[1].status()[:2] == (TIMED_OUT, 1 if silent == "receiver" else 2)
+
+
+@both_kernels
 def test_an_exchange_with_a_rank_that_has_left_fails(kernel):
     x, y = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
     with Team(kernel, 2) as team:

@@ -14,7 +14,7 @@ from rankloom.base.cost import all_reduce_bill
 from rankloom.world.ledger import Ledger
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, SUM
-from rankloom.world.transport.operands import NUMBERS, is_lazy
+from rankloom.world.transport.operands import NUMBERS, is_lazy, is_tag
 
 
 class AtOnce:
@@ -83,7 +83,7 @@ class AtOnce:
 
     def send(self, x: Tensor, to: int, tag: int, label: str) -> bool:
         """Send a tensor to a rank of the group."""
-        if not (0 <= to < self._size and tag >= 0 and _is_plain(x)):
+        if not (0 <= to < self._size and is_tag(tag) and _is_plain(x)):
             return False
         nbytes = x.nbytes
         if (sender := self._message(1, x.data_ptr(), nbytes, to, tag, self._channel.timeout)) < 0:
@@ -93,7 +93,7 @@ class AtOnce:
 
     def recv(self, into: Tensor, frm: int, tag: int, label: str) -> bool:
         """Receive a tensor from a rank of the group."""
-        if not (0 <= frm < self._size and tag >= 0 and _is_plain(into)):
+        if not (0 <= frm < self._size and is_tag(tag) and _is_plain(into)):
             return False
         if (sender := self._message(0, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peer=frm)
@@ -101,7 +101,7 @@ class AtOnce:
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
         """Send one tensor while receiving another; no order of ranks can deadlock."""
-        known = 0 <= to < self._size and 0 <= frm < self._size and tag >= 0
+        known = 0 <= to < self._size and 0 <= frm < self._size and is_tag(tag)
         if not (known and _is_plain(out) and _is_plain(into)):
             return False
         nbytes = out.nbytes

@@ -108,7 +108,7 @@ class Channel:
         """The error for a call that failed; `peer` is the other end of a message, -1 for anyone."""
         _, blamed, arrived, states = self.link.status()
         if why == TIMED_OUT:
-            late = blamed if peer is None or peer < 0 <= blamed else self._number_of(peer)
+            late = blamed if peer is None or blamed >= 0 else self._number_of(peer)
             missing = self._who_was_silent(late, states) if late >= self.size else self._who_is_missing(arrived, states, late, peer is None)
             return CollectiveTimeout(f"{self.where(label)} did not finish within its timeout of {timeout or self.timeout:g} s: {missing}")
         who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"

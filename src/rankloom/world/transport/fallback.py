@@ -100,9 +100,13 @@ class Link:
         """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
         out, out_bytes, to, into, in_bytes, frm, tag, timeout = both
         handle = self.post(0, into, in_bytes, frm, tag)
-        sent = self.message(1, out, out_bytes, to, tag, timeout)
-        got = self.settle(handle, timeout) if sent >= 0 else sent
-        self.drop(handle)
+        try:
+            sent = self.message(1, out, out_bytes, to, tag, timeout)
+            got = self.settle(handle, timeout) if sent >= 0 else sent
+            if got == -TIMED_OUT:   # a receive in the background would go on
+                self.break_off(frm, TIMED_OUT)
+        finally:
+            self.drop(handle)
         return -min(got, 0)
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:

@@ -185,9 +185,14 @@ def expect_rank(rank: int, size: int, label: str) -> None:
         raise ConfigError(f"{label}: there is no rank {rank} in a group of {size}")
 
 
+def is_tag(tag: object) -> bool:
+    """Whether messages can carry it."""
+    return isinstance(tag, int) and 0 <= tag < 1 << 63
+
+
 def expect_tag(tag: object, label: str) -> None:
     """raises: ConfigError when messages cannot carry it"""
-    if not isinstance(tag, int) or not 0 <= tag < 1 << 63:
+    if not is_tag(tag):
         raise ConfigError(f"{label}: the tag is {tag!r}; expected a whole number from 0 to 2**63 - 1")
 
 
