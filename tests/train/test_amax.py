@@ -72,16 +72,17 @@ def test_seeing_a_tensor_again_changes_nothing():
     assert seen(h) == [0.0, 0.0, 5.0]
 
 
-def test_nothing_is_known_before_every_tensor_has_been_seen():
+def test_a_tensor_is_known_once_it_has_been_seen_whoever_else_never_is():
+    """One frozen layer at the bottom, to which no gradient comes, kept all others from it."""
     def body(group):
         h = history()
         found = [reference(h, 0)]
-        run(h, group, [1.0, 0.0, 1.0])     # a branch of the model that this batch did not take
-        found.append(reference(h, 0))
-        run(h, group, [0.0, 1.0, 0.0])
-        return [*found, reference(h, 0), reference(h, 1)]
+        run(h, group, [1.0, 0.0, 2.0])     # a branch of the model that this batch did not take
+        found += [reference(h, at) for at in range(3)]
+        run(h, group, [0.0, 3.0, 0.0])
+        return found, [reference(h, at) for at in range(3)]
 
-    assert alone(body) == [None, None, 1.0, 1.0]
+    assert alone(body) == ([None, 1.0, None, 2.0], [1.0, 3.0, 2.0])
 
 
 def test_a_tensor_that_is_not_seen_or_not_finite_keeps_its_magnitude():

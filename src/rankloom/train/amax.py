@@ -24,7 +24,7 @@ class Meter:
     """One tensor's place in the history. Its numbers are tensors of their own: compiled code loses writes to parts of a common one.
 
     seen:  [1, 1] fp32, the largest magnitude so far in this step
-    known: [1, 1] fp32, what this step scales by; only when `ready`
+    known: [1, 1] fp32, what this step scales by; only when `ready`: some step has seen the tensor
     """
 
     seen: Tensor
@@ -96,9 +96,9 @@ class AmaxHistory:
         meters = list(self.meters.values())
         torch._foreach_copy_([meter.known for meter in meters], list(largest.view(-1, 1, 1).unbind()))
         self.abandon_step()
-        if not meters[0].ready and bool((largest > 0).all()):   # waits for the device, in the first steps only
-            for meter in meters:
-                meter.ready = True
+        if not all(meter.ready for meter in meters):   # waits for the device, while there is one that nobody has seen
+            for meter, seen in zip(meters, (largest > 0).tolist()):
+                meter.ready = seen
 
 
 def _line_up(numbers: list[Tensor]) -> Tensor:
