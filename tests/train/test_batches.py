@@ -103,6 +103,17 @@ def test_every_rank_gets_the_rows_of_its_logical_shards_whoever_held_them(held, 
     assert rl.simulate(ranks, lambda w: deal(w, held, leaves)) == [(mine, used) for mine in expected]
 
 
+def test_columns_are_dealt_by_their_names_in_whatever_order_a_rank_has_them():
+    """Columns of one kind were exchanged for each other, and nobody said so."""
+    def body(world):
+        batch = {name: torch.full((1 + 2 * world.rank,), value) for name, value in (("tokens", 1), ("targets", 2))}
+        given = dict(reversed(batch.items())) if world.rank else batch
+        mine, _ = deal_leaves(given, world, 2)
+        return list(mine) == list(given), {name: t.tolist() for name, t in mine.items()}
+
+    assert rl.simulate(2, body) == [(True, {"tokens": [1, 1], "targets": [2, 2]})] * 2
+
+
 def test_rows_that_lie_right_already_do_not_travel():
     def body(world):
         before = world.ledger.calls

@@ -42,7 +42,7 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
         return change(batch)
     if isinstance(batch, dict | UserDict):   # what tokenizers give is the latter
         changed = copy.copy(batch)   # with all that a kind of dict knows besides its items
-        changed.update({key: map_tensors(change, value) for key, value in batch.items()})
+        changed.update({key: map_tensors(change, batch[key]) for key in sorted(batch, key=str)})   # on all ranks, for `change` may send
         return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(change, value) for value in batch))
