@@ -5,6 +5,7 @@ The backend is "aot_eager": all of the compiler but its code generation, so the 
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -109,6 +110,16 @@ def saved_bytes(policy):
 
 def test_compiled_blocks_keep_less_with_each_policy():
     assert saved_bytes("full") < saved_bytes("selective") < saved_bytes("none")
+
+
+def test_a_forward_that_is_given_an_argument_by_name_keeps_it():
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)))
+    for block in model:
+        block.forward = partial(block.forward, is_causal=True, src_mask=torch.triu(torch.full((5, 5), -torch.inf), 1))
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(x)
+    compile_blocks(model, backend="eager")
+    assert torch.equal(model(x), expected)
 
 
 def test_evaluation_runs_the_plain_forward_in_any_shape():

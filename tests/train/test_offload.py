@@ -129,6 +129,27 @@ def test_parameters_their_views_and_tables_given_to_all_blocks_never_travel():
     expect_equal(gradients(blocks), gradients(twin))
 
 
+class Turned(nn.Module):
+    """Saves views that are conjugated and negated only when they are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.angle = nn.Linear(16, 16)
+
+    def forward(self, x):
+        turn = torch.complex(self.angle(x), x)
+        return (turn.conj() * turn.conj().exp()).real + turn.conj().imag * x
+
+
+def test_views_that_are_conjugated_or_negated_come_back_so():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Turned() for _ in range(4))
+    twin, _ = copy.deepcopy(blocks), offload_activations(blocks, small=1)
+    for model in (blocks, twin):
+        nn.Sequential(*model)(torch.linspace(0, 0.1, 64).view(4, 16)).sum().backward()
+    expect_equal(gradients(blocks), gradients(twin))
+
+
 def test_what_is_small_stays():
     for small, travels in ((STREAM, True), (STREAM + 1, False)):
         model, _, offload = prepared("full", small=small)

@@ -85,5 +85,5 @@ def _compiled(compiler: Callable[..., Callable[..., Any]], forward: Callable[...
     if ismethod(forward):   # compiled as a function of the block, so that a copy of the block calls itself
         return WithGradients(forward, partial(compiler(forward.__func__), forward.__self__))
     if isinstance(forward, partial):
-        return WithGradients(forward, partial(compiler(forward.func, fullgraph=True), *forward.args))
+        return WithGradients(forward, partial(compiler(forward.func, fullgraph=True), *forward.args, **forward.keywords))
     return WithGradients(forward, compiler(forward))

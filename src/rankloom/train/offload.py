@@ -226,7 +226,8 @@ def _unchanged(held: Staying) -> Tensor:
 
 
 def _plain(t: Any) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided
+    """Whether bytes, a dtype and a shape are all there is to it: a view may be conjugated or negated only when it is read."""
+    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not (t.is_conj() or t.is_neg())
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
