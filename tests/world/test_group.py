@@ -157,6 +157,25 @@ def test_exchanges_may_be_on_their_way_together_and_arrive_where_they_were_asked
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("shift", [0, 1 << 17])
+def test_what_arrives_may_lie_where_lies_what_leaves(backend, shift):
+    """It left half overwritten."""
+    n = 1 << 18
+
+    def body(world):
+        right, left = (world.rank + 1) % 3, (world.rank - 1) % 3
+        room, ranks = torch.empty(3, 3 * n + shift), torch.arange(3.0).repeat_interleave(n)
+        room[:, :n] = world.rank
+        at_once = world.exchange(room[0, :n], right, room[0, shift:n + shift], left)
+        later = world.exchange(room[1, :n], right, room[1, shift:n + shift], left, async_op=True).wait()
+        dealt = world.all_to_all(room[2, :3 * n].copy_(ranks + 10 * world.rank), out=room[2, shift:])
+        return at_once.eq(left).all().item(), later.eq(left).all().item(), torch.equal(dealt, 10 * ranks + world.rank)
+
+    for _ in range(5):
+        assert rl.simulate(3, body, backend=backend) == [(True, True, True)] * 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 def test_an_exchange_that_is_refused_has_begun_nothing(backend):
     def body(world):
         peer = 1 - world.rank
@@ -264,7 +283,7 @@ def test_rows_that_ranks_do_not_divide_are_refused_with_the_arithmetic(name):
 
 @pytest.mark.parametrize("shares", [
     {"send_rows": [1, 3], "recv_rows": None}, {"send_rows": None, "recv_rows": [2, 2]}, {"send_rows": [1, 2], "recv_rows": [2, 2]},
-    {"send_rows": [4], "recv_rows": [2, 2]}, {"send_rows": [2, 2], "recv_rows": [4]},
+    {"send_rows": [4], "recv_rows": [2, 2]}, {"send_rows": [2, 2], "recv_rows": [4]}, {"send_rows": [5, -1], "recv_rows": [5, -1]},
 ])
 def test_shares_that_do_not_add_up_are_refused(shares):
     def body(world):

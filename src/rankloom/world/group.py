@@ -29,7 +29,7 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, expect_movable, expect_tag
+from rankloom.world.transport.operands import OPS, expect_movable, expect_tag, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -204,7 +204,8 @@ class Group:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
-        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or sum(send_rows) != x.shape[0]:
+        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size \
+                or sum(send_rows) != x.shape[0] or min(*send_rows, *recv_rows) < 0:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
@@ -214,7 +215,7 @@ class Group:
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
         return self._collect("all_to_all", x, label, async_op, bill=bill,
                              shape=tuple(x.shape[1:]), finish=lambda: mine,
-                             start=lambda pg: pg.alltoall_base(mine, x, *splits, options))
+                             start=lambda pg: pg.alltoall_base(mine, untouched(x, mine), *splits, options))
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank has come here."""
@@ -276,6 +277,7 @@ class Group:
         pg = self._connected(label or "exchange")
         self._peer(to)   # before anything is begun
         self._require_movable(out, label or "exchange")
+        out = untouched(out, into)   # by what arrives before it has left
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
             return both if async_op else both.wait()

@@ -104,8 +104,10 @@ class AtOnce:
         known = 0 <= to < self._size and 0 <= frm < self._size and is_tag(tag)
         if not (known and _is_plain(out) and _is_plain(into)):
             return False
-        nbytes = out.nbytes
-        if why := self._exchange(out.data_ptr(), nbytes, to, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout):
+        source, nbytes, target, room = out.data_ptr(), out.nbytes, into.data_ptr(), into.nbytes
+        if source < target + room and target < source + nbytes:
+            return False
+        if why := self._exchange(source, nbytes, to, target, room, frm, tag, self._channel.timeout):
             raise self._channel.explain(why, label or "exchange", peer=frm)
         self._ledger.enter(nbytes, 1)
         return True
