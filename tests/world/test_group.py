@@ -10,6 +10,7 @@ import torch
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+from rankloom.world.group import Handle
 
 RANKS = [1, 2, 3, 4]
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -102,6 +103,14 @@ def test_tensors_without_dims_and_without_elements_travel_too():
                 world.all_gather(torch.zeros(0, 3)).shape, world.all_reduce(torch.zeros(0)).shape)
 
     assert rl.simulate(3, body) == [([0.0, 1.0, 2.0], 6.0, (0, 3), (0,))] * 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_tensors_that_require_gradients_travel_as_others_do(name, backend):
+    """A gather of one passed for a lost rank, over gloo."""
+    results = rl.simulate(2, lambda world: COLLECTIVES[name](world, tensor_of(world.rank, 4).requires_grad_()), backend=backend)
+    assert all(torch.equal(*each) for each in zip(results, expected(name, 2, torch.float32)))
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -284,6 +293,7 @@ def test_rows_that_ranks_do_not_divide_are_refused_with_the_arithmetic(name):
 @pytest.mark.parametrize("shares", [
     {"send_rows": [1, 3], "recv_rows": None}, {"send_rows": None, "recv_rows": [2, 2]}, {"send_rows": [1, 2], "recv_rows": [2, 2]},
     {"send_rows": [4], "recv_rows": [2, 2]}, {"send_rows": [2, 2], "recv_rows": [4]}, {"send_rows": [5, -1], "recv_rows": [5, -1]},
+    {"send_rows": [2, 2], "recv_rows": [1, 3]},   # what a rank keeps it also gets
 ])
 def test_shares_that_do_not_add_up_are_refused(shares):
     def body(world):
@@ -304,10 +314,32 @@ def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():
         rl.simulate(p, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn])
-def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(dtype):
-    with pytest.raises(rl.ShapeMismatch, match=r"the backend cannot carry this dtype .*view\(torch.uint8\)"):
-        rl.simulate(2, lambda w: w.all_reduce(torch.zeros(4).to(dtype)))
+@pytest.mark.parametrize(("name", "dtype"), [("all_reduce", torch.int16), ("all_reduce", torch.float8_e4m3fn),
+                                             ("reduce_scatter", torch.float8_e4m3fn)])
+def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(name, dtype):
+    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.* the backend cannot carry this dtype .*view\(torch.uint8\)"):
+        rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4).to(dtype)))
+
+
+def test_an_error_that_is_no_other_ranks_stays_what_it_is_with_a_note_that_names_rank_and_label():
+    """It passed for a lost rank, and the launcher looked elsewhere for the cause."""
+    def body(world):
+        with world.translated_errors("gradients"):
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        rl.simulate(1, body)
+    assert caught.value.__notes__[0] == "(rank 0: gradients in group 'world')"
+
+
+def test_a_scratch_that_does_not_fit_is_refused():
+    """Of another dtype, its bytes were added as if they were of this one."""
+    def body(world):
+        for scratch in (torch.empty(4, dtype=torch.float64), torch.empty(5), torch.empty(2, 2)):
+            with pytest.raises(rl.ShapeMismatch, match=r"scratch.* expected \(4,\) of torch.float32"):
+                world.reduce_scatter(torch.ones(8), scratch=scratch)
+
+    rl.simulate(2, body)
 
 
 def test_a_dtype_that_only_one_rank_cannot_send_sets_the_other_free():
@@ -482,6 +514,17 @@ def test_a_handle_of_a_group_that_was_closed_raises_instead_of_giving_a_half_mad
         return done.wait().tolist()
 
     assert rl.simulate(2, body) == [[2.0] * 3] * 2
+
+
+def test_a_group_may_be_closed_by_another_thread_while_a_handle_is_waited_for():
+    def body(world):
+        class Work:
+            def wait(self):
+                world.close()
+
+        return world._keep(Handle(world, "on its way", [Work(), Work()], lambda: torch.ones(1))).wait().item()
+
+    assert rl.simulate(2, body) == [1.0, 1.0]
 
 
 def test_closing_the_world_closes_its_groups():

@@ -53,15 +53,18 @@ class Handle:
         """
         if self._result is not None:
             return self._result
-        if self.works is None:
+        begin, works = time.perf_counter(), self.works   # another thread may close the group meanwhile
+        if works is None:
             raise RankLost(f"{self.group.where(self.label)}: the group was closed before this ended")
-        begin = time.perf_counter()
         with self.group.translated_errors(self.label):
-            for at in range(len(self.works)):
-                self.works[at].wait()   # no local name for the work: a traceback would keep the connection open
+            try:
+                for at in range(len(works)):
+                    works[at].wait()
+            finally:
+                del works   # a traceback that names them would keep the connection open
+            self.group.ledger.waited += time.perf_counter() - begin
+            self._result = self._finish()
         self.works = ()
-        self.group.ledger.waited += time.perf_counter() - begin
-        self._result = self._finish()
         return self._result
 
 
@@ -164,7 +167,7 @@ class Group:
         if self._goes_directly(x):
             slices = whole.unflatten(0, (self.size, rows.shape[0])).unbind()
             return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
-                                 start=lambda pg: start_gather(pg, self.rank, rows, slices), finish=lambda: whole)
+                                 start=lambda pg: start_gather(pg, self.rank, rows.detach(), slices), finish=lambda: whole)
         options = c10d.AllgatherOptions()
         options.asyncOp = async_op
         return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
@@ -183,8 +186,8 @@ class Group:
         bill = scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
-            room = x.new_empty(x.shape[0] - n, *x.shape[1:]) if scratch is None else scratch
-            slices, theirs = x.unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
+            room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
+            slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
             return self._collect("reduce_scatter", x, label, async_op, bill=bill,
                                  start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
                                  finish=lambda: add_in_order(slices[self.rank], theirs, self.rank, mine))
@@ -205,7 +208,7 @@ class Group:
                 return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
         if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size \
-                or sum(send_rows) != x.shape[0] or min(*send_rows, *recv_rows) < 0:
+                or sum(send_rows) != x.shape[0] or min(*send_rows, *recv_rows) < 0 or send_rows[self.rank] != recv_rows[self.rank]:
             raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
@@ -280,12 +283,11 @@ class Group:
         out = untouched(out, into)   # by what arrives before it has left
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
-            return both if async_op else both.wait()
-        received = self.recv(into, frm, tag=tag, label=label, async_op=True)
-        sent = self.send(out, to, tag=tag, label=label, async_op=async_op)
-        if not async_op:
-            return received.wait()
-        return self._keep(Handle(self, label or "exchange", [*(received.works or ()), *(sent.works or ())], lambda: into))
+        else:
+            received = self.recv(into, frm, tag=tag, label=label, async_op=True)
+            sent = self.send(out, to, tag=tag, label=label, async_op=True)
+            both = self._keep(Handle(self, label or "exchange", [*(received.works or ()), *(sent.works or ())], lambda: into))
+        return both if async_op else both.wait()
 
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.

@@ -3,8 +3,12 @@
 import re
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankloomError, RankLost, ShapeMismatch
 from rankloom.world.debug import Inspector
+
+GLOO = re.compile(r"\[\S+:\d+\] ")   # its source file, which it puts before all that befalls a connection
 
 
 class TranslatedErrors:
@@ -25,16 +29,23 @@ class TranslatedErrors:
         if isinstance(error, RankLost | CollectiveMismatch) and self._label not in str(error):   # shared memory's own words
             raise type(error)(str(error).replace(": ", f": {self._label}: ", 1)) from error.with_traceback(None)
         if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
-            raise self._explain(error) from error.with_traceback(None)   # its frames hold the connection
+            error.with_traceback(None)   # its frames hold the connection
+            if known := self._explain(error):
+                raise known from error
+            error.add_note(f"({self._where(self._label)})")
+            raise error
 
-    def _explain(self, error: Exception) -> RankloomError:
+    def _explain(self, error: Exception) -> RankloomError | None:
+        """None: no other rank is to blame, nor what was sent: no memory is left, or a device has failed."""
         text, where = str(error).splitlines()[0], self._where(self._label)
         if "imeout" in text or "imed out" in text:
             who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
                 " RANKLOOM_DEBUG=1 says which rank was where.")
             return CollectiveTimeout(f"{where} did not finish within its timeout of {self._timeout:g} s: "
                                      f"a rank is slow, stopped, or skipped this call.{who}")
-        if "scalar type" in text or "complex" in text:
+        if "scalar type" in text or "complex" in text or "not implemented for" in text:
             return ShapeMismatch(f"{where}: the backend cannot carry this dtype ({text}); send x.view(torch.uint8), or convert it")
-        plain = re.sub(r"^\[\S+\] ", "", text).split(". ")[0]   # gloo puts its source file before it, and advice behind
-        return RankLost(f"{where} lost its connection to another rank, which has ended or failed: {plain}")
+        if GLOO.match(text) or isinstance(error, dist.DistError):
+            plain = GLOO.sub("", text).split(". ")[0]   # there may be advice behind
+            return RankLost(f"{where} lost its connection to another rank, which has ended or failed: {plain}")
+        return None
