@@ -404,6 +404,22 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank():
     rl.simulate(3, body)
 
 
+def test_running_statistics_are_equal_on_all_ranks_after_a_step_that_was_not_finite_too():
+    def loss(model, x):
+        return (model(x) * (math.inf if x.max() > 100 else 1.0)).square().sum(), len(x)
+
+    def body(world):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64), nn.BatchNorm1d(2, dtype=torch.float64))
+        engine = rl.prepare(model, loss=loss, optimizer=sgd, world=world)
+        with pytest.raises(rl.NonFinite):
+            engine.step(rows(4, seed=world.rank) + 200.0 * world.rank)
+        return engine.model[1].running_mean.tolist()
+
+    first, second = rl.simulate(2, body)
+    assert first == second and any(first)
+
+
 SPANS = [[(0, 1), (1, 5), (5, 7)], [(7, 9), (9, 10), (10, 16)]]   # rows of each rank's micro-batches, and how wide each is below
 ragged = lambda model, piece: squares(model, piece["x"].reshape(-1, 2))
 

@@ -350,7 +350,9 @@ class Engine:
         if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
-            raise explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
+            found = explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
+            self._running.average_changed()
+            raise found
         if finite:
             self.placement.publish()
         return total / count, count, norm, finite
