@@ -277,6 +277,16 @@ def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
     expect_equal(results, one_process(turned(), loss, batches))
 
 
+def test_outputs_and_gradients_that_are_conjugated_only_when_read_travel_too():
+    def conjugated():
+        first, second = linear(4, 4), linear(4, 4)
+        return [({"first": first}, lambda x: torch.complex(first(x), x).conj()), ({"second": second}, lambda x: second(x.conj().imag))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.ones(2, 4, dtype=torch.float64), None)] * 3
+    results = rl.simulate(2, lambda w: run(w, conjugated, loss, make_schedule("1f1b", 2, 3), batches, steps=2))
+    expect_equal(results, one_process(conjugated(), loss, batches))
+
+
 def test_a_tied_parameter_that_no_stage_uses_stays_without_a_gradient():
     def spare():
         shared, first, second = nn.Linear(2, 2).double(), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()

@@ -86,7 +86,8 @@ class Messages:
             if value is None and known and (expected := known[index]):
                 value = torch.zeros(expected.dims, dtype=expected.dtype, device=self.group.device)
             if value is not None and value.numel():
-                sent.append(self._start(value.detach().contiguous(), action, self._tag(way, stage, action.microbatch or 0, index)))
+                plain = value.detach().resolve_conj().resolve_neg().contiguous()
+                sent.append(self._start(plain, action, self._tag(way, stage, action.microbatch or 0, index)))
 
     def receive(self, action: Action) -> Values:
         """Wait for the tensors; those that want a gradient are leaves that require one."""
