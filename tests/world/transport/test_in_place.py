@@ -201,3 +201,25 @@ def test_common_memory_is_given_back_with_the_last_view_of_it():
         return while_held, mapped() - before
 
     assert rl.simulate(2, body, backend="rankloom") == [(2, 0)] * 2   # two mappings, for both ranks are this process
+
+
+def test_a_buffer_may_be_found_by_the_collector_while_others_are_given_back():
+    """It lies in a cycle, as that of an engine does: the first container that is made after it was dropped finds it."""
+    class Engine:
+        pass
+
+    world, engine = Ranks(2), Engine()
+    engine.itself, engine.memory = engine, world.run(lambda rank: world.groups[rank].buffer((1000,)))[0]
+    mine, before = world.groups[0]._buffers, gc.get_threshold()
+    gc.disable()
+    try:
+        gc.set_threshold(1)
+        del engine
+        gc.enable()
+        mine._sweep()
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+    gc.collect()
+    assert list(mine._pieces) == [1], "the other, of the arena, is in use"
+    world.close()

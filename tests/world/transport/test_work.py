@@ -1,5 +1,6 @@
 """Work on its way: when it has ended, and who is told what of it."""
 
+import datetime
 import threading
 import time
 
@@ -8,6 +9,7 @@ import torch
 
 from conformance.ranks import Ranks
 from patience import AT_ONCE
+from rankloom.base.errors import CollectiveTimeout
 
 
 @pytest.fixture
@@ -46,3 +48,10 @@ def test_everyone_who_asks_hears_what_went_wrong_as_results_were_brought_home(ra
         with pytest.raises(ValueError, match="no room at home"):
             work.wait()
     assert work.is_completed() and not work.is_success()
+
+
+def test_a_message_waited_for_by_cpp_which_says_zero_for_no_time_out_has_that_of_the_group():
+    world = Ranks(2, 0.3)
+    with pytest.raises(CollectiveTimeout, match="recv .*within its timeout of 0.3 s: rank 1"):
+        world.groups[0].recv([torch.ones(4)], 1).wait(datetime.timedelta(0))
+    world.close()

@@ -85,13 +85,15 @@ class Buffers:
         return mapping
 
     def _sweep(self) -> None:
-        """Unmap what was given back, as far as no call may be reading it."""
-        waiting, self._given_back = self._given_back, []
-        for number in waiting:
+        """Unmap what was given back, as far as no call may be reading it. The collector may give back more meanwhile, and sweep."""
+        busy = []
+        while self._given_back:
+            number = self._given_back.pop()
             if self._channel.link.drop_region(number):
                 del self._pieces[number]
             else:
-                self._given_back.append(number)
+                busy.append(number)
+        self._given_back += busy
 
 
 def _give_back(buffers: "weakref.ref[Buffers]", number: int) -> None:

@@ -267,7 +267,7 @@ class PendingMessage(Pending):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
-        if timeout is not None:
+        if timeout is not None and timeout > datetime.timedelta():   # torch's C++ says zero for none
             return super().wait(timeout)
         try:
             return super().wait(datetime.timedelta(seconds=self._channel.timeout))
