@@ -597,10 +597,13 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
     assert embeddings(nn.Embedding(3, 2)) == {"weight"}
 
 
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, *(partial(
+    lambda model, world, stage: rl.prepare(model, loss=lambda m, b: (m(b).sum(), 1), optimizer=torch.optim.AdamW, world=world, stage=stage),
+    stage=stage) for stage in (0, 1, 2, 3))])
 @pytest.mark.parametrize("module", [nn.Embedding(9, 3, sparse=True), nn.Sequential(nn.EmbeddingBag(9, 3, sparse=True))])
-def test_torchs_sparse_gradients_are_refused_with_the_way_out(module):
+def test_torchs_sparse_gradients_are_refused_with_the_way_out(module, wrap):
     with pytest.raises(rl.ConfigError, match="sparse=True; leave it out"):
-        rl.simulate(1, lambda w: rl.data_parallel(copy.deepcopy(module), w))
+        rl.simulate(1, lambda w: wrap(copy.deepcopy(module), w))
 
 
 def test_a_parameter_replaced_after_wrapping_is_an_error():

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.gradients import GradientReducer
@@ -94,11 +93,5 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def embeddings(model: nn.Module) -> frozenset[str]:
-    """Names of the weights of `nn.Embedding` modules, whose gradients may be mostly rows of zeros.
-
-    raises: ConfigError for torch's sparse gradients, which have no place in a flat buffer
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(f"{name or 'the model'} is an embedding with sparse=True; leave it out: only the touched rows travel anyway")
+    """Names of the weights of `nn.Embedding` modules, whose gradients may be mostly rows of zeros."""
     return frozenset(f"{name}.weight" if name else "weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding))

@@ -33,9 +33,9 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     sent:    the model once, from rank 0
     raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for what cannot stay equal
     """
+    expect_same_tensors(model, group)
     if group.size == 1:
         return []
-    expect_same_tensors(model, group)
     changed = []
     for name, tensor in named_state(model):
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and a NaN is itself
@@ -55,9 +55,8 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:
-    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; see `_expect_any_rows` too."""
-    if group.size > 1:
-        _expect_any_rows(model)
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; see `_expect_plain_embeddings` too."""
+    _expect_plain_embeddings(model, group.size)
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
@@ -72,10 +71,15 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
     group.agree(problem, error=ModelMismatch, label="same model")
 
 
-def _expect_any_rows(model: nn.Module) -> None:
-    """Raise ConfigError for an embedding whose weight, or whose gradient, depends on which rows meet on a rank."""
+def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
+    """Raise ConfigError for one with sparse gradients, which have no place in a flat buffer; and on several ranks for one whose weight,
+    or whose gradient, depends on which rows meet on a rank.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"{name or 'the model'} is an embedding with sparse=True; leave it out: gradients lie end to end in memory "
+                              "(at stage 0 only the touched rows travel anyway)")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and ranks > 1 and (module.max_norm is not None or module.scale_grad_by_freq):
             raise ConfigError(f"{name or 'the model'} is an embedding with max_norm or scale_grad_by_freq, which look at the rows of one "
                               "rank: leave them out, or train it on one rank")
 
