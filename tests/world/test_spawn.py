@@ -3,9 +3,12 @@
 import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 
 import psutil
 import pytest
@@ -65,6 +68,34 @@ def put_in_order(folder, world):
 
 def leave_quietly():
     os._exit(0)
+
+
+def die_in_the_middle_of_the_answer(world):
+    def half(pipe, data):
+        os.write(pipe.fileno(), data[:len(data) // 2])
+        kill_self()
+
+    Connection._send = half
+    return torch.ones(1000).tolist()
+
+
+def die_after_the_answer(how, world):
+    send = Connection.send_bytes
+    Connection.send_bytes = lambda pipe, answer: [send(pipe, answer), how()] if world.rank == 1 else send(pipe, answer)
+    return world.rank
+
+
+SLEEPERS = """
+import os, pathlib, time
+import rankloom as rl
+
+def sleep_long(world):
+    pathlib.Path(f"rank-{world.rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    rl.spawn(2, sleep_long)
+"""
 
 
 def lose_it_before_it_dies(world):
@@ -170,6 +201,45 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal():
 def test_a_rank_that_leaves_in_the_middle_is_a_failure_although_it_says_that_all_is_well():
     with pytest.raises(rl.RankFailed, match=r"rank 0 of 2 ended without a word: exit code 0"):
         rl.spawn(2, partial(end_on, 0, leave_quietly), timeout=60)
+
+
+def test_a_rank_that_dies_in_the_middle_of_its_answer_has_given_none():
+    with pytest.raises(rl.RankFailed, match=r"rank 0 of 1 ended without a word: killed by SIGKILL"):
+        rl.spawn(1, die_in_the_middle_of_the_answer)
+
+
+@pytest.mark.parametrize(("how", "says"), [(kill_self, "killed by SIGKILL"), (partial(os._exit, 3), "exit code 3")])
+def test_a_rank_that_dies_after_its_answer_is_named_too(how, says):
+    with pytest.raises(rl.RankFailed, match=f"rank 1 of 3 gave its result, and did not end well: {says}") as caught:
+        rl.spawn(3, partial(die_after_the_answer, how))
+    assert caught.value.rank == 1
+
+
+def test_ranks_that_were_started_end_where_others_cannot_be(monkeypatch):
+    start = ForkServerProcess.start
+
+    def fail(process):
+        if process.name == "rank-1":
+            raise OSError("too many open files")
+        start(process)
+
+    monkeypatch.setattr(ForkServerProcess, "start", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        rl.spawn(3, whoami)
+
+
+def test_ranks_end_with_their_parent_however_that_ends(tmp_path):
+    (tmp_path / "sleepers.py").write_text(SLEEPERS)
+    parent = subprocess.Popen([sys.executable, "sleepers.py"], cwd=tmp_path)
+    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    ranks = [psutil.Process(int(file.read_text())) for file in files]
+    parent.kill()
+    parent.wait()
+    _, left = psutil.wait_procs(ranks, AT_ONCE)
+    assert not [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_cause_is_reported_and_not_the_loss_of_it_that_another_rank_reported_first():

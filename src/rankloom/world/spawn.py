@@ -7,9 +7,11 @@ first call. `body` and what it returns travel by pickle: define `body` at the to
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +37,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     """Run `body(world)` in processes of this host, one a rank; their results in rank order.
 
     The first rank that raises ends the others, and its exception is raised here with its traceback as a note; one that dies
-    without a word (a signal, os._exit) raises RankFailed.
+    without a word (a signal, os._exit), or after its answer, raises RankFailed.
     timeout: seconds after which a silent peer is taken for lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it can be had
     device:  where the ranks compute, "cpu" or "cuda"; with more ranks than GPUs, several share one
@@ -52,40 +54,44 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=patience,
                           master_listen_fd=listener.detach())
-    children = _start(mesh, work, partial(_join, port, ranks, timeout=timeout, backend=backend, device=device,
-                                                  debug=debug_mode()))
+    join = partial(_join, port, ranks, timeout=timeout, backend=backend, device=device, debug=debug_mode())
+    children: list[Child] = []
     try:
-        return _collect(children, mesh.size)
+        for rank in range(mesh.size):
+            children.append(_start(rank, work, join))
+        results = _collect(children, mesh.size)
     except BaseException:
         for process, _ in children:
             if process.is_alive():
                 process.terminate()
         raise
     finally:
-        _end(children)
+        codes = _end(children)
         del store
+    for rank, code in enumerate(codes):
+        if code:
+            raise RankFailed(f"rank {rank} of {mesh.size} gave its result, and did not end well: {_how_it_ended(code)}", rank=rank)
+    return results
 
 
 Child = tuple[Any, multiprocessing.connection.Connection]
 Join = Callable[[int], World]
 
 
-def _start(mesh: Mesh, work: bytes, join: Join) -> list[Child]:
+def _start(rank: int, work: bytes, join: Join) -> Child:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "rankloom.world.spawn"])   # the first optimizer imports the second
-    children = []
-    for rank in range(mesh.size):
-        ours, theirs = context.Pipe(duplex=True)
+    ours, theirs = context.Pipe(duplex=True)
+    with theirs:
         process = context.Process(target=_child, args=(theirs, work, join, rank), daemon=True, name=f"rank-{rank}")
         process.start()
-        theirs.close()
-        children.append((process, ours))
-    return children
+    return process, ours
 
 
 def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join, rank: int) -> None:
     """What a spawned process runs: join, run the body, send (ok, result) or (failed, exception, traceback)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches the parent, which ends its children
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     world = None
     try:
         body = pickle.loads(work)
@@ -99,6 +105,14 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
         pipe.recv_bytes()
     if world is not None:
         world.close()
+
+
+def _end_with_parent() -> None:
+    """The parent may be killed without a chance to end its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a child"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join(port: int, ranks: int | Mesh, rank: int, *, timeout: float, backend: str, device: str, debug: bool) -> World:
@@ -139,18 +153,20 @@ def _collect(children: list[Child], size: int) -> list[Any]:
     if lost:
         raise lost
     for _, pipe in children:
-        pipe.send_bytes(b"all ranks are done")
+        with contextlib.suppress(BrokenPipeError):   # it has ended; its exit code says how
+            pipe.send_bytes(b"all ranks are done")
     return results
 
 
 def _receive(child: Child, rank: int, size: int) -> Any:
     process, pipe = child
     try:
-        ok, value, trace = pickle.loads(pipe.recv_bytes())
-    except EOFError:
+        answer = pipe.recv_bytes()
+    except (EOFError, OSError):   # before its answer, or in the middle of it
         process.join(GRACE)
         raise RankFailed(f"rank {rank} of {size} ended without a word: {_how_it_ended(process.exitcode)}; "
                          "the others were stopped because of it", rank=rank) from None
+    ok, value, trace = pickle.loads(answer)
     if ok:
         return value
     value.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)\n{trace}")
@@ -163,13 +179,18 @@ def _how_it_ended(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _end(children: list[Child]) -> None:
-    """Wait until all have ended; after a grace period, SIGKILL. Only our own children, by their process objects."""
-    deadline = time.monotonic() + GRACE
+def _end(children: list[Child]) -> list[int | None]:
+    """Wait until all have ended; after a grace period, SIGKILL. Only our own children, by their process objects.
+
+    Returns their exit codes; None for one that was killed here.
+    """
+    deadline, codes = time.monotonic() + GRACE, []
     for process, pipe in children:
         process.join(max(0.0, deadline - time.monotonic()))
+        codes.append(process.exitcode)
         if process.is_alive():
             process.kill()
             process.join()
         pipe.close()
         process.close()
+    return codes
