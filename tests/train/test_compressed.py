@@ -122,6 +122,24 @@ def test_exact_steps_first_are_those_of_the_exact_run_to_the_bit():
         assert mine[:3] == its[:3] and mine[3] != its[3]
 
 
+@pytest.mark.parametrize("more", [{"compress": "1bit"}, {"compress": "topk", "precision": "fp16"},
+                                  {"compress": "1bit", "compress_after": 2}], ids=str)
+def test_a_state_begins_without_what_the_engine_that_loads_it_remembers_of_other_steps(more):
+    """What those had lost was added to the first gradient after it, in fp16 in the units of another loss scale."""
+    def body(world):
+        losses = lambda engine: [engine.step(rows(4, 100 + step)).loss for step in range(6)]
+        fresh, used = prepare(world, **more), prepare(world, **more)
+        state = fresh.full_state_dict()
+        for step in range(5):
+            used.step(rows(4, 10 * step + world.rank))
+        for engine in (fresh, used):
+            engine.load_full_state_dict(state)
+        return losses(fresh), losses(used)
+
+    for fresh, used in rl.simulate(2, body):
+        assert fresh == used
+
+
 def test_one_rank_trains_exactly():
     def body(world, compress):
         engine = prepare(world, compress=compress)

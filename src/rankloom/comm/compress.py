@@ -86,7 +86,7 @@ class Summing:
     def __init__(self, all_reduce: str, compress: str, after: int = 0):
         expect_compression(compress, all_reduce)
         expect_exact_steps(after, compress)
-        self.compress, self._in_two_levels, self._exact_steps = compress, all_reduce == HIERARCHICAL, after
+        self.compress, self._in_two_levels, self._after, self._exact_steps = compress, all_reduce == HIERARCHICAL, after, after
         self._exact = all_reduce_named(all_reduce)
         self._lossy: list[Compressed] = []
 
@@ -128,6 +128,11 @@ class Summing:
         if not self._in_two_levels:
             return lossy
         return TwoLevels(lossy) if isinstance(lossy, Blockwise) else in_two_levels(between=lossy)
+
+    def begin_anew(self) -> None:
+        """Another run goes on here: nothing is owed to its gradients, and its exact steps come first."""
+        self.rescale(0.0)
+        self._exact_steps = self._after
 
     def rescale(self, factor: float) -> None:
         """Tell all buffers that their unit has changed, as that of a scaled loss does."""

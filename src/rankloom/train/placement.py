@@ -190,6 +190,7 @@ class Whole:
         self.model.load_state_dict(state)
         for name, owner in self.owners.items():
             owner.copy_(state[name])
+        self._reducer.summing.begin_anew()
         self.publish()
 
     def pieces(self) -> dict[str, Piece]:
