@@ -233,6 +233,14 @@ def test_weights_that_cannot_be_written_are_an_error_on_every_rank(table, tmp_pa
     assert all("the weights cannot be written" in error for error in errors)
 
 
+def test_the_summary_is_there_where_what_comes_before_it_fails(table, tmp_path):
+    (tmp_path / "runs" / "mine" / "samples.txt").mkdir(parents=True)   # a folder in the way
+    errors = each_error(table(run={"name": "mine"}), 1)
+    assert "samples.txt: cannot be written" in errors[0]
+    summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["validation_loss"] > 0 and summary["trigram_loss"] > 0
+
+
 def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
     seen = []
 

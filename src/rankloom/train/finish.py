@@ -61,12 +61,14 @@ def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summar
         trigram = _compare(job, outcome["validation_loss"])
         _write_samples(job)
 
-    if job.world.rank == 0 and not outcome["stopped_by"]:
-        stop.unless_asked(rest)
-    facts = {**outcome, "trigram_loss": trigram, "stopped_by": outcome["stopped_by"] or stop.number}
-    summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), **facts)
-    if job.world.rank == 0:
-        write_json(job.run / "summary.json", asdict(summary))
+    try:
+        if job.world.rank == 0 and not outcome["stopped_by"]:
+            stop.unless_asked(rest)
+    finally:
+        facts = {**outcome, "trigram_loss": trigram, "stopped_by": outcome["stopped_by"] or stop.number}
+        summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), **facts)
+        if job.world.rank == 0:
+            write_json(job.run / "summary.json", asdict(summary))
     return summary
 
 
