@@ -348,6 +348,29 @@ def test_products_that_are_written_into_are_computed_again(policy, kind):
     expect_equal(run(policy), run("none"))
 
 
+class Shifting(nn.Module):
+    """Works in place on what it is given, of which no product needs the old value."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.layers = nn.Parameter(torch.ones(8)), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        x += self.shift
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_input_that_changes_before_backward_is_an_error(policy, by_name):
+    """The block would run again with the changed one."""
+    blocks = nn.ModuleList(Shifting() for _ in range(2))
+    recompute(blocks, policy)
+    out = blocks[0](x=torch.ones(3, 8)) if by_name else blocks[0](torch.ones(3, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_copy_of_a_model_recomputes_itself_and_not_the_original(policy):
     model, _, _ = prepared(policy)

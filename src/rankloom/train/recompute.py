@@ -158,20 +158,25 @@ class RecomputedForward(Wrapped):
 
     def run(self, forward: Callable[..., Any], choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
         """The forward with one of the choices; `replay` is what stands around it when it runs again."""
-        forward = partial(forward, **kwargs)   # names in kwargs must not meet those of `checkpoint`
         if choice == NONE:
-            return forward(*args)
+            return forward(*args, **kwargs)
+        # `checkpoint` notices a change of what it is given by place only, and its own names must not meet those in kwargs.
+        placed, given = partial(_call, forward, len(args), tuple(kwargs)), (*args, *kwargs.values())
         if choice == FULL:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
+            return checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
         keep = Keep(self._products)
         replay.reuse(keep, self._learn)
-        out = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
+        out = checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
         keep.forget(out)   # the caller may change it
         return out
 
     def _learn(self, used: int) -> None:
         """A second run has come to so many products; later forwards need not keep more."""
         self._products = max(used, self._products or 0)
+
+
+def _call(forward: Callable[..., Any], places: int, names: tuple[str, ...], *given: Any) -> Any:
+    return forward(*given[:places], **dict(zip(names, given[places:], strict=True)))
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
