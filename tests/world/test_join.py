@@ -159,6 +159,16 @@ def test_a_rank_that_is_quick_to_build_the_next_world_waits_for_the_one_that_ser
     assert run_by_hand(meet_twice) == [(0, 2.0), (1, 2.0)]
 
 
+def meet_after_restarts() -> float:
+    """torchrun counts for each node those restarts that its own ranks have caused."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    return rl.init(device="cpu", timeout=20).all_reduce(torch.ones(1)).item()
+
+
+def test_ranks_whose_nodes_count_other_restarts_meet():
+    assert run_by_hand(meet_after_restarts) == [2.0, 2.0]
+
+
 TWICE = """
 import torch
 import rankloom as rl

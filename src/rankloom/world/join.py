@@ -1,6 +1,5 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
-import itertools
 import os
 import socket
 import sys
@@ -19,11 +18,11 @@ from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.base.units import seconds
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught, restarts
+from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
+from rankloom.world.transport.meet import start_afresh
 
 SLACK = 2.0   # seconds that torch's own time-out may come late: its message says more
-_worlds_built = itertools.count()   # by this process; its peers have built as many
 # Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
 # meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
@@ -57,10 +56,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:
-    """The store in which all ranks of this job meet, under a prefix of its own for every world that they build together.
-
-    Without it a rebuilt group would read the addresses of the one before.
-    """
+    """The store in which all ranks of this job meet, a part of it for every world that they build together."""
     (host, port), patience = meeting_point(place), seconds(timeout)
     try:
         if host is not None:
@@ -71,7 +67,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)
     _kept_open.append(store)
-    return dist.PrefixStore(f"rankloom/{restarts()}/{next(_worlds_built)}", store)
+    return start_afresh(dist.PrefixStore("rankloom", store), place.rank, place.size, timeout)
 
 
 def _rendezvous(place: Place, patience: timedelta) -> dist.Store:

@@ -26,7 +26,7 @@ def debug_mode() -> bool:
 
 
 def restarts() -> int:
-    """How often torchrun has started this job again; its store still holds what the ranks of before wrote."""
+    """How often torchrun has started this job again because ranks of this node failed. Other nodes may count otherwise."""
     return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
 
 

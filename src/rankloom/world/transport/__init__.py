@@ -3,7 +3,7 @@
     _shared.c         the collectives and messages themselves, on pointers
     fallback.py       the same in Python, for where there is no compiler, and to read; with fallback_peers.py and fallback_messages.py
     codes.py          the numbers by which kernels are told what to do, and tell why they could not
-    meet.py           who shares a host; the segment of memory they share; nothing of it has a name
+    meet.py           who is here now, who shares a host; the segment of memory they share; nothing of it has a name
     channel.py        one rank's end: calls, background calls, and what went wrong in words
     buffers.py        memory that all ranks map, to reduce in place
     operands.py       any tensor -> contiguous bytes and a number type, and back

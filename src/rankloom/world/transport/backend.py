@@ -33,6 +33,8 @@ def create(where: Any, options: Any) -> dist.ProcessGroup:
     """What torch calls for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
     with_router = import_module("rankloom.world.transport.router").with_router
     build = import_module("rankloom.world.transport.process_group").build
+    start_afresh = import_module("rankloom.world.transport.meet").start_afresh
     ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
-    group = build(where.store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
+    store = start_afresh(where.store, where.group_rank, where.group_size, timeout)   # torch numbers groups anew after each start
+    group = build(store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
     return with_router(group, timeout)

@@ -1,4 +1,4 @@
-"""Ranks of one host meet: they find out who shares it, and map one piece of memory.
+"""Ranks meet: those that are here now, and not those that were here before; who shares a host; and one piece of memory there.
 
 The memory is a memfd: it has no name, so nobody can stumble over it and nothing is left when the last process ends,
 however it ends. The others open it through /proc/<pid>/fd, which the kernel grants to the same user only. Once all have
@@ -12,6 +12,8 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankLost
 
+NAP = 0.01   # seconds between two looks at who has come
 PAGE = mmap.PAGESIZE
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # a rank that cut it short would kill all who touch it
 
@@ -61,21 +64,55 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
     return Neighbours(tuple(told.decode() for told in store.multi_get(keys)), rank)
 
 
+def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """A part of `store` that only those use who are the ranks now; it may hold what others wrote, before a restart or for another group.
+
+    How often each was started they cannot compare: torchrun counts for each node alone. So each leaves a word that is new, and
+    rank 0 answers every word it finds with the name of the part, until all have come there.
+    raises: RankLost naming the ranks that did not come within `timeout` seconds
+    """
+    if rank == 0:
+        return _lead(store, size, timeout)
+    word = secrets.token_hex(8)
+    store.set(f"word/{rank}", word)
+    wait_for(store, {f"part/{word}": 0}, rank, timeout)
+    part = dist.PrefixStore(store.get(f"part/{word}").decode(), store)
+    part.set(f"came/{rank}", word)
+    return part
+
+
+def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
+    name, deadline = secrets.token_hex(8), time.monotonic() + timeout
+    part, answered = dist.PrefixStore(name, store), set[str]()
+    while missing := [rank for rank in range(1, size) if _read(part, f"came/{rank}") is None]:
+        if time.monotonic() > deadline:
+            raise _absent(0, missing, timeout)
+        for word in {word for rank in missing if (word := _read(store, f"word/{rank}"))} - answered:
+            store.set(f"part/{word}", name)
+            answered.add(word)
+        time.sleep(NAP)
+    return part
+
+
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:
     """Wait until every key is set; `keys` tells which rank sets it."""
     try:
         store.wait(list(keys), datetime.timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
-        missing = sorted({other for key, other in keys.items() if not _is_set(store, key)})
-        raise RankLost(f"rank {rank}: rank(s) {', '.join(map(str, missing)) or 'unknown'} did not join the group within "
-                       f"{timeout:g} s; is each of the {len(keys)} ranks running, and are they given the same store?") from error
+        raise _absent(rank, sorted({other for key, other in keys.items() if _read(store, key) is None}), timeout) from error
 
 
-def _is_set(store: dist.Store, key: str) -> bool:
+def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
+    return RankLost(f"rank {rank}: rank(s) {', '.join(map(str, missing)) or 'unknown'} did not join the group within {timeout:g} s; "
+                    "are all ranks running, and are they given the same store?")
+
+
+def _read(store: dist.Store, key: str) -> str | None:
+    """What a key holds, if it is set."""
     try:
-        return store.check([key])
+        return store.get(key).decode() if store.check([key]) else None
     except (RuntimeError, dist.DistError):   # the store went with its host
-        return False
+        return None
 
 
 def create_memory(nbytes: int) -> int:

@@ -1,0 +1,54 @@
+"""Who meets in a store that others have used before."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import rankloom as rl
+from rankloom.base.errors import RankLost
+from rankloom.world.transport.meet import start_afresh
+
+P = 3
+
+
+@pytest.mark.parametrize("late", range(P))
+def test_ranks_that_start_again_meet_each_other_and_not_those_of_before(late):
+    store = dist.HashStore()
+
+    def start(rank, life):
+        time.sleep(0.05 * (rank == late))   # the others find what was left
+        part = start_afresh(store, rank, P, 20.0)
+        assert not part.check([f"life/{rank}"])
+        part.set(f"life/{rank}", str(life))
+        part.wait([f"life/{other}" for other in range(P)])
+        return [int(said) for said in part.multi_get([f"life/{other}" for other in range(P)])]
+
+    with ThreadPoolExecutor(P) as ranks:
+        for life in range(3):
+            assert [*ranks.map(start, range(P), [life] * P)] == [[life] * P] * P
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (2, "0")])
+def test_those_that_do_not_start_are_named(rank, missing):
+    with pytest.raises(RankLost, match=rf"rank {rank}: rank\(s\) {missing} did not join the group within 0.2 s"):
+        start_afresh(dist.HashStore(), rank, P, 0.2)
+
+
+def use_torchs_groups_twice(world):
+    """At the top of the module, for processes: torch numbers its groups anew, and rank 0, which serves the memory, comes late."""
+    store, sums = dist.PrefixStore("torch", world._store), []
+    for _ in range(2):
+        time.sleep(0.3 * (world.rank == 0))
+        dist.init_process_group("rankloom", store=store, rank=world.rank, world_size=world.size)
+        for group in (None, dist.new_group([0, 1])):
+            dist.all_reduce(x := torch.ones(1), group=group)
+            sums.append(x.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_torchs_groups_may_be_built_anew_over_one_store():
+    assert rl.spawn(2, use_torchs_groups_twice) == [[2.0] * 4] * 2
