@@ -119,19 +119,21 @@ class Visit:
 
     def __init__(self, offload: Offload, stay: set[int], before: "ref[Visit] | None"):
         self._offload, self._stay, self._before = offload, stay, before
-        # by storage and version; a storage may not change while it is saved, so none comes twice
-        self._parcels: WeakValueDictionary[tuple[int, int], Parcel] = WeakValueDictionary()
+        # By storage and version: a storage may not change while it is saved. One that has changed before by its part too: parts may have
+        # versions of their own, as the gates of an LSTM, and the next part may be about to change.
+        self._parcels: WeakValueDictionary[tuple[int, int, Any], Parcel] = WeakValueDictionary()
         self._returning = False
 
     def pack(self, t: Tensor) -> Staying | Travelling:
         """For autograd: what to hold in place of `t`."""
         if not _plain(t) or t.untyped_storage().nbytes() < self._offload.small or t.untyped_storage()._cdata in self._stay:
             return Staying(t.detach(), t._version)
-        key = (t.untyped_storage()._cdata, t._version)
+        where = (t.storage_offset(), t.size(), t.stride())
+        key = (t.untyped_storage()._cdata, t._version, where if t._version else None)
         parcel = self._parcels.get(key)
         if parcel is None or parcel.here is None:   # a storage that has left may have left its address to another
             parcel = self._parcels[key] = Parcel(t.untyped_storage(), t.device, self._offload)
-        return Travelling(parcel, t.dtype, (t.storage_offset(), t.size(), t.stride()))
+        return Travelling(parcel, t.dtype, where)
 
     def unpack(self, held: Staying | Travelling) -> Tensor:
         """For autograd: the tensor again. The first one of a block calls those of the block before it."""
