@@ -215,6 +215,25 @@ def test_a_parameter_that_changes_before_backward_is_an_error_as_it_is_without()
         loss.backward()
 
 
+class Overwriting(nn.Module):
+    """Changes in place what its exponential has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x):
+        return self.layers(x).exp().mul_(0.5)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_saved_tensor_that_changes_before_backward_is_an_error_as_it_is_without(layers):
+    blocks = nn.ModuleList(Overwriting() for _ in range(layers))
+    offload_activations(blocks, small=1)
+    with pytest.raises(RuntimeError, match="was changed in place after forward"):
+        nn.Sequential(*blocks)(torch.ones(4, 16)).sum().backward()
+
+
 def test_second_derivatives_pass():
     def run(offload):
         torch.manual_seed(0)

@@ -110,6 +110,7 @@ class Travelling:
     """What autograd holds in the place of one that travels."""
 
     parcel: "Parcel"
+    number: int              # of those in the parcel
     dtype: torch.dtype
     where: tuple[Any, ...]   # offset, size, stride
 
@@ -133,12 +134,15 @@ class Visit:
         parcel = self._parcels.get(key)
         if parcel is None or parcel.here is None:   # a storage that has left may have left its address to another
             parcel = self._parcels[key] = Parcel(t.untyped_storage(), t.device, self._offload)
-        return Travelling(parcel, t.dtype, where)
+        parcel.holds.append(Staying(t.detach(), t._version))
+        return Travelling(parcel, len(parcel.holds) - 1, t.dtype, where)
 
     def unpack(self, held: Staying | Travelling) -> Tensor:
         """For autograd: the tensor again. The first one of a block calls those of the block before it."""
         if isinstance(held, Staying):
             return _unchanged(held)
+        if held.parcel.holds:
+            _unchanged(held.parcel.holds[held.number])
         if not self._returning:
             self._returning = True
             before = self._before() if self._before else None
@@ -162,11 +166,12 @@ class Visit:
 
 
 class Parcel:
-    """One storage: on the device (`here`), in CPU memory, or both."""
+    """One storage: on the device (`here`), in CPU memory, or both. holds: what is saved of it, until it has left"""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, offload: Offload):
         self.device = device
         self.here: torch.UntypedStorage | None = storage
+        self.holds: list[Staying] = []
         self._offload, self._lane = offload, offload.lane(device)
         self._under_way: torch.cuda.Event | None = None
         self._away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -174,9 +179,11 @@ class Parcel:
         offload.bytes_out += storage.nbytes()
 
     def leave(self) -> None:
-        """Free the device memory, once it has been copied."""
-        self._lane.wait(self._under_way)
-        self.here = None
+        """Free the device memory, once it has been copied. What has changed since stays, to be refused when it is asked for."""
+        if all(held.tensor._version == held.version for held in self.holds):
+            self._lane.wait(self._under_way)
+            self.here = None
+            self.holds.clear()
 
     def come_back(self) -> None:
         """Begin to copy it to the device, where it is not there."""
