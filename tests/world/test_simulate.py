@@ -1,5 +1,6 @@
 """Ranks as threads: results, the first failure, and that nobody is left waiting because of it."""
 
+import _thread
 import threading
 import time
 
@@ -205,6 +206,22 @@ def test_a_failed_simulation_leaves_no_thread_behind():
     before = threading.active_count()
     quickly(3, body, Mine)
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
+    """Python ended under those that it left, and aborted."""
+    def body(world):
+        world.barrier()
+        if world.rank == 1:
+            _thread.interrupt_main()
+        while True:
+            world.barrier()
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        rl.simulate(3, body, backend=backend)
+    assert not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before]
 
 
 def test_two_simulations_at_once_do_not_disturb_each_other():

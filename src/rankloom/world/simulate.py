@@ -53,7 +53,7 @@ class _Simulation:
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
         self.failed: tuple[int, BaseException] | None = None
-        self.failed_at = 0.0   # by the monotonic clock
+        self.failed_at = 0.0   # by the monotonic clock; 0 while all is well
         self.results: list[Any] = [None] * self.size
         self.worlds: list[World | None] = [None] * self.size
 
@@ -62,7 +62,15 @@ class _Simulation:
         threads = [threading.Thread(target=self._one, args=(rank,), name=name, daemon=True) for rank, name in enumerate(names)]
         for thread in threads:
             thread.start()
-        ended = [self._join(thread) for thread in threads]
+        try:
+            ended = [self._join(thread) for thread in threads]
+        except BaseException:   # Ctrl-C
+            self.failed_at = self.failed_at or time.monotonic()
+            for world in filter(None, self.worlds):
+                world.close()
+            for thread in threads:
+                self._join(thread)
+            raise
         # Only now: a rank that ended early may still be read from by a slower one.
         for world, has_ended in zip(self.worlds, ended):
             if world is not None and has_ended:
@@ -78,7 +86,7 @@ class _Simulation:
 
         gloo does not always wake a call whose peer is gone; such a thread is left to its time-out.
         """
-        while thread.is_alive() and not (self.failed and time.monotonic() > self.failed_at + GRACE):
+        while thread.is_alive() and not (self.failed_at and time.monotonic() > self.failed_at + GRACE):
             thread.join(POLL)
         if thread.is_alive():
             atexit.register(thread.join, self.timeout)   # Python must not end under a thread that comes back to it
