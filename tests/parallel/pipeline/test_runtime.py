@@ -267,6 +267,17 @@ def test_the_first_layer_of_a_stage_may_work_in_place(name, ranks):
     expect_equal(results, one_process(build(), loss, batches))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_matrix_that_comes_from_the_stage_before_gets_its_gradient_with_the_first_part(name):
+    def build():
+        first, second = linear(4, 4), linear(2, 3)
+        return [({"first": first}, lambda x: (first(x), first(x + 1))), ({"second": second}, lambda x, y: second(F.linear(x, y)))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    results = rl.simulate(2, lambda w: run(w, build, loss, make_schedule(name, 2, 3), batches))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
 def test_outputs_and_gradients_with_gaps_between_their_numbers_travel_too():
     def turned():
         first, second = linear(3, 4), linear(2, 5)

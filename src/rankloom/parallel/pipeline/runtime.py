@@ -236,7 +236,9 @@ class _Received(torch.autograd.Function):
 
 
 def received(x: Tensor) -> Tensor:
-    """A leaf as what it stands for, which is none: the first layer of a stage may work on it in place. The same memory."""
+    """A leaf as what it stands for, which is none: a layer may work on it in place, and its gradient does not wait as a weight's may.
+    The same memory.
+    """
     out: Tensor = _Received.apply(x)   # type: ignore[no-untyped-call]
     return out
 
