@@ -1,6 +1,7 @@
 """Who shares a node: from what each rank's launcher says, and from a cluster file that must be the same for all."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -60,6 +61,13 @@ def test_files_that_differ_between_nodes_are_refused_by_all_ranks(tmp_path):
         other.write_text(text)
         errors = found_by_all(places(0, 1), [one, other])
         assert all("not the same on all nodes. Rank 0: Topology(nodes=((0,), (1,))" in error for error in errors), errors
+
+
+def test_a_rank_that_says_nothing_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(rl.RankLost, match=r"rank 0: node: nothing was heard of ranks \[1, 2\] within the time-out"):
+        find_topology(places(0, 1, 1)[0], store)
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [

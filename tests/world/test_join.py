@@ -43,6 +43,12 @@ def test_without_a_launcher_init_gives_a_world_of_one():
     assert torch.equal(world.all_reduce(torch.ones(2)), torch.ones(2))
 
 
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(rl.ConfigError, match="device = 'cuda': torch finds no GPU"):
+        rl.init(device="cuda")
+
+
 def test_a_mesh_that_needs_other_ranks_is_refused_with_the_arithmetic_before_anybody_is_waited_for(monkeypatch):
     with pytest.raises(rl.MeshError, match="shard 2 x tensor 2 = 4 ranks, but there are 1"):
         rl.init(rl.Mesh(shard=2, tensor=2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
 
@@ -19,7 +19,7 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
 
     file:   a cluster file, which goes before what the launcher says
     links:  what they cost, where the file does not say
-    raises: ConfigError, on all ranks, when the file is wrong for any of them or not the same for all
+    raises: ConfigError, on all ranks, when the file is wrong for any of them or not the same for all; RankLost
     """
     one_node = place.local_size == place.size
     names = [""] * place.size if one_node else _tell_all(place, store, "node", str(place.node))
@@ -44,7 +44,12 @@ def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str
     """What every rank has said of `what`, in rank order."""
     keys = [f"{what}/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], text)
-    store.wait(keys)
+    try:
+        store.wait(keys)
+    except dist.DistStoreError as error:
+        silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RankLost(f"rank {place.rank}: {what}: nothing was heard of ranks {silent} within the time-out; "
+                       "they have ended, or were not asked for it") from error
     return [said.decode() for said in store.multi_get(keys)]
 
 

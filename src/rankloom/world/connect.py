@@ -46,10 +46,15 @@ def why_not_shared(device: torch.device) -> str | None:
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
-    """Where a rank computes. The ranks of a host take its GPUs in turns; a rank's is its process's current one from here on."""
+    """Where a rank computes. The ranks of a host take its GPUs in turns; a rank's is its process's current one from here on.
+
+    raises: ConfigError when there is none
+    """
     if kind != "cuda":
         return torch.device(kind)
-    device = torch.device(kind, local_rank % torch.cuda.device_count())
+    if not (gpus := torch.cuda.device_count()):
+        raise ConfigError(f"device = {kind!r}: torch finds no GPU on this host; use 'cpu'")
+    device = torch.device(kind, local_rank % gpus)
     torch.cuda.set_device(device)
     return device
 

@@ -78,7 +78,7 @@ class Inspector:
     def _read(self, rank: int) -> Fingerprint:
         try:
             self.store.wait([self._key(rank)], datetime.timedelta(seconds=self.timeout))
-        except (RuntimeError, dist.DistError) as error:
+        except dist.DistStoreError as error:
             raise CollectiveTimeout(
                 f"rank {self.rank}: rank {rank} did not come to collective number {self.calls} "
                 f"within {self.timeout:g} s. Who is where:\n{self.where_is_everyone()}"

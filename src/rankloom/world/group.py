@@ -134,7 +134,7 @@ class Group:
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
         """Combine `x` over the ranks, in place; every rank ends with the same. op: sum, mean, max, min, product.
 
-        x: any shape, the same on all ranks   sent: 2n(p-1)/p
+        x: any shape, the same on all ranks; over gloo, max and min may pass over a NaN   sent: 2n(p-1)/p
         """
         if op not in SHARED_OPS:
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")

@@ -62,7 +62,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         if host is not None:
             _wait_for_name(host, timeout)
         store = _rendezvous(place, patience)
-    except (ValueError, RuntimeError, OSError, dist.DistError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)
