@@ -66,8 +66,8 @@ class _Simulation:
             ended = [self._join(thread) for thread in threads]
         except BaseException:   # Ctrl-C
             self.failed_at = self.failed_at or time.monotonic()
-            for world in filter(None, self.worlds):
-                world.close()
+            for joined in filter(None, self.worlds):
+                joined.close()
             for thread in threads:
                 self._join(thread)
             raise
