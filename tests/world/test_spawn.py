@@ -116,6 +116,10 @@ def return_a_lambda(world):
     return lambda: world.rank
 
 
+def return_picky(world):
+    return Picky(3, "will not come back")
+
+
 def ports_and_children(world):
     return sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
 
@@ -255,6 +259,12 @@ def test_a_loss_without_another_cause_is_itself_reported():
 def test_a_result_that_cannot_travel_is_an_error_of_that_rank():
     with pytest.raises(Exception, match="pickle"):
         rl.spawn(1, return_a_lambda)
+
+
+def test_a_result_that_does_not_come_back_is_an_error_that_names_the_rank():
+    with pytest.raises(rl.RankFailed, match="rank 0 of 1: what it returned does not come back from pickle: TypeError: .*Picky") as caught:
+        rl.spawn(1, return_picky)
+    assert caught.value.rank == 0
 
 
 def test_a_body_that_cannot_travel_is_refused_with_the_way_out():

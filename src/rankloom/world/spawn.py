@@ -166,7 +166,11 @@ def _receive(child: Child, rank: int, size: int) -> Any:
         process.join(GRACE)
         raise RankFailed(f"rank {rank} of {size} ended without a word: {_how_it_ended(process.exitcode)}; "
                          "the others were stopped because of it", rank=rank) from None
-    ok, value, trace = pickle.loads(answer)
+    try:
+        ok, value, trace = pickle.loads(answer)
+    except Exception as error:
+        raise RankFailed(f"rank {rank} of {size}: what it returned does not come back from pickle: {type(error).__name__}: {error}",
+                         rank=rank) from error
     if ok:
         return value
     value.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)\n{trace}")
