@@ -285,9 +285,22 @@ def test_an_embedding_with_a_forward_of_its_own_keeps_it(word):
     expect_equal(3, make, run_tokens, plan={"embed": word})
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}])
-def test_an_embedding_that_does_more_than_look_up_rows_is_refused(option):
-    with pytest.raises(ConfigError, match="embed is a Embedding; only an nn.Embedding can be cut, without max_norm, sparse or scale_grad"):
+@pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
+def test_an_embedding_may_be_called_by_name(word):
+    class ByName(Tower):
+        def forward(self, tokens):
+            return self.rest(self.embed(input=tokens))
+
+    expect_equal(3, lambda: shaken(ByName(7)), run_tokens, plan={"embed": word})
+
+
+CUT = "embed is a Embedding; only an nn.Embedding can be cut, without max_norm, sparse or scale_grad"
+
+
+@pytest.mark.parametrize(("option", "said"), [({"max_norm": 1.0}, CUT), ({"scale_grad_by_freq": True}, CUT),
+                                              ({"sparse": True}, "embed is an embedding with sparse=True; leave it out")])
+def test_an_embedding_that_does_more_than_look_up_rows_is_refused(option, said):
+    with pytest.raises(ConfigError, match=said):
         rl.simulate(1, lambda world: rl.tensor_parallel(Tower(7, **option), {"embed": "embedding_rowwise"}, world))
 
 

@@ -9,9 +9,9 @@ cut by tokens, the exit is a reduce-scatter, and the norm before the pair gather
 dropout and residuals are computed and kept once, not once a rank: Korthikanti et al. 2022.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,13 +143,18 @@ def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
 
     sent: backward, an all-gather of the gradient
     """
-    def split(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (redistribute(args[0], WHOLE, BY_TOKENS, group, label=label), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, kwargs | {name: redistribute(kwargs[name], WHOLE, BY_TOKENS, group, label=label)}
+    change_first_before(module, lambda x: redistribute(x, WHOLE, BY_TOKENS, group, label=label))
 
-    module.register_forward_pre_hook(split, with_kwargs=True)
+
+def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """`module` is given its first tensor changed, by place or by name."""
+    def changed(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: change(kwargs[name])}
+
+    module.register_forward_pre_hook(changed, with_kwargs=True)
 
 
 def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:

@@ -25,7 +25,7 @@ from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
 from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 from rankloom.parallel.tensor.holding import padded
-from rankloom.parallel.tensor.layers import entered
+from rankloom.parallel.tensor.layers import change_first_before, entered
 from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, expect_alike, redistribute
 from rankloom.world.group import Group
 
@@ -73,17 +73,17 @@ def look_up_own_rows(embedding: nn.Module, rows: Rows, group: Group, out: Layout
     found: list[Tensor] = []   # which tokens of this call lie here
 
     @torch.compiler.disable
-    def before(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows.expect(args[0], group.where(label))
-        expect_alike(args[0], TOKENS, group, f"{label}: tokens")
-        row, here = rows.local(args[0])
+    def own(tokens: Tensor) -> Tensor:
+        rows.expect(tokens, group.where(label))
+        expect_alike(tokens, TOKENS, group, f"{label}: tokens")
+        row, here = rows.local(tokens)
         found[:] = [here]
-        return row, *args[1:]
+        return row
 
     def after(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return redistribute(output.masked_fill(~found.pop()[..., None], 0.0), OWED, out, group, label=label, overwrite=True)
 
-    embedding.register_forward_pre_hook(before)
+    change_first_before(embedding, own)
     embedding.register_forward_hook(after)
 
 
