@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from conformance.cases import Case, random_case
 from conformance.faults import KINDS, Injection, Pool, inject
-from conformance.ranks import Ranks
+from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
 from patience import AT_ONCE
-from rankloom.base.errors import CollectiveMismatch, ConfigError, RankLost, ShapeMismatch
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import dial, levels, wire
+from rankloom.world.transport.codes import LEFT
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.levels import Levels
-from rankloom.world.transport.wire import PART, Wire
+from rankloom.world.transport.lines import HEAD
+from rankloom.world.transport.wire import LEAVING, NEWS, PART, Wire
 from world.transport.test_kernel import in_child
 
 EVEN, UNEVEN = ["ab", "abab", "aabbcc", "abcd", "aaabbb"], ["aab", "abbcb", "aaab", "abbbcc"]   # a letter for the host of each rank
@@ -411,6 +413,37 @@ def test_a_message_that_its_sender_forgets_arrives_as_it_was_then(ranks):
     assert target.eq(1.0).all()
 
 
+def test_a_rank_that_leaves_sends_first_what_it_has_promised(ranks, monkeypatch):
+    monkeypatch.setattr(wire, "LINGER", AT_ONCE)
+    world = ranks("ab")
+    work = world.groups[0].send([torch.ones(16 * LARGE)], 1)
+    assert not work.is_completed(), "it is more than a connection holds"
+    world.groups[0].shutdown()
+    assert receive(world.groups[1], 64 * LARGE, 0).view(torch.float32).eq(1).all()
+
+
+def test_a_rank_that_said_goodbye_has_left_also_where_its_connection_ends_in_the_same_moment():
+    mine, theirs = socket.socketpair()
+    theirs.sendall(HEAD.pack(NEWS, LEAVING, 0))
+    theirs.close()
+    mine.setblocking(False)
+    alone = Wire(0, {1: mine}, bool)
+    m = alone.receive(PART, 1, 0, memoryview(bytearray(4)))
+    assert alone.wait([m], time.monotonic() + AT_ONCE) == LEFT
+    alone.leave()
+
+
+def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
+    world = ranks("abc")
+    world.groups[1].shutdown()
+    work = world.groups[0].recv_anysource([torch.zeros(4)])
+    with pytest.raises(CollectiveTimeout):
+        work.wait(seconds(0.2))
+    world.groups[2].shutdown()
+    with pytest.raises(RankLost, match="it has left the group"):
+        work.wait()
+
+
 # ---------------------------------------------------------------- messages that nobody has asked for yet
 
 
@@ -443,6 +476,15 @@ def receive(group, n, tag):
     return x
 
 
+def test_a_receive_that_was_given_up_is_not_read_for(ranks, monkeypatch):
+    monkeypatch.setattr(wire, "ASIDE", 1 << 20)
+    world, n = ranks("ab"), 1 << 20
+    link = world.groups[1].channel.link
+    link.drop(link.post(0, (x := torch.zeros(4)).data_ptr(), x.nbytes, 0, 7))
+    works = [world.groups[0].send([torch.zeros(n, dtype=torch.uint8)], 1) for _ in range(60)]
+    assert put_aside(world.groups[1]) <= wire.ASIDE + wire.AT_ONCE * n and not works[-1].is_completed()
+
+
 def test_a_receiver_that_waits_for_nothing_stops_reading_and_loses_nothing(full):
     world, works, n = full
     for k in range(len(works)):
@@ -465,6 +507,15 @@ def test_a_receive_that_is_only_looked_at_comes_too(full):
             break
         time.sleep(0.05)
     assert all((x == k % 251).all() for k, x in enumerate(xs))
+
+
+def test_a_rank_that_has_asked_for_a_message_reads_on_though_it_does_not_wait(full):
+    """What it has asked for may be behind all that."""
+    world, works, _ = full
+    link = world.groups[1].channel.link
+    handle = link.post(0, (x := torch.zeros(4)).data_ptr(), x.nbytes, 0, 7)
+    assert all(work.wait() for work in works)
+    link.drop(handle)
 
 
 def test_collectives_and_questions_pass_by_what_nobody_has_asked_for(full, monkeypatch):
