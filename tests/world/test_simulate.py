@@ -224,6 +224,19 @@ def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
     assert not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before]
 
 
+def test_a_rank_that_makes_no_call_does_not_keep_an_interrupt_waiting():
+    released = threading.Event()
+
+    def body(world):
+        if world.rank == 0:
+            _thread.interrupt_main()
+        released.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        rl.simulate(2, body)
+    released.set()
+
+
 def test_two_simulations_at_once_do_not_disturb_each_other():
     results = {}
     one = lambda n: results.update({n: rl.simulate(2, lambda w: w.all_reduce(torch.tensor(n)).item())})
