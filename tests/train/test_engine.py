@@ -404,6 +404,53 @@ def test_a_loss_that_is_not_finite_is_named_with_its_rank():
     rl.simulate(3, body)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_of_one_rank_outside_of_a_step_is_that_ranks_own_and_sends_nothing(stage, accumulate):
+    """Someone looks at gradients by the inputs, or trains another model on what this one says: others were left waiting, or mixed up."""
+    def body(world, looks):
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        for param in model.parameters():
+            nn.init.constant_(param, 0.5)
+        engine, losses = prepare(world, model, stage=stage, accumulate=accumulate), []
+        for step in range(3):
+            if looks and world.rank == 1:
+                before = world.ledger.calls
+                engine.model(rows(4)).sum().backward()
+                assert world.ledger.calls == before
+            losses.append(engine.step(rows(4, 3 * step + world.rank)).loss)
+        return losses
+
+    untroubled = rl.simulate(3, lambda world: body(world, False))
+    assert rl.simulate(3, lambda world: body(world, True)) == untroubled
+
+
+@pytest.mark.parametrize("nothing", [(1,), (0, 1), (0,)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_micro_batch_whose_loss_depends_on_no_parameter_adds_nothing_and_is_told_where_backward_is_for_all(stage, nothing):
+    """A rank that had nothing to sum took no part in the reductions of the others, and the processes ended in the backend."""
+    def loss(model, x):
+        y = model(x)
+        return (torch.zeros((), dtype=y.dtype, requires_grad=True), 0) if x.max() > 100 else (y.square().sum(), len(x))
+
+    first, second, last = [rows(4, rank) for rank in range(3)], [rows(4, 3 + rank) for rank in range(3)], [rows(4, 6)] * 3
+    for at in nothing:
+        second[1][2 * at : 2 * at + 2] = 200.0
+
+    def body(world):
+        engine = prepare(world, loss=loss, stage=stage, accumulate=2)
+        return [engine.step(batch[world.rank]).loss for batch in (first, second, last)]
+
+    if stage == 3:
+        quickly(3, body, rl.LossError, "rank 1: the loss of a micro-batch depends on no parameter")
+        return
+    kept = torch.cat(second)
+    alone, = rl.simulate(1, lambda world: [engine.step(x).loss for engine in [prepare(world)]
+                                           for x in (torch.cat(first), kept[kept[:, 0] < 100], torch.cat(last))])
+    for losses in rl.simulate(3, body):
+        assert losses == pytest.approx(alone, rel=RTOL)
+
+
 def test_running_statistics_are_equal_on_all_ranks_after_a_step_that_was_not_finite_too():
     def loss(model, x):
         return (model(x) * (math.inf if x.max() > 100 else 1.0)).square().sum(), len(x)

@@ -25,16 +25,16 @@ class Queue:
         """A backward has begun."""
         self._settled, self._started = [], 0
 
-    def settle(self, section: Section, *, reduce_all: bool) -> None:
+    def settle(self, section: Section, *, reduce_all: bool | None) -> None:
         """All gradients of `section` have landed: reduce what may be reduced now.
 
-        reduce_all: this is the step's last backward; before that only sections that are reduced each time set out
+        reduce_all: this is the step's last backward; before that only sections that are reduced each time set out; None: nothing does
         """
         self._settled.append(section)
         while self._started < len(self.order) and self.order[self._started].settled:
             following = self.order[self._started]
             self._started += 1
-            for gradient in following.gradients if reduce_all or following.each else ():
+            for gradient in following.gradients if reduce_all or (following.each and reduce_all is not None) else ():
                 gradient.start()
 
     def learn(self) -> None:

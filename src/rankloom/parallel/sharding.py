@@ -15,7 +15,7 @@ Read parallel/sections.py before this file; parallel/zero.py has the table of st
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -94,7 +94,7 @@ class Sharding:
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.lenders = make_gradients(sections, apart.replicas_of(replicas) if apart else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
-        self.syncing = True
+        self.syncing: bool | None = True       # see `sync`; None: a backward reduces nothing
         self._order: list[Section] = []        # of the calls of this pass
         self._last_order: list[Section] = []   # of those of the pass before
         self._queue = Queue(self.sections, group, replicas)
@@ -111,14 +111,9 @@ class Sharding:
         """Whether this is a step's last backward, after which all gradients are reduced."""
         return temporarily(self, syncing=on)
 
-    @contextmanager
-    def without_reduction(self) -> Iterator[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes inside reduce nothing: they leave this rank's own gradients, whole, whatever memory that takes."""
-        with ExitStack() as until_here:
-            until_here.enter_context(self.sync(False))
-            for section in self.sections:
-                until_here.enter_context(temporarily(section, each=False))
-            yield
+        return temporarily(self, syncing=None)
 
     def gradients(self) -> list[Gradient]:
         """Those of all units, in the order of the sections."""
@@ -210,6 +205,21 @@ class Sharding:
             self.release()
         self._order, self._last_order = [], []
 
+    def begin_pass(self) -> None:
+        """The root is called, or will be: after a backward, or a forward without one, calls are noted anew."""
+        if self._moment is Moment.BACKWARD:   # the last one died on its way
+            self.abandon()
+        if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
+            for section in self.sections:
+                section.forget_pass()
+            self._last_order, self._order = self._order or self._last_order, []
+        self._moment = Moment.FORWARD
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a backward has ended since the pass began."""
+        return self._moment is Moment.AFTER_BACKWARD
+
     def make_ready(self) -> None:
         """Gather everything, for code that looks at the whole model. A collective."""
         for section in self.sections:
@@ -236,7 +246,7 @@ class Sharding:
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
         """Gather the section that is about to run, and start to gather those that were called after it in the last pass."""
         if section is self.sections[0]:
-            self._begin_pass()
+            self.begin_pass()
         section.expect_own_parameters()
         self._gather(section)
         section.is_ahead = False
@@ -258,16 +268,6 @@ class Sharding:
         if section.is_away:
             self.guide.tell_section(self.sections.index(section))
         section.make_ready()
-
-    def _begin_pass(self) -> None:
-        """The root is called: after a backward, or a forward without one, calls are noted anew."""
-        if self._moment is Moment.BACKWARD:   # the last one died on its way
-            self.abandon()
-        if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
-            for section in self.sections:
-                section.forget_pass()
-            self._last_order, self._order = self._order or self._last_order, []
-        self._moment = Moment.FORWARD
 
     def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
         """Let the section go; a hook on what it returned tells when its backward begins."""
@@ -350,7 +350,8 @@ class Sharding:
         for section in reversed(self.sections):
             if not section.settled:
                 self._settle(section)
-        self._queue.learn()
+        if self.syncing is not None:
+            self._queue.learn()
         self.lenders.finish_all()
         if self.gathering.let_go:
             self.release()

@@ -285,7 +285,7 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        with self.placement.sync(False):   # a loss may take gradients of its own, by the inputs
+        with self.placement.alone():   # a loss may take gradients of its own, by the inputs
             returned = self.settings.loss(self.model, piece)
         if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
             raise LossError(

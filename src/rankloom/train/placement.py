@@ -116,6 +116,7 @@ class Whole:
         self._reducer = CanonicalReducer(self._masters.params, group, leaves, owners=self.owners) if leaves else GradientReducer(
             self._masters.params, group, owners=self.owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
             by_rows=embeddings(model))
+        self._reducer.syncing = False   # a backward outside of a step is none of its gradients
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A forward needs nobody else."""

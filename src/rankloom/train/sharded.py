@@ -4,7 +4,7 @@ Read train/placement.py before this file; parallel/zero.py has the table of stag
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import LossError
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
@@ -32,7 +33,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         self.model, self.sharding, self._everyone = model, sharding, everyone
-        sharding.syncing = False   # a backward outside of a step is none of its gradients
+        sharding.syncing = None   # a backward outside of a step is none of its gradients
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
 
@@ -65,9 +66,18 @@ class Sharded:
         """Forget all gradients."""
         self.sharding.abandon()
 
-    def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Sections are reduced during the last backward; those that must not stay whole, in each."""
-        return self.sharding.sync(on)
+    @contextmanager
+    def sync(self, on: bool) -> Iterator[None]:
+        """Sections are reduced during the last backward; those that must not stay whole, in each, also where no gradient came here."""
+        sharding = self.sharding
+        with sharding.sync(on):
+            sharding.begin_pass()
+            yield
+            if sharding.gathers_in_forward and not sharding.is_over:
+                raise LossError(f"rank {self.group.ranks[self.group.rank]}: the loss of a micro-batch depends on no parameter, and where a "
+                                "backward gathers parameters all ranks take part; where there is nothing to sum, return for "
+                                "example `logits.sum() * 0, 0`")
+            sharding.end_backward()
 
     def alone(self) -> AbstractContextManager[None]:
         """Whole gradients stay."""
@@ -83,7 +93,6 @@ class Sharded:
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """All reductions have ended with the backward; agree who was used."""
-        self.sharding.end_backward()
         summed = self.sharding.agree(totals)
         assert summed is not None, "no totals"
         return summed
