@@ -356,17 +356,19 @@ class Shifting(nn.Module):
         self.shift, self.layers = nn.Parameter(torch.ones(8)), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
     def forward(self, x):
+        x = x[0] if isinstance(x, tuple) else x
         x += self.shift
         return self.layers(x)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_an_input_that_changes_before_backward_is_an_error(policy, by_name):
+@pytest.mark.parametrize("call", [lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block((x, None))],
+                         ids=["by place", "by name", "in a tuple"])
+def test_an_input_that_changes_before_backward_is_an_error(policy, call):
     """The block would run again with the changed one."""
     blocks = nn.ModuleList(Shifting() for _ in range(2))
     recompute(blocks, policy)
-    out = blocks[0](x=torch.ones(3, 8)) if by_name else blocks[0](torch.ones(3, 8))
+    out = call(blocks[0], torch.ones(3, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

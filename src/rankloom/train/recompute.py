@@ -25,7 +25,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rankloom.base.errors import ConfigError, did_you_mean
@@ -160,8 +160,9 @@ class RecomputedForward(Wrapped):
         """The forward with one of the choices; `replay` is what stands around it when it runs again."""
         if choice == NONE:
             return forward(*args, **kwargs)
-        # `checkpoint` notices a change of what it is given by place only, and its own names must not meet those in kwargs.
-        placed, given = partial(_call, forward, len(args), tuple(kwargs)), (*args, *kwargs.values())
+        # `checkpoint` notices a change of tensors that it is given by place only, and its own names must not meet those in kwargs.
+        given, places = tree_flatten((args, tuple(kwargs.values())), is_leaf=lambda value: not isinstance(value, tuple))
+        placed = partial(_call, forward, tuple(kwargs), places)
         if choice == FULL:
             return checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
         keep = Keep(self._products)
@@ -175,8 +176,9 @@ class RecomputedForward(Wrapped):
         self._products = max(used, self._products or 0)
 
 
-def _call(forward: Callable[..., Any], places: int, names: tuple[str, ...], *given: Any) -> Any:
-    return forward(*given[:places], **dict(zip(names, given[places:], strict=True)))
+def _call(forward: Callable[..., Any], names: tuple[str, ...], places: TreeSpec, *given: Any) -> Any:
+    args, values = tree_unflatten(given, places)
+    return forward(*args, **dict(zip(names, values, strict=True)))
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
