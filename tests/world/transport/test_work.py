@@ -10,6 +10,8 @@ import torch
 from conformance.ranks import Ranks
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveTimeout
+from rankloom.world.transport.through_host import HostWork
+from rankloom.world.transport.work import DONE
 
 
 @pytest.fixture
@@ -55,3 +57,11 @@ def test_a_message_waited_for_by_cpp_which_says_zero_for_no_time_out_has_that_of
     with pytest.raises(CollectiveTimeout, match="recv .*within its timeout of 0.3 s: rank 1"):
         world.groups[0].recv([torch.ones(4)], 1).wait(datetime.timedelta(0))
     world.close()
+
+
+def test_what_came_through_the_host_is_brought_once_whoever_waits_again():
+    there, here = torch.zeros(3), torch.ones(3)
+    work = HostWork(DONE, [(there, here)])
+    assert work.is_completed() and there.tolist() == [1.0] * 3
+    there.fill_(2.0)   # by its owner, who has it now
+    assert work.wait() and there.tolist() == [2.0] * 3
