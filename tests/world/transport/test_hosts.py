@@ -305,15 +305,15 @@ def test_calls_of_different_kinds_within_a_host_are_shown_whatever_lengths_they_
 
 def test_a_rank_that_has_not_come_when_others_differ_is_said_not_to_have_come(ranks):
     """Its last call was shown, which is another."""
-    world, found = ranks("aabb"), threading.Event()
+    world, told = ranks("aabb"), threading.Barrier(4, timeout=AT_ONCE)
 
     def body(rank):
         if rank == 3:
-            found.wait(AT_ONCE)
+            told.wait()
         try:
             gather(world.groups[rank], rank, rank // 2 * 2)
         finally:
-            found.set()
+            told.wait() if rank != 3 else None
 
     errors = world.errors(body)
     assert "rank 2: gather(sum, root 2)" in str(errors[0]) and "rank 3: has not come to this call" in str(errors[0])
