@@ -1,6 +1,7 @@
 """Mixtures of experts in training: evaluation where ranks have different numbers of batches, counts of tokens, auxiliary losses."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from rankloom.models.gpt import GPT, Block
 from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import Experts, MoE
 from rankloom.parallel.expert import expert_layers, rebalance
+from rankloom.parallel.zero import step_bill
+from rankloom.world.group import Group
 
 RTOL = 1e-12   # fp64: the same terms in another order
 MOE = MoEConfig(experts=4, top_k=2, ffn=12, shared=1, balance_loss=0.3, router_z_loss=0.2, bias_rate=0.05)
@@ -200,3 +203,23 @@ def test_deterministic_training_tells_the_same_bits_on_any_number_of_ranks(ranks
 
     expected = rl.simulate(1, body)[0]
     assert rl.simulate(ranks, body) == [expected] * ranks
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [(rl.Mesh(expert=2), 1), (rl.Mesh(shard=2, expert=2), 3)], ids=str)
+def test_what_a_step_sends_for_parameters_and_gradients_is_its_bill_where_experts_have_fewer_replicas(mesh, stage, monkeypatch):
+    sent, counted, collect = Counter[int](), set[int](), Group._collect
+
+    def counting(group, op, x, label, async_op, *, bill, **more):
+        rank = group.ranks[group.rank]
+        sent[rank] += bill.sent * (rank in counted and label.startswith(("parameters of", "gradients of")))
+        return collect(group, op, x, label, async_op, bill=bill, **more)
+
+    def body(world):
+        engine = make_engine(world, stage)
+        engine.step(share(rows(8), engine.group))
+        counted.add(world.rank)
+        engine.step(share(rows(8), engine.group))
+        return step_bill(engine.placement.sharding).sent
+
+    monkeypatch.setattr(Group, "_collect", counting)
+    assert dict(enumerate(rl.simulate(mesh, body))) == sent

@@ -131,7 +131,7 @@ def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingSt
 
 def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
     """What this rank sends in a step of `backwards` micro-batches, for parameters and gradients, padding included."""
-    total = Bill()
+    total, replicas = Bill(), {gradient.unit: gradient.replicas for gradient in sharding.gradients()}
     for section in sharding.sections:
         reductions = backwards if section.each else 1
         for unit in section.units:
@@ -144,7 +144,7 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
             if unit.trainable:
                 total += _times(reductions, scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p))
                 slice_bytes = unit.layout.total * unit.formats.reduce.itemsize // p
-                total += _times(reductions, all_reduce_bill(slice_bytes, sharding.replicas.size))
+                total += _times(reductions, all_reduce_bill(slice_bytes, replicas[unit].size))
     return total
 
 
