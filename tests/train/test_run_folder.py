@@ -4,7 +4,9 @@ import json
 import os
 import re
 import resource
+import threading
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Evaluated, Notice, StepDone
 from rankloom.train.config import make_config
+from rankloom.train.job import open_run
 from rankloom.train.run_folder import Journal, claim_run_folder, describe_environment, write_json
 from rankloom.world.simulate import simulate
 
@@ -47,8 +50,8 @@ def test_a_named_folder_that_holds_a_run_is_never_used_again(tmp_path, kept):
 def test_a_job_that_its_launcher_starts_again_gets_a_folder_beside_that_of_the_first_time(tmp_path, monkeypatch):
     first = claim_run_folder(config(tmp_path, "mine"), NOW)
     (first / "metrics.jsonl").write_text("something")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert claim_run_folder(config(tmp_path, "mine"), NOW) == tmp_path / "mine-2"
+    monkeypatch.setattr("rankloom.train.job.restarts", lambda: int(threading.current_thread().name == "rank-1"))   # of another node
+    assert simulate(2, partial(open_run, config(tmp_path, "mine"))) == [tmp_path / "mine-2"] * 2
 
 
 def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):

@@ -19,6 +19,7 @@ from rankloom.train.run_folder import claim_run_folder, describe_environment, wr
 from rankloom.train.schema import Config
 from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
+from rankloom.world.launch import restarts
 
 SECONDS_BETWEEN_NOTICES = 2.0
 CUT = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
@@ -51,9 +52,10 @@ def open_run(config: Config, world: World) -> Path:
     raises: ConfigError, on all ranks, when the folder cannot be made or written
     """
     problem, path = None, None
+    again = any(world.all_gather_object(restarts(), label="restarts"))   # torchrun counts for each node alone
     if world.rank == 0:
         try:
-            path = claim_run_folder(config, datetime.now())
+            path = claim_run_folder(config, datetime.now(), again=again)
             _write_start(config, world, path)
         except (ConfigError, OSError) as error:
             problem = str(error)

@@ -38,21 +38,21 @@ from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.train.files import replacing
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
-from rankloom.world.launch import restarts
 
 PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
 
 
-def claim_run_folder(config: Config, now: datetime) -> Path:
+def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> Path:
     """Make the folder of a run, and its sub-folders, and return its path.
 
+    again:  a launcher has started the job again: it gets a folder beside that of the time before
     raises: ConfigError when it cannot be made, or when the name is that of a folder that holds a run
     """
     parent = Path(config.run.folder)
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        if config.run.name is None or restarts():
+        if config.run.name is None or again:
             path = _next_free(path)
         for folder in (path, path / "events", path / "logs"):
             folder.mkdir(exist_ok=True)
