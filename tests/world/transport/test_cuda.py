@@ -36,8 +36,8 @@ class Driver:
             self.log.append(name)
             if name in self.refused:
                 return self.refused[name]
-            if name.startswith(("cuMem", "cuIpc")):
-                assert self.contexts.stack == [PRIMARY], f"{name} needs a context"
+            if name.startswith(("cuMem", "cuIpc", "cuStream")):
+                assert getattr(self.contexts, "stack", []) == [PRIMARY], f"{name} needs a context, and this thread has none"
             return work(*args) or 0
 
         return call
@@ -179,7 +179,7 @@ def test_too_much_memory_and_other_refusals_have_words(driver):
         cuda_driver.take_block(0, 1 << 32)
     driver.refused["cuStreamWriteValue64_v2"] = ILLEGAL
     with pytest.raises(DeviceError, match="the CUDA driver refused cuStreamWriteValue64_v2: text of 700 \\(error 700\\)"):
-        cuda_driver.write_value(1, 8, 1)
+        cuda_driver.write_value(0, 1, 8, 1)
     driver.refused["cuIpcGetMemHandle"] = GONE
     with pytest.raises(DeviceError, match="error 4"):
         cuda_driver.take_block(0, 1)
@@ -241,12 +241,20 @@ def test_a_released_flag_is_written_in_a_stream_of_its_own(driver):
     assert 0 < RELEASED < 2**63, "the driver compares signed numbers"
 
 
+def test_a_thread_that_has_never_used_cuda_can_release_a_flag(driver):
+    device, flag = make_device(), torch.zeros(1, dtype=torch.int64)
+    watcher = threading.Thread(target=device.release, args=(flag,))
+    watcher.start()
+    watcher.join()
+    assert flag.item() == RELEASED
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_runs_on_it(driver, monkeypatch, size):
     monkeypatch.setattr(rounds, "SLOT", 8192)
     monkeypatch.setattr(rounds, "IN_SHARES", 1024)
-    monkeypatch.setattr(cuda, "take_block", lambda index, nbytes: cuda_driver.take_block(0, nbytes))
-    monkeypatch.setattr(cuda, "open_block", lambda index, handle: cuda_driver.open_block(0, handle))
+    for name in ("take_block", "open_block", "write_value", "wait_value"):   # the device of these ranks has no number
+        monkeypatch.setattr(cuda, name, lambda index, *args, call=getattr(cuda_driver, name): call(0, *args))
     ranks = CudaRanks(size)
     run_and_check(ranks, [Case(name, dtype, "sum", shape, into=into, how=how, seed=n) for n, name in enumerate(COLLECTIVES)
                           for dtype in (torch.float32, torch.bfloat16) for shape in ((5, 3), (3000,))

@@ -70,11 +70,11 @@ class CudaDevice:
 
     def mark(self, flag: Tensor, value: int) -> None:
         """Write a number to a flag, in the order of the stream."""
-        write_value(self._stream.cuda_stream, flag.data_ptr(), value)
+        write_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
 
     def follow(self, flag: Tensor, value: int) -> None:
         """The stream goes on only when a flag has this number, or a greater one."""
-        wait_value(self._stream.cuda_stream, flag.data_ptr(), value)
+        wait_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
 
     def end(self) -> "StreamEnding":
         """The place behind all that was run so far."""
@@ -91,7 +91,7 @@ class CudaDevice:
 
     def release(self, flag: Tensor) -> None:
         """Write RELEASED to a flag, now."""
-        write_value(self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
+        write_value(self.device.index, self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
 
     def finish(self) -> None:
         """Block until the stream is empty."""

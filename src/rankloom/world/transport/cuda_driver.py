@@ -137,11 +137,13 @@ def open_block(device: int, handle: str) -> int:
 # ------------------------------------------------------------------ marks
 
 
-def write_value(stream: int, address: int, value: int) -> None:
+def write_value(device: int, stream: int, address: int, value: int) -> None:
     """Write 64 bits when the stream has done all before; what it wrote before is seen by whoever sees this."""
-    _call("cuStreamWriteValue64_v2", stream, address, value, 0)
+    with _on(device):   # a stream knows its context, but the driver asks the thread, and one that is new to CUDA has none
+        _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
-def wait_value(stream: int, address: int, value: int) -> None:
+def wait_value(device: int, stream: int, address: int, value: int) -> None:
     """The stream goes on only when there is this value, or a greater one."""
-    _call("cuStreamWaitValue64_v2", stream, address, value, 0)
+    with _on(device):
+        _call("cuStreamWaitValue64_v2", stream, address, value, 0)
