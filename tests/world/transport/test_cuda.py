@@ -145,6 +145,10 @@ def make_device():
     return CudaDevice(torch.device("cpu", 0))
 
 
+def on_first_device(call):
+    return lambda index, *args: call(0, *args)
+
+
 class CudaRanks(Ranks):
     def group(self, members):
         made = []
@@ -254,7 +258,7 @@ def test_every_collective_runs_on_it(driver, monkeypatch, size):
     monkeypatch.setattr(rounds, "SLOT", 8192)
     monkeypatch.setattr(rounds, "IN_SHARES", 1024)
     for name in ("take_block", "open_block", "write_value", "wait_value"):   # the device of these ranks has no number
-        monkeypatch.setattr(cuda, name, lambda index, *args, call=getattr(cuda_driver, name): call(0, *args))
+        monkeypatch.setattr(cuda, name, on_first_device(getattr(cuda_driver, name)))
     ranks = CudaRanks(size)
     run_and_check(ranks, [Case(name, dtype, "sum", shape, into=into, how=how, seed=n) for n, name in enumerate(COLLECTIVES)
                           for dtype in (torch.float32, torch.bfloat16) for shape in ((5, 3), (3000,))
