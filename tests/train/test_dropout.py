@@ -83,6 +83,16 @@ def test_every_dropout_of_a_model_is_replaced_at_every_place_it_hangs():
     assert "p=0.2, keyed" in repr(model)
 
 
+def test_what_is_hooked_on_a_dropout_is_hooked_on_the_keyed_one():
+    model, seen = nn.Sequential(nn.Dropout(0.5), nn.Identity()), []
+    handle = model[0].register_forward_hook(lambda module, args, output: seen.append(type(module)))
+    key_dropout(model, DropoutKey(0))
+    model(torch.ones(3))
+    handle.remove()
+    model(torch.ones(3))
+    assert seen == [KeyedDropout]
+
+
 @pytest.mark.parametrize(("p", "accumulate"), [(1, 4), (2, 2), (4, 1)])
 def test_training_with_dropout_is_the_same_however_micro_batches_lie_on_ranks(p, accumulate):
     """24 rows in four micro-batches of six; fp64, so only the order of addition differs."""

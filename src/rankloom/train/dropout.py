@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import stream
 from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
@@ -150,5 +151,6 @@ def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     for name, module in found:
         parent, _, child = name.rpartition(".")
         keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))
+        vars(keyed).update(hooks_of(module))
         setattr(model.get_submodule(parent), child, keyed.train(module.training))
     return len(found)

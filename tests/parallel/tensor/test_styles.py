@@ -429,6 +429,21 @@ def test_a_weight_that_is_computed_from_other_parameters_is_refused(norm, word):
         rl.simulate(2, lambda world: rl.tensor_parallel(pair, {"first": word}, world))
 
 
+@pytest.mark.parametrize(("put_on", "said"), [
+    (lambda layer: layer.register_forward_hook(lambda *_: None), "second has hooks"),
+    (lambda layer: layer.register_forward_pre_hook(lambda *_: None), "second has hooks"),
+    (lambda layer: layer.register_full_backward_hook(lambda *_: None), "second has hooks"),
+    (lambda layer: layer.weight.register_hook(lambda gradient: None), "second: its weight has hooks"),
+    (lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda param: None), "second: its bias has hooks"),
+    (lambda layer: vars(layer).update(forward=lambda x: x), "second has a forward of its own"),
+])
+def test_hooks_that_would_be_lost_with_a_layer_are_refused(put_on, said):
+    pair = Pair(nn.Linear(6, 6), nn.Linear(6, 6))
+    put_on(pair.second)
+    with pytest.raises(ConfigError, match=f"{said}.*put .* on .* afterwards"):
+        rl.simulate(1, lambda world: rl.tensor_parallel(pair, {"first": "colwise", "second": "rowwise"}, world))
+
+
 def make_shared() -> nn.Module:
     """The embedding stands under two names, a block too, and a layer in two blocks."""
     block, other = Pair(nn.Linear(12, 24), nn.Linear(24, 12)), Pair(nn.Linear(12, 24), nn.Linear(24, 12))

@@ -28,6 +28,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.hooks import hooks_of, is_hooked
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
@@ -73,8 +74,8 @@ class Cutting:
     def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
         """This rank's part of a parameter; of one that is tied, the part that its other owner has got already."""
         param = getattr(source, name)
+        label = next(place for place, module in self.model.named_modules() if module is source)
         if not isinstance(param, nn.Parameter):
-            label = next(place for place, module in self.model.named_modules() if module is source)
             raise ConfigError(f"{label}: its {name} is computed from other parameters (weight_norm, a parametrization), and they would be "
                               "lost; make it a parameter again, or leave it out of the plan")
         if id(param) in self.new:
@@ -83,6 +84,8 @@ class Cutting:
                 raise ConfigError(f"a tied parameter of shape {tuple(param.shape)} would be cut in two ways, along dims {before.dim} and "
                                   f"{holding.dim}; give its owners embedding_rowwise and colwise_rep")
             return part
+        if is_hooked(param):
+            raise ConfigError(f"{label}: its {name} has hooks, which would be lost: each rank gets a part; put them on that afterwards")
         part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
         self.new[id(param)] = (param, part, holding)
         return part
@@ -133,7 +136,13 @@ class Site:
         return self.cutting.group
 
     def replace(self, new: nn.Module, held: dict[str, Holding], ends: Ends) -> None:
-        """Put `new` in the module's place, under the same name."""
+        """Put `new` in the module's place, under the same name.
+
+        raises: ConfigError for what users have put on the module
+        """
+        found = "hooks" if any(hooks_of(self.module).values()) else "a forward of its own" if "forward" in vars(self.module) else None
+        if found:   # they would see a part of what they expect, were they kept
+            raise ConfigError(f"{self.name} has {found}, which would be lost: each rank gets a part; put that on the part afterwards")
         declare(new, ends)
         for name, holding in held.items():
             hold(new, name, holding)
