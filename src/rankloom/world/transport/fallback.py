@@ -13,30 +13,25 @@ The C kernel saves what can be saved: it reads inputs that lie in shared regions
 large all-reduce, and sleeps until it is woken. Here everything is staged and every rank adds up everything.
 """
 
-import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from rankloom.world.transport.call import OWN_LENGTHS, Call, read_call
 from rankloom.world.transport.codes import (
-    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     AVG,
     BAND,
-    BARRIER,
     BOR,
     BROADCAST,
     BXOR,
     FINE,
     FORKED,
-    GATHER,
     MAX,
     MIN,
     MISMATCHED,
@@ -49,13 +44,121 @@ from rankloom.world.transport.codes import (
     WRONG_LENGTH,
 )
 from rankloom.world.transport.fallback_messages import Post
-from rankloom.world.transport.fallback_peers import SLOT, Peers, memory_at, naps
+from rankloom.world.transport.fallback_peers import SLOT, Peers
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
+from rankloom.world.transport.turns import Turns
 
-SAME_LENGTHS = (ALL_REDUCE, REDUCE, BROADCAST)   # in other kinds, what one rank has for another is their own affair
 DTYPES = (np.float32, np.float64, np.float16, np.uint16, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
 BF16 = 3    # numpy does not know it, so its bits are handled as uint16
 LANE = 64   # bytes: where the lanes of a slot begin
+
+
+class Windows:
+    """The collectives of one rank, each a row of windows. window: bytes of a slot that are used"""
+
+    def __init__(self, peers: Peers, window: int):
+        self._peers, self._window = peers, window
+
+    def perform(self, call: Call) -> int:
+        """Make one call. Returns why it failed, or FINE."""
+        with self._peers.breaking_when_interrupted():
+            return self._perform(call)
+
+    def _perform(self, call: Call) -> int:
+        lanes = self._peers.ranks if call.kind in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL) else 1   # one for each rank, or the same for all
+        deadline, lane = time.monotonic() + call.timeout, max(LANE, self._window // lanes // LANE * LANE)
+        why, begin, longest = self._peers.why(), 0, 0
+        while not why and (begin == 0 or begin < longest):
+            turn = (self._peers.meetings + 1) % 2
+            window = slice(begin, begin + lane)
+            if begin == 0:
+                self._announce(call, turn)
+            self._stage(call, turn, window)
+            why = self._peers.meet(deadline)
+            if begin == 0 and not why:
+                why = self._compare(turn)
+                longest = self._peers.memory.said[turn, :, 5].max()
+            if not why:
+                self._take(call, turn, window, self._peers.rank * lane if lanes > 1 else 0)
+            begin += lane
+        return why
+
+    def _announce(self, call: Call, turn: int) -> None:
+        """Tell the others what this rank is about to do, for the next meeting."""
+        memory, rank, p = self._peers.memory, self._peers.rank, self._peers.ranks
+        memory.said[turn, rank] = *call.said, max((x.size for x in call.inputs), default=0)
+        lengths = call.lengths(p) or [-1] * 2 * p   # none: all are as the call says
+        memory.sends[turn, rank], memory.wants[turn, rank] = lengths[:p], lengths[p:]
+
+    def _compare(self, turn: int) -> int:
+        """Do all make the same call, and does each send what its receivers expect? Every rank looks at all, so all find the same."""
+        memory = self._peers.memory
+        said, wants = memory.said[turn], memory.wants[turn]
+        columns = 4 if said[0, 0] in OWN_LENGTHS else 5
+        differs = (said[:, :columns] != said[0, :columns]).any(axis=1)
+        if differs.any():
+            return self._peers.break_group(int(differs.argmax()), MISMATCHED)
+        wrong = (wants >= 0) & (wants != memory.sends[turn].T)   # [to, from]
+        return self._peers.break_group(int(wrong.any(axis=0).argmax()), WRONG_LENGTH) if wrong.any() else FINE
+
+    def _stage(self, call: Call, turn: int, window: slice) -> None:
+        slot, lane = self._peers.memory.slots[turn, self._peers.rank], window.stop - window.start
+        for number, x in enumerate(call.inputs):
+            piece = x[window]
+            slot[number * lane:number * lane + piece.size] = piece
+
+    def _take(self, call: Call, turn: int, window: slice, begin: int) -> None:
+        """What is for this rank begins at byte `begin` of each slot."""
+        slots, reduces = self._peers.memory.slots[turn], call.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+        targets = [out[window] for out in call.outputs]
+        if reduces and targets:
+            targets[0][:] = combine(call.said[1], call.op, [slot[begin:begin + targets[0].size] for slot in slots])
+        elif not reduces:
+            first = call.root if call.kind in (BROADCAST, SCATTER) else 0
+            for slot, out in zip(slots[first:], targets):
+                out[:] = slot[begin:begin + out.size]
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def combine(number: int, op: int, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of pieces[0] op pieces[1] op ... in this order, 16-bit floats in fp32 with one rounding at the end."""
+    with np.errstate(all="ignore"):
+        total = reduce(JOIN[op], [_widen(number, piece) for piece in pieces])
+        if op == AVG and total.dtype.kind == "f":
+            total = total / total.dtype.type(len(pieces))
+        return _narrow(number, total).view(np.uint8)
+
+
+def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where((a < b) | (a != a), a, b)   # NaN wins
+
+
+def _greater(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.where((a > b) | (a != a), a, b)
+
+
+JOIN: dict[int, Callable[[Any, Any], Any]] = {
+    SUM: np.add, AVG: np.add, PRODUCT: np.multiply, MIN: _less, MAX: _greater,
+    BAND: np.bitwise_and, BOR: np.bitwise_or, BXOR: np.bitwise_xor}
+
+
+def _widen(number: int, piece: np.ndarray) -> np.ndarray:
+    if number == BF16:   # the upper half of the same number in fp32
+        return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    x = piece.view(DTYPES[number])
+    return x.astype(np.float32) if x.dtype == np.float16 else x
+
+
+def _narrow(number: int, x: np.ndarray) -> np.ndarray:
+    if number == BF16:   # to nearest, ties to even; NaN stays one
+        bits = x.view(np.uint32)
+        return np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return x.astype(DTYPES[number], copy=False)
+
+
+# ------------------------------------------------------------------ what callers see
 
 
 class Link:
@@ -63,31 +166,30 @@ class Link:
 
     def __init__(self, address: int, rank: int, ranks: int, spin_us: int, yields: int, window: int):
         self._peers = Peers(address, rank, ranks, max(spin_us, yields))
-        self._calls = Calls(self._peers, min(window, SLOT))
+        self._turns: Turns[Call] = Turns(Windows(self._peers, min(window, SLOT)).perform)
         self._post = Post(self._peers)
 
     def run(self, *call: Any) -> int:
         """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
         if self._peers.is_forked():
             return FORKED
-        asked = read_call(self._peers, *call)
-        with self._peers.breaking_when_interrupted():
-            return self._calls.run(asked)
+        with self._peers.breaking_when_interrupted():   # also while it waits for its turn: nobody may make it later
+            return self._turns.run(self._read(*call))
 
     def submit(self, *call: Any) -> int:
         """A collective in its turn, in the background: the same -> ticket."""
-        return 0 if self._peers.is_forked() else self._calls.submit(read_call(self._peers, *call))
+        return 0 if self._peers.is_forked() else self._turns.submit(self._read(*call))
 
     def wait(self, ticket: int, seconds: float) -> int:
         """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
         if self._peers.is_forked():
             return FORKED
         with self._peers.breaking_when_interrupted():
-            return self._calls.wait(ticket, seconds)
+            return self._turns.wait(ticket, seconds)
 
     def finished(self) -> int:
         """The last ticket that has ended."""
-        return self._calls.finished
+        return self._turns.finished
 
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive, now -> from whom, or -why. peer -1: from anyone."""
@@ -145,7 +247,7 @@ class Link:
         if not self._peers.is_forked() and not self._peers.closing:
             self._peers.closing = True
             self._peers.memory.left[self._peers.rank] = 1
-            self._calls.end()
+            self._turns.close()
             self._post.end()
 
     def __del__(self) -> None:
@@ -161,200 +263,8 @@ class Link:
         memory = self._peers.memory
         return [tuple(memory.said[met % 2, rank, :5].tolist()) for rank, met in enumerate(memory.arrived.tolist())]
 
-
-# ------------------------------------------------------------------ one collective
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective as one rank sees it.
-
-    said:    kind, number, op, root and bytes (0: lengths of its own)
-    lanes:   1: the same input for everyone; p: one for each
-    inputs:  as many, or none where this rank has nothing to say
-    outputs: where to write what comes from a rank; the same place for all where values are reduced
-    """
-
-    said: tuple[int, int, int, int, int]
-    lanes: int
-    inputs: list[np.ndarray]
-    outputs: dict[int, np.ndarray]
-    timeout: float
-
-
-def read_call(peers: Peers, kind: int, number: int, op: int, root: int, *where: Any) -> Call:
-    """A call from the arguments of `Link.run`; the last are the address to read, the address to write, lengths, time-out."""
-    source, target, lengths, timeout = where
-    p, rank = peers.ranks, peers.rank
-    lanes = p if kind in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL) else 1
-    if isinstance(lengths, bytes):
-        nbytes = 0
-        in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, p).tolist()
-    else:
-        nbytes, same, apart = lengths, [0] * p, [r * lengths for r in range(p)]
-        in_at, in_len = apart if lanes > 1 else same, [nbytes] * p
-        out_at, out_len = apart if kind in (ALL_GATHER, GATHER, ALL_TO_ALL) else same, [nbytes] * p
-    speaks = {BROADCAST: rank == root, SCATTER: rank == root, BARRIER: False}.get(kind, True)
-    inputs = [memory_at(source + in_at[r], in_len[r]) for r in range(lanes if speaks else 0)]
-    outputs = {r: memory_at(target + out_at[r], out_len[r]) for r in _heard(kind, root, rank, p)}
-    return Call((kind, number, op, root, nbytes), lanes, inputs, outputs, timeout)
-
-
-def _heard(kind: int, root: int, rank: int, p: int) -> Sequence[int]:
-    """The ranks from which `rank` takes something."""
-    if kind in (BROADCAST, SCATTER):
-        return [root]
-    return range(0) if kind == BARRIER or (kind in (REDUCE, GATHER) and rank != root) else range(p)
-
-
-class Calls:
-    """Collectives, one after the other: in the caller's thread, or in one of their own in the order of their tickets."""
-
-    def __init__(self, peers: Peers, window: int):
-        self.finished = 0
-        self._peers, self._window = peers, window
-        self._floor = threading.Lock()   # held by whoever makes a call
-        self._order = threading.Lock()   # tickets enter the queue in their order
-        self._queue: queue.SimpleQueue[tuple[int, Call] | None] = queue.SimpleQueue()
-        self._issued = 0
-        self._failure: tuple[float, int] = (math.inf, FINE)   # the first ticket that failed, and why
-        self._worker: threading.Thread | None = None
-
-    def run(self, call: Call) -> int:
-        """Make a call now, or when those before it have ended. Returns why it failed, or FINE."""
-        if self._issued != self.finished or not self._floor.acquire(blocking=False):
-            return self.wait(self.submit(call), math.inf)
-        try:
-            return self._perform(call)
-        finally:
-            self._floor.release()
-
-    def submit(self, call: Call) -> int:
-        """Make a call in its turn, in the background. Returns its ticket."""
-        with self._order:
-            self._issued += 1
-            self._queue.put((self._issued, call))
-            if self._worker is None and not self._peers.closing:
-                self._worker = threading.Thread(target=self._work, name="rankloom-calls", daemon=True)
-                self._worker.start()
-            return self._issued
-
-    def wait(self, ticket: int, seconds: float) -> int:
-        """Until a ticket's call has ended. TIMED_OUT leaves the group whole: it may still end."""
-        deadline, waits = time.monotonic() + seconds, naps(self._peers.spins)
-        while True:
-            is_alive = self._worker is not None and self._worker.is_alive()
-            if self.finished >= ticket:
-                return self._failure[1] if ticket >= self._failure[0] else FINE
-            if not is_alive:
-                return self._peers.why()
-            if time.monotonic() > deadline:
-                return TIMED_OUT
-            time.sleep(next(waits))
-
-    def end(self) -> None:
-        """End the thread, once all in its queue have failed."""
-        self._queue.put(None)
-        if self._worker and self._worker is not threading.current_thread():
-            self._worker.join()
-
-    def _work(self) -> None:
-        while queued := self._queue.get():
-            ticket, call = queued
-            with self._floor, self._peers.breaking_when_interrupted():
-                why = self._perform(call)
-            if why and not self._failure[1]:
-                self._failure = ticket, why
-            self.finished = ticket
-
-    def _perform(self, call: Call) -> int:
-        deadline, lane = time.monotonic() + call.timeout, max(LANE, self._window // call.lanes // LANE * LANE)
-        why, begin, longest = self._peers.why(), 0, 0
-        while not why and (begin == 0 or begin < longest):
-            turn = (self._peers.meetings + 1) % 2
-            window = slice(begin, begin + lane)
-            if begin == 0:
-                self._announce(call, turn)
-            self._stage(call, turn, window)
-            why = self._peers.meet(deadline)
-            if begin == 0 and not why:
-                why = self._compare(turn)
-                longest = self._peers.memory.said[turn, :, 5].max()
-            if not why:
-                self._take(call, turn, window)
-            begin += lane
-        return why
-
-    def _announce(self, call: Call, turn: int) -> None:
-        """Tell the others what this rank is about to do, for the next meeting."""
-        memory, rank = self._peers.memory, self._peers.rank
-        lengths = [x.size for x in call.inputs] or [0]
-        memory.said[turn, rank] = *call.said, max(lengths)
-        memory.sends[turn, rank] = lengths
-        memory.wants[turn, rank] = [call.outputs[r].size if r in call.outputs else -1 for r in range(self._peers.ranks)]
-
-    def _compare(self, turn: int) -> int:
-        """Do all make the same call, and does each send what its receivers expect? Every rank looks at all, so all find the same."""
-        memory = self._peers.memory
-        said, wants = memory.said[turn], memory.wants[turn]
-        columns = 5 if said[0, 0] in SAME_LENGTHS else 4
-        differs = (said[:, :columns] != said[0, :columns]).any(axis=1)
-        if differs.any():
-            return self._peers.break_group(int(differs.argmax()), MISMATCHED)
-        wrong = (wants >= 0) & (wants != memory.sends[turn].T)   # [to, from]
-        return self._peers.break_group(int(wrong.any(axis=0).argmax()), WRONG_LENGTH) if wrong.any() else FINE
-
-    def _stage(self, call: Call, turn: int, window: slice) -> None:
-        slot, lane = self._peers.memory.slots[turn, self._peers.rank], window.stop - window.start
-        for number, x in enumerate(call.inputs):
-            piece = x[window]
-            slot[number * lane:number * lane + piece.size] = piece
-
-    def _take(self, call: Call, turn: int, window: slice) -> None:
-        kind, number, op = call.said[:3]
-        begin = self._peers.rank * (window.stop - window.start) if call.lanes > 1 else 0
-        targets = [out[window] for out in call.outputs.values()]
-        pieces = [self._peers.memory.slots[turn, r, begin:begin + out.size] for r, out in zip(call.outputs, targets)]
-        if kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER) and pieces:
-            pieces = [combine(number, op, pieces)]
-        for out, piece in zip(targets, pieces):
-            out[:] = piece
-
-
-# ------------------------------------------------------------------ arithmetic
-
-
-def combine(number: int, op: int, pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of pieces[0] op pieces[1] op ... in this order, 16-bit floats in fp32 with one rounding at the end."""
-    with np.errstate(all="ignore"):
-        total = reduce(JOIN[op], [_widen(number, piece) for piece in pieces])
-        if op == AVG and total.dtype.kind == "f":
-            total = total / total.dtype.type(len(pieces))
-        return _narrow(number, total).view(np.uint8)
-
-
-def _less(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where((a < b) | (a != a), a, b)   # NaN wins
-
-
-def _greater(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.where((a > b) | (a != a), a, b)
-
-
-JOIN: dict[int, Callable[[Any, Any], Any]] = {
-    SUM: np.add, AVG: np.add, PRODUCT: np.multiply, MIN: _less, MAX: _greater,
-    BAND: np.bitwise_and, BOR: np.bitwise_or, BXOR: np.bitwise_xor}
-
-
-def _widen(number: int, piece: np.ndarray) -> np.ndarray:
-    if number == BF16:   # the upper half of the same number in fp32
-        return (piece.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    x = piece.view(DTYPES[number])
-    return x.astype(np.float32) if x.dtype == np.float16 else x
-
-
-def _narrow(number: int, x: np.ndarray) -> np.ndarray:
-    if number == BF16:   # to nearest, ties to even; NaN stays one
-        bits = x.view(np.uint32)
-        return np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return x.astype(DTYPES[number], copy=False)
+    def _read(self, kind: int, number: int, op: int, root: int, *where: Any) -> Call:
+        source, target, lengths, timeout = where
+        said = kind, number, op, root
+        call = read_call(self._peers.rank, self._peers.ranks, said, source, target, lengths, timeout=timeout)
+        return call if isinstance(lengths, bytes) else replace(call, said=(*said, lengths))   # to be told of, as in C
