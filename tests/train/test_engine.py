@@ -170,6 +170,28 @@ def test_an_empty_evaluation_is_an_error_on_all_ranks():
     rl.simulate(2, body)
 
 
+def test_an_evaluation_whose_count_is_no_number_is_an_error():
+    evaluate = lambda world: prepare(world, loss=lambda model, batch: (model(batch).sum(), math.nan)).evaluate([rows(2)])
+    with pytest.raises(rl.LossError, match="rank 0: evaluation counted nan items"):
+        rl.simulate(1, evaluate)
+
+
+def test_the_learning_rate_of_a_report_is_a_number_also_where_the_optimizer_has_a_tensor():
+    def body(world):
+        engine = prepare(world, optimizer=lambda params: torch.optim.Adam(params, lr=torch.tensor(0.5)))
+        return [report.lr for report in (engine.step(rows(2)), engine.evaluate([rows(2)]))]
+
+    ((*rates,),) = rl.simulate(1, body)
+    assert rates == [0.5, 0.5] and {*map(type, rates)} == {float}
+
+
+@pytest.mark.parametrize("pieces", [{"accumulate": 2}, {"deterministic": 2}])
+def test_an_embedding_that_scales_by_frequency_is_refused_with_micro_batches(pieces):
+    model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Linear(2, 2))
+    with pytest.raises(rl.ConfigError, match="0 has scale_grad_by_freq, which would count the rows of a micro-batch"):
+        rl.simulate(1, lambda world: prepare(world, model, **pieces))
+
+
 def test_the_full_state_has_the_names_of_the_plain_model_and_is_a_copy():
     def body(world):
         engine = rl.prepare(make_model(), loss=loss_sum, optimizer=adamw, world=world)

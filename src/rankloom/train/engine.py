@@ -148,9 +148,9 @@ class Engine:
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]
         total, count = self._total(losses)
-        if count <= 0:
+        if not count > 0:   # nor NaN
             raise LossError(f"rank {self.group.rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
-        return Report(self.steps_done, total / count, count, 0.0, self.optimizer.param_groups[0]["lr"], False,
+        return Report(self.steps_done, total / count, count, 0.0, float(self.optimizer.param_groups[0]["lr"]), False,
                       time.perf_counter() - begin, 0.0)
 
     def _total(self, losses: list[Tensor]) -> tuple[float, float]:

@@ -229,6 +229,16 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
     if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
         raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
                           "use GroupNorm or LayerNorm in place of BatchNorm")
+    if settings.accumulate > 1 or settings.leaves:
+        _expect_no_frequencies(model)
+
+
+def _expect_no_frequencies(model: nn.Module) -> None:
+    """On several ranks such an embedding is refused anyway."""
+    name = next((name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False)), None)
+    if name is not None:
+        raise ConfigError(f"{name or 'the model'} has scale_grad_by_freq, which would count the rows of a micro-batch and not of the "
+                          "batch: leave it out, or train on one rank with one micro-batch")
 
 
 def _check_numbers(settings: Settings) -> None:
