@@ -169,6 +169,17 @@ def test_gradients_are_in_the_hosts_memory_before_the_update_however_long_the_co
                     deterministic=deterministic)
 
 
+def test_offloaded_gradients_of_one_rank_are_in_the_hosts_memory_and_not_on_the_device_too():
+    """Who owns a whole gradient keeps it where it lands, unless that is the device: those of a 7B model take 27 GB there."""
+    def held(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=3, offload=True)
+        engine.step(ROWS)
+        return engine.held()
+
+    [after] = rl.simulate(rl.Mesh(shard=1), held)
+    assert after.gradients == after.parameters and after.gathered == 0
+
+
 class Numbers(nn.Module):
     """Parameters and buffers that are no floats: whole, truth and complex numbers, of these trained ones too."""
 

@@ -106,8 +106,8 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
 
 
 def _is_one_slice(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
-    """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all."""
-    return strategy.stage <= 1 or canonical or (strategy.reduces_once and group.size == 1)
+    """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all here."""
+    return strategy.stage <= 1 or canonical or (strategy.reduces_once and group.size == 1 and not strategy.offload)
 
 
 def _neighbours(group: Group, n: bool | int) -> Group | None:
