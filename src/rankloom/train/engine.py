@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError, ModelMismatch
 from rankloom.base.events import Load, Sink, StepDone
+from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
@@ -287,17 +288,8 @@ class Engine:
         """
         with self.placement.alone():   # a loss may take gradients of its own, by the inputs
             returned = self.settings.loss(self.model, piece)
-        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
-            raise LossError(
-                f"rank {self.group.rank}: the loss function returned {_describe(returned)}, expected (sum, count): the loss *summed* over "
-                "items, a tensor of no dims, and how many items that were. A mean cannot be combined rightly over ranks; "
-                "return for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
-        loss, count = returned
-        if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
-            raise LossError(f"rank {self.group.rank}: the loss function counted {_describe(count)}, expected one number: how many items "
-                            "it has summed over")
-        count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
-        return loss, self._apart(torch.stack((loss.detach().to(torch.float64), count.reshape(()))))
+        loss, count = sum_and_count(returned, f"rank {self.world_rank}")
+        return loss, self._apart(torch.stack((loss.detach().to(torch.float64), count)))
 
     # ------------------------------------------------------------------ experts
 
@@ -371,11 +363,3 @@ class Engine:
             for part, base in zip(self.optimizer.param_groups, self._base_lrs):
                 part["lr"] = lr * (base / self._base_lrs[0] if self._base_lrs[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"one tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {', '.join(map(_describe, value)) or 'nothing'}"
-    return f"a {type(value).__name__}"

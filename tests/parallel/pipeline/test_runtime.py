@@ -528,6 +528,7 @@ def small(world, schedule, microbatches=2, module=None, loss=lambda y, _: (y.sum
     ({"loss": lambda y, _: y.mean()}, LossError, r"F0@0 in group 'world': the loss function returned .*expected \(sum, count\)"),
     ({"loss": lambda y, _: (y, 1)}, LossError, r"expected \(sum, count\)"),
     ({"loss": lambda y, _: (y.sum(), 1, y)}, LossError, r"expected \(sum, count\)"),
+    ({"loss": lambda y, _: (y.sum(), None)}, LossError, "F0@0 in group 'world': the loss function counted a NoneType, expected one number"),
     ({"batches": [("text", None)] * 2}, ConfigError, "a micro-batch gives str; stages take and return tensors, one or several"),
 ])
 def test_a_mistake_is_refused_with_what_was_expected(options, error, message):

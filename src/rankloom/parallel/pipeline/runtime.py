@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import BatchError, ConfigError, LossError
-from rankloom.base.loss import take_extra_loss
+from rankloom.base.errors import BatchError, ConfigError
+from rankloom.base.loss import sum_and_count, take_extra_loss
 from rankloom.parallel.pipeline.actions import Action, Schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
@@ -146,11 +146,9 @@ class Pipeline:
 
     def _loss(self, output: Any, m: int) -> Tensor:
         returned = self.loss(output, self._step[m][1])
-        if not (isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor) and returned[0].dim() == 0):
-            raise LossError(f"{self.group.where(f'F{m}@{self.schedule.stages - 1}')}: the loss function returned {returned!r:.200}, "
-                            "expected (sum, count): the loss summed over items, a tensor of no dims, and how many items that were")
-        self._totals[1] += float(returned[1])
-        return returned[0]
+        loss, count = sum_and_count(returned, self.group.where(f"F{m}@{self.schedule.stages - 1}"))
+        self._totals[1] += count
+        return loss
 
     def _backward(self, action: Action) -> None:
         """Towards the inputs, and with `B` the weights' products too."""
