@@ -58,6 +58,24 @@ def test_the_message_says_that_nothing_is_lost_and_what_to_do():
     assert "The parameters are those of the step before; lower the learning rate, clip" in all_say(1, bad_loss={0: math.nan})
 
 
+@pytest.mark.parametrize(("batch", "named"), [
+    ((torch.ones(4, 4), torch.ones(3)), ["rank 0: a batch", "rank 1: a batch", "rank 2: a batch", "rank 3: a batch"]),
+    ((torch.full((4, 4), math.nan), torch.ones(4)), ["rank 2: the loss", "rank 3: the loss", "rank 2: the loss", "rank 3: the loss"]),
+])
+def test_ranks_that_share_their_rows_are_named_by_their_number_in_the_world(batch, named):
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(whole), loss=lambda model, batch: (model(batch[0]).sum(), len(batch[1])), world=world,
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tensor_plan={"0": "colwise", "1": "rowwise"})
+        with pytest.raises((rl.BatchError, rl.NonFinite)) as error:
+            engine.step(batch)
+        return str(error.value)
+
+    said = rl.simulate(rl.Mesh(replicate=2, tensor=2), body)
+    assert all(name in text for name, text in zip(named, said, strict=True)), said
+
+
 def judge(loss, *, rows: int = 6, model: nn.Module | None = None) -> None:
     """Let `expect_sum` look at a loss(model, x) -> (loss, count)."""
     x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(2))

@@ -33,7 +33,7 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
     seen:      what the step found
     """
     found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
-    named = [f"rank {rank}: {what}" for rank, what in enumerate(found) if what]
+    named = [f"rank {rank}: {what}" for rank, what in zip(group.ranks, found, strict=True) if what]
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
     return NonFinite(f"{seen}. {where}. The parameters are those of the step before; lower the learning rate, clip, "
                      "or look at that rank's batch.")

@@ -120,7 +120,7 @@ class Engine:
         self.placement.abandon()   # whatever a failed step left behind
         self._forget_counts()
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
-        batch = as_given(batch, self.settings.accumulate, self.group.rank)
+        batch = as_given(batch, self.settings.accumulate, self.world_rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self.steps_done == 0:
             self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
@@ -150,7 +150,7 @@ class Engine:
                       for batch in self.placement.together(batches)]
         total, count = self._total(losses)
         if not count > 0:   # nor NaN
-            raise LossError(f"rank {self.group.rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
+            raise LossError(f"rank {self.world_rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
         return Report(self.steps_done, total / count, count, 0.0, float(self.optimizer.param_groups[0]["lr"]), False,
                       time.perf_counter() - begin, 0.0)
 
@@ -227,7 +227,7 @@ class Engine:
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
-        pieces = cut_batch(batch, self.settings.accumulate, self.group.rank)
+        pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
         for at, piece in enumerate(pieces):
             with self.placement.sync(at == len(pieces) - 1):
                 totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
@@ -237,7 +237,7 @@ class Engine:
         mine, leaves = deal_leaves(batch, self.group, self.settings.leaves)
         run = owned_leaves(self.group.rank, self.group.size, leaves)
         self.placement.begin_leaves(leaves)
-        for leaf, piece in zip(run, cut_batch(mine, len(run), self.group.rank), strict=True):
+        for leaf, piece in zip(run, cut_batch(mine, len(run), self.world_rank), strict=True):
             with self.placement.sync(False):
                 self.placement.take_leaf(leaf, self._forward_backward(piece, leaf))
         return self.placement.finish(None)
@@ -246,7 +246,7 @@ class Engine:
         """Before the first step, on about a micro-batch: a loss that returns a mean is an error. So are too few rows: on all ranks, if
         one has them.
         """
-        mine = torch.tensor([rows_of(batch, self.group.rank) * self.group.size + self.group.rank], device=self.group.device)
+        mine = torch.tensor([rows_of(batch, self.world_rank) * self.group.size + self.group.rank], device=self.group.device)
         held, rank = divmod(int(self.tokens.all_reduce(mine, "min", label="rows")), self.group.size)
         if not self.settings.leaves:   # which deal rows out anew
             expect_rows(held, pieces, self.group.ranks[rank])
@@ -256,17 +256,17 @@ class Engine:
         part = map_tensors(lambda t: t[:rows] if held > 1 else torch.cat((t[:1], t[:1])), batch)   # a row alone has no halves: twice
         on_any = lambda here: bool(self.settings.world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=self.group.device), "max",
                                                                   label="does the loss seem a mean"))
-        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.group.rank, on_any)
+        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.world_rank, on_any)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
         once = self.settings.leaves and not self.steps_done and not runs_compiled(self.model)
-        with KeyedDrawsOnly(self.group.rank) if once else nullcontext():
+        with KeyedDrawsOnly(self.world_rank) if once else nullcontext():
             loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
-            raise LossError(f"rank {self.group.rank}: the sum that the loss function returned has no gradient; was it detached, or made "
+            raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
@@ -333,7 +333,7 @@ class Engine:
                                                      scale=self.scale.value, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
         if not count > 0:   # nor NaN
-            raise LossError(f"rank {self.group.rank}: the loss counted {count:g} items over all ranks; "
+            raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
             before, known = self.scale, self.scale if self.steps_done else LossScale.first(count)   # no longer what was guessed

@@ -306,7 +306,7 @@ class PipelineEngine(Engine):
 
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left where autograd made them."""
-        pieces = cut_batch(batch, self.settings.accumulate, self.group.rank)
+        pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
         if self.settings.precision.scaled and self.scale is UNMEASURED:   # backwards begin before all forwards have ended
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])
