@@ -356,14 +356,16 @@ class Shifting(nn.Module):
         self.shift, self.layers = nn.Parameter(torch.ones(8)), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
     def forward(self, x):
-        x = x[0] if isinstance(x, tuple) else x
+        x = x if isinstance(x, torch.Tensor) else x[0]
         x += self.shift
         return self.layers(x)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
-@pytest.mark.parametrize("call", [lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block((x, None))],
-                         ids=["by place", "by name", "in a tuple"])
+@pytest.mark.parametrize("call", [
+    lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block((x, None)), lambda block, x: block([x]),
+    lambda block, x: block(x={0: x}),
+], ids=["by place", "by name", "in a tuple", "in a list", "in a dict"])
 def test_an_input_that_changes_before_backward_is_an_error(policy, call):
     """The block would run again with the changed one."""
     blocks = nn.ModuleList(Shifting() for _ in range(2))
@@ -371,6 +373,35 @@ def test_an_input_that_changes_before_backward_is_an_error(policy, call):
     out = call(blocks[0], torch.ones(3, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+class Noting(nn.Module):
+    """Leaves a word for the next block in a dict, and its mean in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, notes, means):
+        y = torch.tanh(self.layer(x)) * notes["scale"]
+        notes["scale"] = y.exp()
+        means.append(y.mean())
+        return y
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lists_and_dicts_that_blocks_change_are_as_they_were_where_these_run_again(policy):
+    def run(policy):
+        torch.manual_seed(0)
+        model, x, notes, means = nn.ModuleList(Noting() for _ in range(3)), torch.ones(2, 8), {"scale": torch.ones(2, 8)}, []
+        recompute(model, policy)
+        for block in model:
+            x = block(x, notes, means=means)
+        sum(means).backward()
+        assert len(means) == 3 and notes.keys() == {"scale"}
+        return gradients(model)
+
+    expect_equal(run(policy), run("none"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,9 +5,10 @@
     recompute(model, "24 GiB")       each block as much as fits, decided by budget.py from what the first micro-batch measures
 
 A block that runs again finds the world as it was: keyed dropout draws the masks of that step, micro-batch and call, whichever is
-running by then; torch's own generators are set back for the moment; running statistics are not averaged in twice. So the gradient
-is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here. Not put back: other state
-that a forward changes, and torch's own generator where several ranks draw from it at a time, as those of `simulate` do.
+running by then; torch's own generators are set back for the moment; running statistics are not averaged in twice; lists and dicts that
+it was given hold what they held. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block
+again; the rest is here. Not put back: other state that a forward changes, and torch's own generator where several ranks draw from it
+at a time, as those of `simulate` do.
 
 A number of bytes is kept to for micro-batches as large as the first, counted without torch.compile, which keeps less as a rule.
 
@@ -25,7 +26,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rankloom.base.errors import ConfigError, did_you_mean
@@ -161,8 +162,8 @@ class RecomputedForward(Wrapped):
         if choice == NONE:
             return forward(*args, **kwargs)
         # `checkpoint` notices a change of tensors that it is given by place only, and its own names must not meet those in kwargs.
-        given, places = tree_flatten((args, tuple(kwargs.values())), is_leaf=lambda value: not isinstance(value, tuple))
-        placed = partial(_call, forward, tuple(kwargs), places)
+        given, places = tree_flatten((args, kwargs), is_leaf=_is_no_container)
+        placed = _Placed(forward, args, kwargs, places)
         if choice == FULL:
             return checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
         keep = Keep(self._products)
@@ -176,9 +177,20 @@ class RecomputedForward(Wrapped):
         self._products = max(used, self._products or 0)
 
 
-def _call(forward: Callable[..., Any], names: tuple[str, ...], places: TreeSpec, *given: Any) -> Any:
-    args, values = tree_unflatten(given, places)
-    return forward(*args, **dict(zip(names, values, strict=True)))
+class _Placed:
+    """A forward that is given the very lists and dicts of its caller the first time, and as they were then where it runs again."""
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, places: TreeSpec):
+        self._forward, self._places = forward, places
+        self._first: tuple[Any, Any] | None = (args, kwargs)
+
+    def __call__(self, *given: Any) -> Any:
+        (args, kwargs), self._first = self._first or tree_unflatten(given, self._places), None
+        return self._forward(*args, **kwargs)
+
+
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, tuple | list | dict)
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -242,7 +254,8 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     with uncounted(forward.block):
         for choice in CHOICES:
             with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
-                out = forward.run(forward.plain, choice, Replay(forward.block), args, kwargs)
+                tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # lists and dicts stay as they are
+                out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
             kept[choice] = trace.kept(out)
             del out
             if choice == NONE:
