@@ -139,7 +139,7 @@ def test_more_ranks_than_leaves_and_a_wrong_number_of_partial_sums_are_refused()
     def body(world):
         with pytest.raises(rl.ConfigError, match="2 logical shards cannot feed 3 ranks"):
             rl.canonical_all_reduce([torch.zeros(1)], world, 2)
-        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: 5 partial sums, expected"):
+        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: .* 5 partial sums, expected"):
             rl.canonical_all_reduce([torch.zeros(1)] * 5, world, 4)
 
     rl.simulate(3, body)

@@ -56,6 +56,27 @@ def test_the_warning_of_rank_0_names_the_ranks_and_the_first_tensor():
     assert said.pop().startswith(told)
 
 
+def test_ranks_are_named_by_their_numbers_in_the_world_whatever_group_compares():
+    def body(world):
+        pair, warned = world.group("tensor"), None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            world.barrier()
+            make_replicas_equal(make(value=1.0 + world.rank), pair)
+            world.barrier()
+            warned = {str(warning.message)[:46] for warning in caught}
+        with pytest.raises(rl.ModelMismatch) as error:
+            make_replicas_equal(make(second=3 + pair.rank), pair)
+        return warned, str(error.value)
+
+    results = rl.simulate(rl.Mesh(replicate=2, tensor=2), body)
+    assert set().union(*(warned for warned, _ in results)) == {
+        f"the models of ranks [{rank + 1}] differed from rank {rank}'s" for rank in (0, 2)}
+    for rank, (_, said) in enumerate(results):
+        first = rank // 2 * 2
+        assert said.startswith(f"rank {first + 1} holds another model than rank {first}: ") and f"on rank {first}" in said
+
+
 class Ordered(nn.Module):
     """The same two tensors, in the order in which their names are given."""
 

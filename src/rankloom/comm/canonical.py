@@ -127,7 +127,7 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
     if p > leaves:
         raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")
     if len(partials) != len(held[group.rank]):
-        raise ShapeMismatch(f"rank {group.rank}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
+        raise ShapeMismatch(f"{group.where(label)}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
     if p == 1:
         return _fold(held[0], partials, leaves)
     n = partials[0].numel()

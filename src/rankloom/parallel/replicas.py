@@ -46,10 +46,10 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
                 tensor.copy_(theirs.view(tensor.dtype).view(tensor.shape))
     everyone = group.all_gather_object(changed, label="who differed")
     if group.rank == 0 and any(everyone):   # whose words reach the console
-        ranks = [rank for rank, names in enumerate(everyone) if names]
-        names = everyone[ranks[0]]
-        warnings.warn(f"the models of ranks {ranks} differed from rank 0's, that of rank {ranks[0]} in {len(names)} tensors "
-                      f"(first: {names[0]}); rank 0's values are used. Seed the model's initialisation the same on all ranks "
+        ranks = [rank for rank, names in zip(group.ranks, everyone) if names]
+        names, root = next(filter(None, everyone)), group.world_rank
+        warnings.warn(f"the models of ranks {ranks} differed from rank {root}'s, that of rank {ranks[0]} in {len(names)} tensors "
+                      f"(first: {names[0]}); rank {root}'s values are used. Seed the model's initialisation the same on all ranks "
                       "to be rid of this warning.", stacklevel=3)
     return changed
 
@@ -62,12 +62,13 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
         return
     root = group.all_gather_object(mine if group.rank == 0 else None, label="rank 0's model")[0]
-    differ = [f"{name}: {mine.get(name, 'missing')} here, {root.get(name, 'missing')} on rank 0"
+    first = group.ranks[0]
+    differ = [f"{name}: {mine.get(name, 'missing')} here, {root.get(name, 'missing')} on rank {first}"
               for name in dict.fromkeys((*root, *mine)) if mine.get(name) != root.get(name)]
     if not differ and list(mine) != list(root):
-        first = next(pair for pair in zip(mine, root) if pair[0] != pair[1])
-        differ = [f"the same tensors in another order, {first[0]} here where rank 0 has {first[1]}"]
-    problem = f"rank {group.rank} holds another model than rank 0: {'; '.join(differ[:3])}" if differ else None
+        here, there = next(pair for pair in zip(mine, root) if pair[0] != pair[1])
+        differ = [f"the same tensors in another order, {here} here where rank {first} has {there}"]
+    problem = f"rank {group.world_rank} holds another model than rank {first}: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
 
 

@@ -290,8 +290,8 @@ class Sharding:
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle the sections whose backward is over, gather this one again, and start to gather those that were called before it."""
         if self.gathers_in_forward and torch.is_grad_enabled():
-            raise UnitError(f"rank {self.group.rank}: a backward with create_graph=True leaves a graph that reads parameters which are let "
-                            "go; keep them: reshard_after_forward=False, or a stage below 3")
+            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters which are "
+                            "let go; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self.sections:
@@ -311,7 +311,7 @@ class Sharding:
         """Backward has left a gradient in `param.grad`; the last one of a section settles it."""
         self._enter_backward()
         if section.settled:
-            raise UnitError(f"rank {self.group.rank}: a gradient of {name} came after section {section.name or 'root'} had been reduced")
+            raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced")
         gradient.land(name, param)
         section.waiting_for.discard(name)
         if not section.waiting_for:

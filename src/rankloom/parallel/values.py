@@ -84,7 +84,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
                for unit, own_name in [units[id(value)]]}
     if split:
         shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
-    problem = difference(shapes, state, f"rank {sharding.group.ranks[sharding.group.rank]}")
+    problem = difference(shapes, state, f"rank {sharding.group.world_rank}")
     for group in groups:
         problems = group.all_gather_object(problem, label="load a state dict")
         problem = "\n".join(dict.fromkeys(filter(None, problems))) or None

@@ -74,7 +74,7 @@ class Sharded:
             sharding.begin_pass()
             yield
             if sharding.gathers_in_forward and not sharding.is_over:
-                raise LossError(f"rank {self.group.ranks[self.group.rank]}: the loss of a micro-batch depends on no parameter, and where a "
+                raise LossError(f"rank {self.group.world_rank}: the loss of a micro-batch depends on no parameter, and where a "
                                 "backward gathers parameters all ranks take part; where there is nothing to sum, return for "
                                 "example `logits.sum() * 0, 0`")
             sharding.end_backward()

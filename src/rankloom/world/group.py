@@ -34,7 +34,6 @@ from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-
 SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # as the kernel numbers them
 
 
@@ -81,8 +80,7 @@ class Group:
                  inspector: Inspector | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
         self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
-        self.name, self.one_host = name, one_host
-        self.device, self.timeout = torch.device(device), seconds(timeout).total_seconds()
+        self.name, self.one_host, self.device, self.timeout = name, one_host, torch.device(device), seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
@@ -98,6 +96,11 @@ class Group:
         return len(self.ranks)
 
     @property
+    def world_rank(self) -> int:
+        """This rank's number in the world, as messages name it."""
+        return self.ranks[self.rank]
+
+    @property
     def debug(self) -> bool:
         """Whether what the ranks do is compared before they do it."""
         return self._inspector is not None
@@ -105,8 +108,7 @@ class Group:
     @property
     def in_order(self) -> bool:
         """Whether what one rank sends to another must be received in the order of sending, whatever the tags say: so with NCCL."""
-        pg = self._process_group
-        if pg is None or self.device.type != "cuda":
+        if (pg := self._process_group) is None or self.device.type != "cuda":
             return False
         return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else pg._get_backend(self.device).name() == "nccl"
 
@@ -182,8 +184,7 @@ class Group:
         """
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
             return mine
-        n = self._equal_rows(x, "reduce_scatter")
-        bill = scatter_bill(x.nbytes, self.size)
+        n, bill = self._equal_rows(x, "reduce_scatter"), scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
@@ -216,8 +217,7 @@ class Group:
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
-        return self._collect("all_to_all", x, label, async_op, bill=bill,
-                             shape=tuple(x.shape[1:]), finish=lambda: mine,
+        return self._collect("all_to_all", x, label, async_op, bill=bill, shape=tuple(x.shape[1:]), finish=lambda: mine,
                              start=lambda pg: pg.alltoall_base(mine, untouched(x, mine), *splits, options))
 
     def barrier(self, *, label: str = "") -> None:
@@ -251,7 +251,7 @@ class Group:
 
     def alone(self) -> "Group":
         """This rank as a group of its own: every collective is the identity."""
-        return Group(None, 0, (self.ranks[self.rank],), name="alone", device=self.device, timeout=self.timeout, one_host=True)
+        return Group(None, 0, (self.world_rank,), name="alone", device=self.device, timeout=self.timeout, one_host=True)
 
     # ------------------------------------------------------------------ one to one
 
@@ -397,4 +397,4 @@ class Group:
 
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""
-        return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
+        return f"rank {self.world_rank}: {label} in group {self.name!r}"

@@ -113,10 +113,11 @@ def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
     if alike:
         mine = torch.cat((mine, _bits(x)))
     everyone = group.all_gather(_mixed(mine).sum()[None], label=f"{label}: compare")
-    if differs := [rank for rank in range(group.size) if everyone[rank] != everyone[0]]:
+    if differs := [rank for rank, theirs in zip(group.ranks, everyone) if theirs != everyone[0]]:
         raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, "
                                  + ("alike on all ranks, " if alike else "of one shape on all ranks, ") +
-                                 f"but ranks {differs} hold another than rank 0. Do all get the same batch, and draw the same dropout?")
+                                 f"but ranks {differs} hold another than rank {group.ranks[0]}. Do all get the same batch, and draw the "
+                                 "same dropout?")
 
 
 def _bits(x: Tensor) -> Tensor:
