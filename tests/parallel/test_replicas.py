@@ -207,6 +207,30 @@ def test_a_cache_that_one_rank_has_made_larger_is_its_own():
     assert rl.simulate(2, body) == [(["seen"], 0.5, 4, ["table"])] * 2
 
 
+def test_a_buffer_that_only_some_ranks_have_or_have_in_another_form_is_their_own():
+    def body(world):
+        model = nn.Module()
+        for name in ("seen", "form", "kind", "gone"):
+            model.register_buffer(name, torch.zeros(2, 1))
+        keeper, changed = BufferKeeper(model, world), []
+        model.seen += world.rank
+        if world.rank == 1:
+            model.register_buffer("late", torch.ones(3))
+            model.form, model.kind = torch.ones(1, 2), torch.ones(2, 1, dtype=torch.float64)
+            del model.gone
+        changed.append(keeper.average_changed())
+        calls = world.ledger.calls
+        changed.append(keeper.average_changed())
+        assert world.ledger.calls == calls + 1
+        if world.rank == 0:
+            model.register_buffer("late", torch.zeros(3))
+        changed.append(keeper.average_changed())
+        return changed, model.seen.tolist(), model.late.tolist(), model.form.sum().item()
+
+    for rank, found in enumerate(rl.simulate(2, body)):
+        assert found == ([["seen"], [], ["late"]], [[0.5], [0.5]], [0.5] * 3, 2.0 * rank)
+
+
 def test_what_has_been_loaded_is_no_change():
     def body(world):
         model = nn.Module()

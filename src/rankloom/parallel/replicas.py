@@ -5,6 +5,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -92,13 +93,15 @@ class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
     Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
-    some ranks changed is no hang. Constants (rotary tables) never travel, and a cache that is not as large on all ranks is left to each.
+    some ranks changed is no hang. Constants (rotary tables) never travel, and a cache that is not alike on all ranks, or that only some
+    have made, is left to each.
     It also knows the parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is thawed later.
     """
 
     def __init__(self, model: nn.Module, group: Group):
         self.model, self.group = model, group
         self._before = self._seen()
+        self._own = self._common = list(self._before)   # names here, and everywhere, when ranks last told each other
         self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
                         for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
 
@@ -115,11 +118,19 @@ class BufferKeeper:
     def average_changed(self) -> list[str]:
         """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""
         now = self._seen()
-        if not now:
+        if not (now or self._common):
             return []
-        mine = [(not _same(self._before.get(name), seen), seen[0].numel(), -seen[0].numel()) for name, seen in now.items()]
-        found = self.group.all_reduce(torch.tensor(mine), "max", label="which buffers changed").tolist()
-        changed = [name for name, (flag, most, least) in zip(now, found) if flag and most == -least]
+        mine = [(list(now) != self._own, 0, 0)]
+        for name, seen in ((name, now.get(name)) for name in self._common):
+            kind = crc32(f"{list(seen[0].shape)} {seen[0].dtype}".encode()) if seen else 0
+            mine.append((not _same(self._before.get(name), seen), kind, -kind))
+        flags = torch.tensor(mine, device=self.group.device)
+        (others, *_), *found = self.group.all_reduce(flags, "max", label="which buffers changed").tolist()
+        if others:
+            everyone = self.group.all_gather_object(list(now), label="which buffers there are")
+            self._own, self._common = list(now), [name for name in everyone[0] if all(name in names for names in everyone)]
+            return self.average_changed()
+        changed = [name for name, (flag, most, least) in zip(self._common, found) if flag and most == -least]
         for name in changed:
             buffer = now[name][0].detach()
             buffer = torch.view_as_real(buffer) if buffer.is_complex() else buffer
@@ -140,6 +151,6 @@ class BufferKeeper:
         return {name: (buffer, versions[id(buffer)]) for name, buffer in self.model.named_buffers()}
 
 
-def _same(before: Seen | None, now: Seen) -> bool:
+def _same(before: Seen | None, now: Seen | None) -> bool:
     """Whether it is the same tensor, untouched like those beside it; a module may also put another in its place."""
-    return before is not None and before[0] is now[0] and before[1] == now[1]
+    return before is not None and now is not None and before[0] is now[0] and before[1] == now[1]
