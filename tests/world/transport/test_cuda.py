@@ -20,6 +20,7 @@ from rankloom.world.transport.device import RELEASED
 from rankloom.world.transport.device_group import DeviceGroup
 
 PRIMARY, GONE, ILLEGAL = 77, 4, 700
+FSDP2 = -1   # the priority of the streams in which it communicates
 
 
 class Driver:
@@ -27,7 +28,7 @@ class Driver:
 
     def __init__(self):
         self.log, self.memory, self.room, self.refused = [], [], 1 << 30, {}
-        self.contexts = threading.local()
+        self.contexts, self.captures = threading.local(), False
 
     def __getattr__(self, name):
         work = getattr(self, "do_" + name)
@@ -129,6 +130,7 @@ def driver(monkeypatch):
         return torch.frombuffer(held, dtype=torch.uint8)
 
     for name, pretend in {"Stream": Stream, "stream": stream, "current_stream": current_stream, "empty_cache": lambda: None,
+                          "is_current_stream_capturing": lambda: pretended.captures,
                           "synchronize": lambda device: pretended.log.append("synchronize")}.items():
         monkeypatch.setattr(torch.cuda, name, pretend)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
@@ -237,11 +239,20 @@ def test_the_stream_of_a_group_waits_for_the_caller_and_the_caller_only_when_he_
     assert caller.waited == [ending._event] and ending.is_done()
 
 
+def test_a_call_that_is_captured_in_a_graph_is_refused(driver):
+    """Replayed, it would write and follow the marks of a call long past."""
+    device, driver.captures = make_device(), True
+    with pytest.raises(DeviceError, match="cannot communicate in a CUDA graph"), device.behind_caller():
+        pass
+    assert device._stream.waited == []
+
+
 def test_a_released_flag_is_written_in_a_stream_of_its_own(driver):
     device = make_device()
     flag = torch.zeros(1, dtype=torch.int64)
     device.release(flag)
-    assert flag.item() == RELEASED and device._rescue.priority < 0 <= device._stream.priority
+    assert flag.item() == RELEASED
+    assert device._rescue.priority < FSDP2 < device._stream.priority, "the others wait, and streams of one priority may share a queue"
     assert 0 < RELEASED < 2**63, "the driver compares signed numbers"
 
 

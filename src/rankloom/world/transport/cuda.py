@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rankloom.base.errors import DeviceError
 from rankloom.world.transport.cuda_driver import Block, give_back, open_block, take_block, wait_value, write_value
 from rankloom.world.transport.device import RELEASED
+
+RESCUE = -3   # the priority of streams in which nothing ever waits: the highest that torch knows
 
 
 class CudaDevice:
@@ -21,8 +24,8 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        # Streams of one priority may share a queue of the hardware; of this priority there is one in which nothing ever waits.
-        self._rescue = torch.cuda.Stream(device, priority=-1)
+        # Streams of one priority may share a queue of the hardware, and those of -1 wait too: FSDP2 gathers in them.
+        self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._blocks: dict[str, Block] = {}   # by handle
 
     def memory(self, address: int, nbytes: int) -> Tensor:
@@ -59,7 +62,13 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def behind_caller(self) -> Iterator[None]:
-        """What is run inside comes behind what the caller has submitted to the current stream."""
+        """What is run inside comes behind what the caller has submitted to the current stream.
+
+        raises: DeviceError while that is captured: each call has marks of its own, and a graph would repeat those of one
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise DeviceError("ranks that share a GPU cannot communicate in a CUDA graph, for they meet on the host at every call; "
+                              "leave the call out of what is captured")
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
