@@ -170,5 +170,5 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         found = group.all_gather_object(first.make.problem, label="initial values")
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")
     for section in sharding.sections:
-        section.each = False   # `no_sync` is for accumulating without communication
+        section.reduced_each_time = False   # `no_sync` is for accumulating without communication
     return FullySharded(model, sharding)

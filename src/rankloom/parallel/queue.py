@@ -34,7 +34,7 @@ class Queue:
         while self._started < len(self.order) and self.order[self._started].settled:
             following = self.order[self._started]
             self._started += 1
-            for gradient in following.gradients if reduce_all or (following.each and reduce_all is not None) else ():
+            for gradient in following.gradients if reduce_all or (following.reduced_each_time and reduce_all is not None) else ():
                 gradient.start()
 
     def learn(self) -> None:

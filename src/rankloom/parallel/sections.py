@@ -47,7 +47,7 @@ class Section:
         self.is_ahead = False                # gathered for a call that has not come yet
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
-        self.each = True                     # reduced after every backward, or only after the last of a step
+        self.reduced_each_time = True        # after every backward, or only after the last of a step
         self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
 
     def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model know their section, so a copy of the model comes here

@@ -290,22 +290,30 @@ class Sharding:
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle the sections whose backward is over, gather this one again, and start to gather those that were called before it."""
         if self.gathers_in_forward and torch.is_grad_enabled():
-            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters which are "
-                            "let go; keep them: reshard_after_forward=False, or a stage below 3")
+            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters which "
+                            "are let go; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self.sections:
             if not other.calls and _is_over(other, section):
-                if not other.settled and other.forwards == 1 and not other.awaits_more():   # of more, the last forward's are the last
-                    self._settle(other)
-                if self.gathering.let_go:
-                    other.release()
+                self._end(other)
         self._gather(section)
-        calls = [at for at, called in enumerate(self._order) if called is section] or [0]
-        at = calls[min(section.calls, len(calls) - 1)]
-        for previous in self._order[max(0, at - self.gathering.ahead) : at]:
+        for previous in self._called_before(section):
             if not (previous.settled and previous.may_go_early) and not self.guide.leads:
                 previous.start_gather()
+
+    def _end(self, section: Section) -> None:
+        """The backward of a section is over. Of several forwards nobody can tell here: there the last gradient does, or the end."""
+        if not section.settled and section.forwards == 1 and not section.awaits_more():
+            self._settle(section)
+        if self.gathering.let_go:
+            section.release()
+
+    def _called_before(self, section: Section) -> list[Section]:
+        """What backward comes to next, as much as is gathered ahead; it goes through the calls of a section from the last to the first."""
+        places = [at for at, called in enumerate(self._order) if called is section] or [0]
+        at = places[min(section.calls, len(places) - 1)]
+        return self._order[max(0, at - self.gathering.ahead) : at]
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
         """Backward has left a gradient in `param.grad`; the last one of a section settles it."""

@@ -125,15 +125,15 @@ def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingSt
     left = strategy.gradient_memory
     for section in sections:
         size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
-        section.each = size > left and not all_do
-        left -= 0 if section.each else size
+        section.reduced_each_time = size > left and not all_do
+        left -= 0 if section.reduced_each_time else size
 
 
 def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
     """What this rank sends in a step of `backwards` micro-batches, for parameters and gradients, padding included."""
     total, replicas = Bill(), {gradient.unit: gradient.replicas for gradient in sharding.gradients()}
     for section in sharding.sections:
-        reductions = backwards if section.each else 1
+        reductions = backwards if section.reduced_each_time else 1
         for unit in section.units:
             p = unit.group.size
             n = unit.layout.total * unit.formats.compute.itemsize

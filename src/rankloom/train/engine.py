@@ -131,11 +131,12 @@ class Engine:
         self.steps_done += 1
         self._running.average_changed()
         auxiliary = totals[2].item() / count if len(totals) > 2 else 0.0
-        report = Report(self.steps_done, loss, count, norm, lr, not finite, time.perf_counter() - begin, exposed, auxiliary,
-                        self._count_tokens(move=finite))
+        report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
+                        seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=self._count_tokens(move=finite))
         if self.sink:
-            self.sink(StepDone(self.world_rank, report.step, loss, count, norm, lr, report.seconds, exposed,
-                               peak_memory(self.group.device), report.skipped, auxiliary, {} if self.world_rank else report.experts))
+            self.sink(StepDone(rank=self.world_rank, step=report.step, loss=loss, count=count, grad_norm=norm, lr=lr, exposed=exposed,
+                               seconds=report.seconds, memory=peak_memory(self.group.device), skipped=report.skipped, auxiliary=auxiliary,
+                               experts={} if self.world_rank else report.experts))
         return report
 
     @torch.no_grad()
@@ -151,8 +152,8 @@ class Engine:
         total, count = self._total(losses)
         if not count > 0:   # nor NaN
             raise LossError(f"rank {self.world_rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
-        return Report(self.steps_done, total / count, count, 0.0, float(self.optimizer.param_groups[0]["lr"]), False,
-                      time.perf_counter() - begin, 0.0)
+        return Report(step=self.steps_done, loss=total / count, count=count, grad_norm=0.0, skipped=False, exposed=0.0,
+                      lr=float(self.optimizer.param_groups[0]["lr"]), seconds=time.perf_counter() - begin)
 
     def _total(self, losses: list[Tensor]) -> tuple[float, float]:
         """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
