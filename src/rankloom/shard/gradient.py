@@ -280,7 +280,7 @@ class Gradient:
         """Into the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""
         host = self.unit.host
         assert host is not None and self.slice is not None, f"{self._label}: not offloaded"
-        there = self.slice if fresh else host.empty(received.numel(), received.dtype)
+        there = self.slice if fresh else host.desk(received.numel(), received.dtype)
         host.store(there, received)
         if not fresh:
             host.wait()

@@ -4,16 +4,26 @@
     store   a summed gradient goes to the host while backward goes on
     wait    before the optimizer, which then runs on the CPU
 
-On a GPU, copies go through pinned memory on a stream of their own, so that kernels and copies overlap. Where the device is the CPU the
-same calls are plain copies: nothing is saved, and everything else is as it would be.
+On a GPU, copies go through pinned memory beside the computation, each way on a stream of its own: on one, slices that come in would wait
+for gradients that are not there yet. Where the device is the CPU the same calls are plain copies: nothing is saved, and
+everything else is as it would be.
 
 price: the device holds no optimizer state, no masters and no gradients beyond the units in flight; n/p elements go each way over the
        bus in a step (twice there at stage 3, for backward)
 source: Rajbhandari et al. 2021 (ZeRO-Infinity), Ren et al. 2021 (ZeRO-Offload)
 """
 
+import weakref
+from collections import deque
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from rankloom.world.group import Handle
+
+UNDER_WAY = 2       # copies to the host that may be under way: each holds memory of the device
+OWN_PAGES = 1 << 26   # bytes; malloc gives what is so large pages of its own
 
 
 class Host:
@@ -21,34 +31,71 @@ class Host:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()   # what is copied to the host, and what tells that it has been
+        self._desk = torch.empty(0)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, pinned where there is a GPU to copy to."""
-        return torch.zeros(n, dtype=dtype, pin_memory=self._stream is not None)
+        return torch.zeros(n, dtype=dtype) if self._inward is None else _pinned(n, dtype)
+
+    def desk(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Such memory for a moment: whoever asks next gets the same. Its contents are arbitrary."""
+        if self._desk.numel() < n or self._desk.dtype != dtype:
+            self._desk = self.empty(n, dtype)
+        return self._desk[:n]
 
     def fetch(self, mine: Tensor) -> Tensor:
-        """A copy of host memory on the device; work that is queued after this call sees it."""
-        if self._stream is None:
-            return mine.clone()
-        with torch.cuda.stream(self._stream):   # it need not wait for the device: what it reads is the host's
-            there = mine.to(self.device, non_blocking=True)
-        now = torch.cuda.current_stream(self.device)
-        now.wait_stream(self._stream)
-        there.record_stream(now)
-        return there
+        """A copy of host memory on the device, made by the current stream."""
+        return mine.clone() if self._inward is None else mine.to(self.device, non_blocking=True)
+
+    def beside(self, start: Callable[[], Handle]) -> Callable[[], object]:
+        """Let what `start` queues, copies and a collective, run beside what is queued from now on. Returns what waits for it."""
+        if self._inward is None:
+            return start().wait
+        self._inward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._inward):
+            handle, done = start(), self._inward.record_event()
+
+        def wait() -> None:
+            handle.wait()
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+        return wait
 
     def store(self, into: Tensor, result: Tensor) -> None:
         """Copy what the device computes into host memory; it is there after `wait`."""
-        if self._stream is None:
+        if self._outward is None:
             into.copy_(result)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._outward):
             into.copy_(result, non_blocking=True)
-        result.record_stream(self._stream)
+            self._leaving.append((self._outward.record_event(), result))
+        while len(self._leaving) > UNDER_WAY:
+            self._leaving[0][0].synchronize()
+            self._leaving.popleft()
 
     def wait(self) -> None:
-        """All that was stored is there."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """All that was stored is there, and nothing of the host's memory is being read."""
+        for stream in (self._inward, self._outward):
+            if stream is not None:
+                stream.synchronize()
+        self._leaving.clear()
+
+
+def _pinned(n: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that a GPU can reach. torch's allocator gives powers of two, a third more for a model of 7B, so what is large is pinned where
+    it lies."""
+    if n * dtype.itemsize < OWN_PAGES:
+        return torch.zeros(n, dtype=dtype, pin_memory=True)
+    made = torch.empty(n, dtype=dtype).zero_()   # written, so that all threads bring in its pages
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
+    weakref.finalize(made, _unpin, runtime, made.data_ptr()).atexit = False
+    return made
+
+
+def _unpin(runtime: object, address: int) -> None:
+    torch.cuda.synchronize()   # a copy may still read it
+    runtime.cudaHostUnregister(address)   # type: ignore[attr-defined]

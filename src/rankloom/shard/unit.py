@@ -85,7 +85,7 @@ class Unit:
         self.window: Window = stays or frames.window(self.layout.total, formats.compute)
         self.window.open()
         self.state = State.GATHERED
-        self._pending: Handle | None = None
+        self._pending: Callable[[], object] | None = None   # waits for what is on its way
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
         mark(self.params, formats.compute, group.ranks[group.rank], name)
         if fill is not None:
@@ -137,21 +137,24 @@ class Unit:
         """
         self._expect(State.SHARDED)
         self.state = State.GATHERING
-        label = f"parameters of {self.name}"
         if self.common:
-            self.group.barrier(label=label)
+            self.group.barrier(label=f"parameters of {self.name}")
         else:
             self.window.open()
-            if not self.stays and self._near is None:
-                self._write_slice(self._own_here(), self._span())
-            group, mine = self._near or (self.group, self._span())
-            self._pending = group.all_gather(mine, out=self.whole, label=label, async_op=True)
+            self._pending = self.host.beside(self._send) if self.host else self._send().wait
+
+    def _send(self) -> Handle:
+        if not self.stays and self._near is None:
+            self._write_slice(self._own_here(), self._span())
+        group, mine = self._near or (self.group, self._span())
+        sent: Handle = group.all_gather(mine, out=self.whole, label=f"parameters of {self.name}", async_op=True)
+        return sent
 
     def wait(self) -> None:
         """GATHERING -> GATHERED: every rank sees every parameter."""
         self._expect(State.GATHERING)
         if self._pending is not None:
-            self._pending.wait()
+            self._pending()
             self._pending = None
         self._near = None
         if not self.stays:

@@ -1,0 +1,108 @@
+"""The order of copies between a GPU and its host, on streams that only note what they have waited for."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rankloom.shard import offload
+from rankloom.shard.offload import UNDER_WAY, Host
+
+GPU = SimpleNamespace(type="cuda")
+
+
+class Stream:
+    """Knows what was queued on it, and on others before it waited for them."""
+
+    def __init__(self, device=None):
+        self.device, self.known = device, set()
+
+    def wait_stream(self, other):
+        self.known |= other.known
+
+    def record_event(self):
+        return SimpleNamespace(known=set(self.known), synchronize=lambda known=set(self.known): ENDED.append(known))
+
+    def wait_event(self, event):
+        self.known |= event.known
+
+    def synchronize(self):
+        ENDED.append(set(self.known))
+
+
+class Memory:
+    """A tensor whose copy is work of a name."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def copy_(self, other, non_blocking):
+        assert non_blocking
+        NOW[-1].known.add(self.name)
+
+
+NOW: list[Stream] = []      # the current stream is the last
+ENDED: list[set[str]] = []  # what the host has waited for
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The stream that computes."""
+    @contextlib.contextmanager
+    def stream(other):
+        NOW.append(other)
+        yield
+        NOW.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NOW[-1])
+    NOW[:], ENDED[:] = [Stream()], []
+    return NOW[-1]
+
+
+def test_slices_come_in_while_gradients_go_out_and_the_computation_waits_for_neither(main):
+    host, begun = Host(GPU), []
+
+    def gather():
+        begun.append(set(NOW[-1].known))
+        NOW[-1].known.add("slice")
+        return SimpleNamespace(wait=lambda: main.known.add("gather"))
+
+    main.known.add("backward of 3")
+    host.store(Memory("gradient of 3"), Memory("on the device"))
+    arrive = host.beside(gather)
+    assert begun == [{"backward of 3"}]   # it may write where that has read; but it needs nobody's gradient
+    assert main.known == {"backward of 3"}
+    arrive()
+    assert main.known == {"backward of 3", "slice", "gather"}
+
+
+def test_few_gradients_wait_on_the_device_for_their_way_out(main):
+    host = Host(GPU)
+    for number in range(UNDER_WAY + 1):
+        assert not ENDED
+        host.store(Memory(f"gradient of {number}"), Memory("on the device"))
+    assert len(ENDED) == 1 and "gradient of 0" in ENDED[0]
+
+
+def test_the_optimizer_changes_no_slice_that_is_still_being_read(main):
+    host = Host(GPU)
+    host.beside(lambda: NOW[-1].known.add("slice") or SimpleNamespace(wait=lambda: None))
+    host.store(Memory("gradient"), Memory("on the device"))
+    host.wait()
+    assert set().union(*ENDED) == {"slice", "gradient"}
+
+
+def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypatch):
+    """torch's own pinned memory comes in powers of two."""
+    pinned = {}
+    runtime = SimpleNamespace(cudaHostRegister=lambda at, size, flags: pinned.update({at: size}) or 0, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: pytest.fail("no") if code else None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    made = offload._pinned(offload.OWN_PAGES // 4 + 3, torch.float32)
+    assert pinned == {made.data_ptr(): made.nbytes} and made.nbytes == offload.OWN_PAGES + 12 and not made.any()
+    del made
+    assert not pinned, "it is given back when the tensor is"
