@@ -104,5 +104,8 @@ def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypa
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     made = offload._pinned(offload.OWN_PAGES // 4 + 3, torch.float32)
     assert pinned == {made.data_ptr(): made.nbytes} and made.nbytes == offload.OWN_PAGES + 12 and not made.any()
+    parameter = torch.nn.Parameter(made)
     del made
-    assert not pinned, "it is given back when the tensor is"
+    assert pinned, "who has a view has the memory"
+    del parameter
+    assert not pinned, "it is given back when nobody has any of it"

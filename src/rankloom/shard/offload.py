@@ -92,7 +92,7 @@ def _pinned(n: int, dtype: torch.dtype) -> Tensor:
     made = torch.empty(n, dtype=dtype).zero_()   # written, so that all threads bring in its pages
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
-    weakref.finalize(made, _unpin, runtime, made.data_ptr()).atexit = False
+    weakref.finalize(made.untyped_storage(), _unpin, runtime, made.data_ptr()).atexit = False   # views outlive the tensor
     return made
 
 
