@@ -243,23 +243,6 @@ def test_tensors_on_the_cpu_never_ask_for_a_device():
     plain.close()
 
 
-def test_nccl_has_a_connection_for_each_direction_of_messages(monkeypatch):
-    """Two ranks that both receive before they send would wait for each other on one."""
-    made = []
-
-    def group(store, rank, size, timeout):
-        made.append(store)
-        return SimpleNamespace(send=lambda *call: ("send", store), recv=lambda *call: ("recv", store),
-                               allreduce=lambda *call: ("allreduce", store), abort=lambda: None, shutdown=lambda: None)
-
-    monkeypatch.setattr(router, "nccl_group", group)
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: prefix)
-    low, high = (router.Nccl("store", rank, 2, 20.0) for rank in (0, 1))
-    assert low.send([], 1)[1] == high.recv([], 0)[1] != high.send([], 0)[1] == low.recv([], 1)[1]
-    assert low.allreduce([])[1] not in (low.send([], 1)[1], low.recv([], 1)[1])
-    assert len(set(made)) == 3
-
-
 # ---------------------------------------------------------------- who gets one
 
 

@@ -27,12 +27,12 @@ from rankloom.world.transport.cuda import CudaDevice
 from rankloom.world.transport.device_group import DeviceGroup, listed_tensors
 from rankloom.world.transport.forms import SECOND, first_form, in_either_form
 from rankloom.world.transport.meet import this_host, wait_for
+from rankloom.world.transport.nccl import CUDA, Nccl
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
 from rankloom.world.transport.work import AsBackend, Work
 
 SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
-CUDA = torch.device("cuda")
 COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
@@ -132,7 +132,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
     def _make(self, kind: str, device: torch.device) -> Any:
         if kind == SHARED:
             return DeviceGroup(self.cpu, CudaDevice(device))
-        return Nccl(self._store, self.rank(), self.size(), self._timeout) if kind == NCCL else ThroughHost(self.cpu)
+        return Nccl(self._store, self.rank(), self.size(), self._timeout, device) if kind == NCCL else ThroughHost(self.cpu)
 
     # ------------------------------------------------------------------ calls
 
@@ -215,63 +215,6 @@ for _name in COLLECTIVES:
     setattr(DeviceRouter, _name, _route(_name))
 for _name in OF_THE_CPU:
     setattr(DeviceRouter, _name, _ask_cpu(_name))
-
-
-class Nccl:
-    """NCCL, for ranks with a GPU of their own.
-
-    Messages have a connection for each direction: NCCL runs what goes over one in the order of the calls, and two ranks that
-    both receive before they send would wait for each other.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
-        self._where = store, rank, size, timeout
-        self._groups: dict[str, dist.ProcessGroup] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._group("all"), name)
-
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
-        """Send to one rank."""
-        return self._group("up" if to > self._where[1] else "down").send(tensors, to, tag)
-
-    def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Any:
-        """Receive from one rank."""
-        return self._group("up" if frm < self._where[1] else "down").recv(tensors, frm, tag)
-
-    def abort(self) -> None:
-        """End every wait of this rank."""
-        for group in self._groups.values():
-            group.abort()
-
-    def shutdown(self) -> None:
-        """Leave."""
-        for group in self._groups.values():
-            group.shutdown()
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a call may take, from now on."""
-        self._where = (*self._where[:3], timeout.total_seconds())
-        for group in self._groups.values():
-            group._get_backend(CUDA)._set_default_timeout(timeout)
-
-    def _group(self, name: str) -> dist.ProcessGroup:
-        if name not in self._groups:
-            store, rank, size, timeout = self._where
-            self._groups[name] = nccl_group(dist.PrefixStore(f"nccl {name}", store), rank, size, timeout)
-        return self._groups[name]
-
-
-def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
-    """A process group on NCCL alone. Ranks meet at its first call."""
-    group, options = dist.ProcessGroup(store, rank, size), dist.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=timeout)
-    kind = dist.ProcessGroup.BackendType.NCCL
-    group._set_default_backend(kind)
-    group._register_backend(CUDA, kind, dist.ProcessGroupNCCL(store, rank, size, options))
-    return group
 
 
 def with_router(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:

@@ -1,0 +1,187 @@
+"""NCCL, for ranks with a GPU of their own: its collectives as they are, and a connection for each direction of messages.
+
+NCCL makes a connection when both ends call, and blocks them until then: ranks in a ring, each of which first receives from the one
+before, would all wait for each other. So a thread makes it, and what is asked for meanwhile sets out when it is there. Over one
+connection all goes in the order of the calls: with one for both directions, two ranks that both receive first would never send.
+"""
+
+import datetime
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveTimeout, ConfigError
+from rankloom.world.transport.meet import wait_for
+from rankloom.world.transport.work import Work
+
+CUDA = torch.device("cuda")
+SIDE = -2   # a priority that nobody else uses: torch deals streams out in turns, and one of 0 may be NCCL's own, which waits for others
+
+
+class Nccl:
+    """The methods of a process group of ranks with a GPU of their own."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, device: torch.device):
+        self._store, self._rank, self._size, self._timeout, self._device = store, rank, size, timeout, device
+        self._lock = threading.Lock()   # guards the rest
+        self._all: dist.ProcessGroup | None = None
+        self._lanes: dict[tuple[int, int], Lane] = {}   # by sender and receiver
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        with self._lock:
+            if self._all is None:
+                self._all = nccl_group(dist.PrefixStore("nccl all", self._store), self._rank, self._size, self._timeout)
+        return getattr(self._all, name)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        """Send to one rank."""
+        return self._lane(self._rank, to).post(tensors)
+
+    def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Any:
+        """Receive from one rank."""
+        return self._lane(frm, self._rank).post(tensors)
+
+    def abort(self) -> None:
+        """End every wait of this rank."""
+        for group in self._groups():
+            group.abort()
+
+    def shutdown(self) -> None:
+        """Leave, when all messages have set out."""
+        for lane in [*self._lanes.values()]:
+            lane.join()
+        for group in self._groups():
+            group.shutdown()
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a call may take, from now on."""
+        self._timeout = timeout.total_seconds()
+        for group in self._groups():
+            group._get_backend(CUDA)._set_default_timeout(timeout)
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        with self._lock:
+            return [group for group in (self._all, *(lane.group for lane in self._lanes.values())) if group is not None]
+
+    def _lane(self, frm: int, to: int) -> "Lane":
+        if frm == to:
+            raise ConfigError(f"rank {frm}: a message to itself, for which NCCL has no connection; copy the tensor")
+        with self._lock:
+            if (frm, to) not in self._lanes:   # a store of its own, as whoever waits in one holds it up for all threads
+                store = dist.PrefixStore(f"nccl {frm} {to}", self._store.clone())   # type: ignore[attr-defined]
+                self._lanes[frm, to] = Lane(store, self._rank, (frm, to), self._timeout, self._device)
+            return self._lanes[frm, to]
+
+
+class Lane:
+    """The messages from one rank to another, at either end. ends: sender and receiver, of which `rank` is this one"""
+
+    def __init__(self, store: dist.Store, rank: int, ends: tuple[int, int], timeout: float, device: torch.device):
+        self._store, self._rank, self._ends, self._timeout, self._device = store, rank, ends, timeout, device
+        self.group: dist.ProcessGroup | None = None
+        self._problem: Exception | None = None       # why there is no connection
+        self._lock = threading.Lock()
+        self._waiting: list[Later] | None = []       # for the connection; None: that is settled
+        self._thread = threading.Thread(target=self._connect, name="rankloom-nccl", daemon=True)
+        self._thread.start()
+
+    def post(self, tensors: list[Tensor]) -> Any:
+        """Send, or receive, behind what the caller has submitted."""
+        with self._lock:
+            if self._waiting is not None:
+                self._waiting.append(Later(partial(self._pass, tensors), tensors, self._device, str(self)))
+                return self._waiting[-1]
+        return self._pass(tensors)
+
+    def join(self) -> None:
+        """Block until everything that was asked for has set out, or cannot."""
+        self._thread.join(self._timeout)
+
+    def __str__(self) -> str:
+        return f"rank {self._rank}: a message from rank {self._ends[0]} to rank {self._ends[1]}"
+
+    def _pass(self, tensors: list[Tensor]) -> Any:
+        if self._problem or self.group is None:
+            raise self._problem or AssertionError("called before there is a connection")
+        return self.group.send(tensors, 1, 0) if self._rank == self._ends[0] else self.group.recv(tensors, 0, 0)
+
+    def _connect(self) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(self._device, priority=SIDE)):
+            try:
+                self._meet()
+            except Exception as error:   # not hidden: every message raises it
+                self._problem = error
+            with self._lock:
+                for later in self._waiting or ():
+                    later.begin()
+                self._waiting = None
+
+    def _meet(self) -> None:
+        """One message, behind nothing that the caller has submitted: for the first both ends block until both are there."""
+        here = self._ends.index(self._rank)
+        self._store.set(f"end {here}", "")
+        wait_for(self._store, {f"end {1 - here}": self._ends[1 - here]}, self._rank, self._timeout)
+        self.group = nccl_group(self._store, here, 2, self._timeout)
+        self._pass([torch.zeros(1, device=self._device)])
+
+
+class Later(Work):
+    """A message that sets out when there is a connection."""
+
+    def __init__(self, call: Callable[[], Any], tensors: list[Tensor], device: torch.device, where: str):
+        super().__init__(tensors)
+        self._call, self._device, self._where = call, device, where
+        self._place = torch.cuda.current_stream(device).record_event()
+        self._begun = threading.Event()
+        self._work: Any = None
+        self._problem: Exception | None = None
+
+    def begin(self) -> None:
+        """It sets out, from the current stream, behind what its caller had submitted."""
+        torch.cuda.current_stream(self._device).wait_event(self._place)
+        try:
+            self._work = self._call()
+        except Exception as error:   # not hidden: whoever waits gets it
+            self._problem = error
+        self._begun.set()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Block until it has set out; what the caller submits from here on comes behind its end. raises: RankLost, CollectiveTimeout"""
+        limit = timeout if timeout is not None and timeout > datetime.timedelta() else None   # torch's C++ says zero for none
+        if not self._begun.wait(limit.total_seconds() if limit else None):
+            raise CollectiveTimeout(f"{self._where} has no connection within {limit}: the other rank has not come")
+        if self._problem:
+            raise self._problem
+        return bool(self._work.wait(limit) if limit else self._work.wait())
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._begun.is_set() and (self._problem is not None or bool(self._work.is_completed()))
+
+    def exception(self) -> Exception | None:
+        """Why it failed."""
+        return self._problem
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of its end; blocks until it has set out."""
+        self._begun.wait()
+        if self._problem:
+            raise self._problem
+        return self._work.get_future()   # type: ignore[no-any-return]
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
+    """A process group on NCCL alone. Ranks meet at its first call."""
+    group, options = dist.ProcessGroup(store, rank, size), dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=timeout)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(CUDA, kind, dist.ProcessGroupNCCL(store, rank, size, options))
+    return group
