@@ -172,7 +172,7 @@ def test_what_has_no_meaning_is_refused():
     (["--comm.compress=int8", "--comm.all_reduce=ring"], "sums in its own way"),
     (["--comm.compress=powersgd", "--comm.all_reduce=hierarchical"], "whole matrices"),
     (["--comm.compress=int8", "--train.deterministic=true"], "no meaning with"),
-    (["--comm.compress_after=5"], "compress_after = 5 has no meaning with compress = 'none'"),
+    (["--comm.compress_after=5"], "compress_after=5 has no meaning with compress='none'"),
     (["--comm.compress_after=-1", "--comm.compress=int8"], "compress_after"),
     (["--comm.compress_after=100", "--comm.compress=int8", "--train.steps=100"], "100 leaves no step to compress of .* 100"),
 ])

@@ -5,6 +5,7 @@ import re
 from rankloom.base.errors import ConfigError, did_you_mean
 
 EXACT, POWERSGD = "none", "powersgd"
+BACKEND, HIERARCHICAL = "backend", "hierarchical"   # the all-reduces beside which gradients can be compressed
 NAMES = (EXACT, "bf16", "fp16", "int8", "int4", "1bit", "topk", POWERSGD)
 
 
@@ -26,3 +27,30 @@ def split_compression(text: str) -> tuple[str, int | None]:
     if not re.fullmatch("[1-9][0-9]{0,5}", rank):
         raise ConfigError(f"there is no compression {text!r}: the rank must be a whole number, 1 or more, as in 'powersgd:16'")
     return name, int(rank)
+
+
+def expect_compression(name: str, all_reduce: str) -> None:
+    """Whether gradients can be compressed by `name` beside the chosen all-reduce.
+
+    raises: ConfigError for an unknown name, or a combination that has no meaning
+    """
+    kind, _ = split_compression(name)
+    if kind == EXACT:
+        return
+    if all_reduce not in (BACKEND, HIERARCHICAL):
+        raise ConfigError(f"compress={name!r} sums in its own way, so all_reduce={all_reduce!r} has no meaning beside it; "
+                          f"leave it out, or give {HIERARCHICAL!r}, which compresses between nodes and is exact inside")
+    if kind == POWERSGD and all_reduce == HIERARCHICAL:
+        raise ConfigError(f"compress={name!r} needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
+                          "leave all_reduce out, or choose another compression")
+
+
+def expect_exact_steps(after: int, compress: str) -> None:
+    """Whether so many exact steps can come first.
+
+    raises: ConfigError where they cannot, or have no meaning
+    """
+    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+        raise ConfigError(f"compress_after={after!r}, expected a whole number of steps, 0 or more")
+    if after and compress == EXACT:
+        raise ConfigError(f"compress_after={after} has no meaning with compress={compress!r}: every step is exact")

@@ -15,17 +15,16 @@ from collections.abc import Callable
 
 import torch
 
-from rankloom.base.compression import EXACT, POWERSGD, split_compression
+from rankloom.base.compression import EXACT, HIERARCHICAL, POWERSGD, expect_compression, expect_exact_steps, split_compression
 from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
-from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
+from rankloom.comm.choose import AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import BufferParts, PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
 from rankloom.comm.sparse import TopK
 from rankloom.comm.two_levels import TwoLevels
 
-HIERARCHICAL = "hierarchical"
 _COMPRESSED: dict[str, Callable[[BufferParts], Compressed]] = {
     "bf16": lambda parts: Blockwise(Floats(torch.bfloat16)),
     "fp16": lambda parts: Blockwise(Floats(torch.float16)),
@@ -47,33 +46,6 @@ def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
     if kind == EXACT:
         raise ConfigError(f"compress={name!r} compresses nothing, so there is no compressed all-reduce of that name")
     return PowerSGD(parts, rank) if rank else _COMPRESSED[kind](parts)
-
-
-def expect_compression(name: str, all_reduce: str) -> None:
-    """Whether gradients can be compressed by `name` beside the chosen all-reduce.
-
-    raises: ConfigError for an unknown name, or a combination that has no meaning
-    """
-    kind, _ = split_compression(name)
-    if kind == EXACT:
-        return
-    if all_reduce not in (BACKEND, HIERARCHICAL):
-        raise ConfigError(f"compress={name!r} sums in its own way, so all_reduce={all_reduce!r} has no meaning beside it; "
-                          f"leave it out, or give {HIERARCHICAL!r}, which compresses between nodes and is exact inside")
-    if kind == POWERSGD and all_reduce == HIERARCHICAL:
-        raise ConfigError(f"compress={name!r} needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
-                          "leave all_reduce out, or choose another compression")
-
-
-def expect_exact_steps(after: int, compress: str) -> None:
-    """Whether so many exact steps can come first.
-
-    raises: ConfigError where they cannot, or have no meaning
-    """
-    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
-        raise ConfigError(f"compress_after={after!r}, expected a whole number of steps, 0 or more")
-    if after and compress == EXACT:
-        raise ConfigError(f"compress_after={after} has no meaning with compress={compress!r}: every step is exact")
 
 
 class Summing:

@@ -10,6 +10,7 @@ Read `base/topology.py` and `comm/algorithms.py` before.
 
 from dataclasses import dataclass
 
+from rankloom.base.compression import BACKEND as BACKEND
 from rankloom.base.cost import Path
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.topology import Links, Topology
@@ -17,7 +18,6 @@ from rankloom.base.units import bus_factor
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
 from rankloom.comm.hierarchical import hierarchical_all_reduce_paths, hierarchical_all_to_all_paths
 
-BACKEND = "backend"
 LEVELS = {"all_reduce": hierarchical_all_reduce_paths, "all_to_all": hierarchical_all_to_all_paths}
 CROWDED = ("halving", "doubling", "pairwise")   # in which all ranks of a node send to other nodes at once
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankloom.base.compression import expect_exact_steps
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT, expect_exact_steps
+from rankloom.comm.compress import EXACT
 from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rankloom.base.compression import EXACT, POWERSGD, split_compression
+from rankloom.base.compression import EXACT, expect_compression, expect_exact_steps, split_compression
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.base.units import LONGEST_TIMEOUT, parse_size
@@ -259,14 +259,8 @@ class Comm(ConfigSection):
 
     @model_validator(mode="after")
     def _one_way_to_sum(self) -> Self:
-        if self.compress != "none" and self.all_reduce not in ("backend", "hierarchical"):
-            raise ValueError(f"compress = {self.compress!r} sums in its own way: not with all_reduce = {self.all_reduce!r}; "
-                             "leave that out, or give 'hierarchical', which compresses between nodes and is exact inside")
-        if split_compression(self.compress)[0] == POWERSGD and self.all_reduce == "hierarchical":
-            raise ValueError(f"compress = {self.compress!r} needs whole matrices, "
-                             "but all_reduce = 'hierarchical' sends slices between nodes")
-        if self.compress_after and self.compress == EXACT:
-            raise ValueError(f"compress_after = {self.compress_after} has no meaning with compress = {EXACT!r}: every step is exact")
+        expect_compression(self.compress, self.all_reduce)
+        expect_exact_steps(self.compress_after, self.compress)
         return self
 
 
