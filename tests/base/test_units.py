@@ -3,7 +3,7 @@
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.units import algorithm_bandwidth, bus_factor, parse_size, parse_sizes, show_bytes, show_seconds
+from rankloom.base.units import algorithm_bandwidth, bus_factor, parse_size, parse_sizes, seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(("collective", "factor"), [
@@ -52,3 +52,9 @@ def test_bytes_are_shown_in_powers_of_1024(nbytes, text):
 ])
 def test_seconds_are_shown_with_three_digits(seconds, text):
     assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("timeout", ["5", None])
+def test_a_time_out_that_is_no_number_is_refused(timeout):
+    with pytest.raises(ConfigError, match=f"timeout={timeout!r} is of type .*, expected seconds, as a number"):
+        seconds(timeout)

@@ -268,15 +268,40 @@ def test_send_and_receive_refuse_tensors_with_gaps_and_ranks_and_tags_that_canno
     def body(world):
         for call in (world.send, world.recv):
             with pytest.raises(rl.NotContiguous):
-                call(torch.zeros(2, 4).t(), 0)
+                call(torch.zeros(2, 4).t(), 1 - world.rank)
             with pytest.raises(rl.ConfigError, match="no rank 2 in a group of 2"):
                 call(torch.zeros(2), 2)
             with pytest.raises(rl.ConfigError, match="the tag is -1"):   # gloo says something else, which passed for a lost rank
-                call(torch.zeros(2), 0, tag=-1)
+                call(torch.zeros(2), 1 - world.rank, tag=-1)
+            with pytest.raises(rl.ShapeMismatch, match="a tensor of layout torch.sparse_coo"):
+                call(torch.eye(2).to_sparse(), 1 - world.rank)
         with pytest.raises(rl.ConfigError, match="no rank -1"):
             world.broadcast(torch.zeros(2), root=-1)
 
     rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("tag", [2**31 - 1, 2**31, 2**62])
+def test_tags_that_gloo_has_not_or_that_gathers_use_are_refused(tag):
+    """A message of the largest was taken for a slice of a gather that other ranks were in."""
+    def body(world):
+        x, other = torch.zeros(2), 1 - world.rank
+        for call in (world.send, world.recv, lambda x, to, tag: world.exchange(x, to, x, to, tag=tag)):
+            with pytest.raises(rl.ConfigError, match=rf"the tag is {tag}; expected a whole number from 0 to {2**31 - 2}, where .* gloo"):
+                call(x, other, tag=tag)
+        return world.exchange(torch.tensor([world.rank]), other, torch.tensor([9]), other, tag=2**31 - 2).item()
+
+    assert rl.simulate(2, body, backend="gloo") == [1, 0]
+
+
+def test_a_message_to_oneself_is_refused_where_gloo_carries_it():
+    def body(world):
+        x, here = torch.zeros(2), world.rank
+        for call in (lambda: world.send(x, here), lambda: world.recv(x, here), lambda: world.exchange(x, here, x, here)):
+            with pytest.raises(rl.ConfigError, match=f"rank {here}: .* a message to this rank itself"):
+                call()
+
+    rl.simulate(2, body, backend="gloo")
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
@@ -501,6 +526,16 @@ def test_a_closed_group_says_so():
             world.all_reduce(torch.zeros(1), label="after")
 
     rl.simulate(2, body)
+
+
+def test_a_closed_world_connects_no_groups():
+    def body(world):
+        world.barrier()
+        world.close()
+        with pytest.raises(rl.RankLost, match=r"group\(shard\) in group 'world': this group is closed"):
+            world.group("shard")
+
+    rl.simulate(rl.Mesh(replicate=2, shard=2), body)
 
 
 def test_a_handle_of_a_group_that_was_closed_raises_instead_of_giving_a_half_made_result():

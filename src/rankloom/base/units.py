@@ -4,6 +4,7 @@ import re
 from datetime import timedelta
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_type
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 << 20, "G": 1 << 30, "GIB": 1 << 30}
 LONGEST_TIMEOUT = 2_000_000   # seconds, 23 days: sockets count milliseconds in 31 bits
@@ -57,6 +58,7 @@ def show_seconds(seconds: float) -> str:
 
 def seconds(timeout: float) -> timedelta:
     """A time-out as torch.distributed wants it; raises ConfigError for one that cannot be counted."""
+    expect_type("timeout", timeout, (int, float), "seconds, as a number")
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise ConfigError(f"timeout = {timeout:g}: expected seconds above 0 and up to {LONGEST_TIMEOUT:,}, which is 23 days")
     return timedelta(seconds=timeout)

@@ -123,10 +123,14 @@ class World(Group):
                          topology=topology, twin=partial(_twin, weakref.ref(self), everyone))
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank's peers along `axes`. All those peers must ask for it in the same order."""
+        """The group of this rank's peers along `axes`. All those peers must ask for it in the same order.
+
+        raises: RankLost when the world is closed
+        """
         ranks = self.mesh.peers(self.rank, *axes) if axes else self.ranks
         if ranks == self.ranks:
             return self
+        self._connected(f"group({', '.join(axes)})")
         if ranks not in self._groups:
             self._groups[ranks] = self._connect(ranks, "+".join(axes))
         return self._groups[ranks]
@@ -161,7 +165,7 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     home = world()
     if home is None:
         raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
-    if home.backend == SHARED:   # it keeps the directions of messages apart itself (router.Nccl)
+    if home.backend == SHARED:   # it keeps the directions of messages apart itself (nccl.py)
         return home if ranks == home.ranks else home._groups[ranks]
     if ranks not in home._twins:
         home._twins[ranks] = home._connect(ranks, "twin", "twin")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankloom.base.errors import ConfigError
 from rankloom.world.transport.operands import untouched
 
 TAG = (1 << 31) - 1   # messages of one tag arrive in the order in which they are sent, so one does for all
@@ -39,6 +40,14 @@ def add_in_order(mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tenso
     for piece in theirs[max(rank, 1):]:
         total.add_(piece)
     return total
+
+
+def expect_message(peer: int, rank: int, tag: int, where: str) -> None:
+    """raises: ConfigError for a message of a user that gloo cannot carry, or that would meet those of this file"""
+    if not (isinstance(tag, int) and 0 <= tag < TAG):
+        raise ConfigError(f"{where}: the tag is {tag!r}; expected a whole number from 0 to {TAG - 1}, where messages go over gloo or NCCL")
+    if peer == rank:
+        raise ConfigError(f"{where}: a message to this rank itself, which gloo cannot carry; copy the tensor")
 
 
 def _exchange(pg: dist.ProcessGroup, rank: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:

@@ -24,12 +24,12 @@ from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMism
 from rankloom.base.topology import Topology
 from rankloom.base.units import seconds
 from rankloom.world.debug import Fingerprint, Inspector, call_site
-from rankloom.world.direct import add_in_order, start_dealing, start_gather
+from rankloom.world.direct import add_in_order, expect_message, start_dealing, start_gather
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, expect_movable, expect_tag, untouched
+from rankloom.world.transport.operands import OPS, expect_movable, expect_rank, expect_tag, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -278,7 +278,7 @@ class Group:
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
         pg = self._connected(label or "exchange")
-        self._peer(to)   # before anything is begun
+        self._peer(to, tag)   # before anything is begun
         self._require_movable(out, label or "exchange")
         out = untouched(out, into)   # by what arrives before it has left
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
@@ -380,10 +380,10 @@ class Group:
             raise RankLost(f"{self.where(label)}: this group is closed, or has one rank only")
         return self._process_group
 
-    def _peer(self, rank: int, tag: int = 0) -> int:
-        expect_tag(tag, self.where("peer"))
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"{self.where('peer')}: there is no rank {rank} in a group of {self.size}")
+    def _peer(self, rank: int, tag: int | None = None) -> int:
+        expect_rank(rank, self.size, self.where("peer"))
+        if tag is not None and self._process_group is not None:
+            (expect_tag(tag, self.where("peer")) if self.lends_memory else expect_message(rank, self.rank, tag, self.where("peer")))
         return rank
 
     def _equal_rows(self, x: Tensor, op: str) -> int:

@@ -48,6 +48,8 @@ def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     """
     if x.device.type not in ("cpu", device.type):
         raise ShapeMismatch(f"{where}: a tensor on {x.device} cannot be sent, expected one on {device}")
+    if x.layout != torch.strided:
+        raise misplaced(x, where)
     if is_lazy(x):
         raise NotContiguous(f"{where}: a view that is conjugated or negated only when read; pass x.resolve_conj().resolve_neg()")
     if not x.is_contiguous():
