@@ -173,7 +173,7 @@ def table_of_groups(drawn: Drawn) -> Table:
     rows = []
     for axis in drawn.axes:
         groups = list(dict.fromkeys(drawn.mesh.peers(part.rank, axis) for part in drawn.ranks))
-        row = {"axis": f"{axis} {len(groups[0])}", "groups of ranks": _some([say_numbers(group) for group in groups], "  |  ")}
+        row = {"axis": f"{axis} {len(groups[0])}", "groups of ranks": _some([say_numbers(group) for group in groups])}
         if drawn.hosts:
             most = max(len({_host(drawn.hosts, rank) for rank in group}) for group in groups)
             row["between"] = "ranks of a host" if most == 1 else f"{most} hosts"
@@ -195,7 +195,7 @@ def table_of_parameters(drawn: Drawn) -> Table:
 
 def _parameter_row(kind: str, held: list[tuple[RankPart, ParameterPart]], shape: GPTConfig) -> dict[str, str]:
     one = held[0][1]
-    parts = _some(list(dict.fromkeys(_say_spans(parameter, kind, shape) for _, parameter in held)), "  |  ")
+    parts = _some(list(dict.fromkeys(_say_spans(parameter, kind, shape) for _, parameter in held)))
     alike = {part.coords["tensor"] for part, parameter in held if parameter.spans == one.spans}
     layout = layout_of(held)
     if "/tensor" in layout and len(alike) > 1:   # fewer key-value heads than ranks
@@ -239,9 +239,9 @@ def _span(start: int, stop: int) -> str:
     return "none" if stop == start else str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-def _some(parts: Sequence[str], between: str) -> str:
+def _some(parts: Sequence[str]) -> str:
     """All of a few; of many the first ones and the last."""
-    return between.join(parts if len(parts) <= SHOWN else [*parts[:SHOWN - 2], f"... {len(parts)} in all ...", parts[-1]])
+    return "  |  ".join(parts if len(parts) <= SHOWN else [*parts[:SHOWN - 2], f"... {len(parts)} in all ...", parts[-1]])
 
 
 def _host(hosts: Sequence[Sequence[int]], rank: int) -> int:

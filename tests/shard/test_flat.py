@@ -49,11 +49,6 @@ def test_views_are_the_buffers_memory_in_the_shapes_asked_for():
     assert buffer.flat.sum() == 17.0   # the gaps are zero
 
 
-def test_a_buffer_may_have_another_dtype_than_the_tensors_it_is_for():
-    buffer = FlatBuffer({"w": torch.zeros(3, dtype=torch.bfloat16)}, torch.float64)
-    assert buffer.flat.dtype == torch.float64 and buffer.flat.nbytes == ALIGN
-
-
 def test_moving_in_keeps_values_and_identity_and_makes_the_tensor_a_view():
     linear = nn.Linear(3, 2)
     named = dict(linear.named_parameters())

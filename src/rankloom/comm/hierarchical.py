@@ -164,18 +164,14 @@ def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int 
                 messages=2 * (size - 1) + len(_partners(nodes, here, place)))
 
 
-def hierarchical_all_reduce_paths(
-        nbytes: int, nodes: Nodes, *, wide: int = 1,
-        inside: tuple[Callable[..., Path], Callable[..., Path]] = (ring_reduce_scatter_path, ring_all_gather_path),
-        between: Callable[..., Path] = ring_all_reduce_path) -> tuple[Path, Path]:
+def hierarchical_all_reduce_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
     """What all wait for in `hierarchical_all_reduce` of `nbytes`: inside nodes, and between them, for their links differ."""
     largest = max(map(len, nodes))
     if not _are_even(nodes):
         up_and_down = tree_reduce_path(nbytes * wide, largest) + binomial_broadcast_path(nbytes, largest)
-        return up_and_down, between(nbytes * wide, len(nodes))
-    reduce_scatter, all_gather = inside
-    return (reduce_scatter(nbytes * wide, largest) + all_gather(nbytes, largest),
-            between(-(-nbytes // largest) * wide, len(nodes)))
+        return up_and_down, ring_all_reduce_path(nbytes * wide, len(nodes))
+    inside = ring_reduce_scatter_path(nbytes * wide, largest) + ring_all_gather_path(nbytes, largest)
+    return inside, ring_all_reduce_path(-(-nbytes // largest) * wide, len(nodes))
 
 
 def hierarchical_all_to_all_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:

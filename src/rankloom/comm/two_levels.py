@@ -102,5 +102,4 @@ def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
 
 
 def _overlaps(group: Group) -> bool:
-    nodes = group.topology.nodes
-    return group.device.type == "cpu" and len(nodes) > 1 and len({len(node) for node in nodes}) == 1
+    return group.device.type == "cpu" and len(group.topology.nodes) > 1 and group.topology.is_even()

@@ -6,7 +6,7 @@ from torch import Tensor
 from rankloom.world.group import Group
 
 
-def largest_and_total(facts: list[float], totals: Tensor | None, group: Group, *, label: str) -> tuple[list[float], Tensor | None]:
+def largest_and_total(facts: list[float], totals: Tensor | None, group: Group) -> tuple[list[float], Tensor | None]:
     """The largest of each fact over the ranks, and the sum of the totals (fp64), if there are any.
 
     An all-gather, not an all-reduce: for a message this small only hops count, and it needs half as many.
@@ -15,9 +15,9 @@ def largest_and_total(facts: list[float], totals: Tensor | None, group: Group, *
     on_cpu = totals is not None and totals.device.type == "cpu"
     if totals is not None and on_cpu:
         message = torch.cat((message, totals))
-    told = group.all_gather(message, label=label).view(group.size, -1)
+    told = group.all_gather(message, label="used parameters, totals").view(group.size, -1)
     largest = told[:, : len(facts)].amax(0).tolist()
     if totals is None or on_cpu:
         return largest, None if totals is None else told[:, len(facts):].sum(0)
     # Reading a GPU's totals would stop its queue, so these are summed there, and the facts beside it.
-    return largest, group.all_reduce(totals, label=label)
+    return largest, group.all_reduce(totals, label="totals")

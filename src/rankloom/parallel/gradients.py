@@ -222,7 +222,7 @@ class GradientReducer:
         """
         touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
-        flags, numbers = largest_and_total(facts, totals, self.group, label="used parameters, totals")
+        flags, numbers = largest_and_total(facts, totals, self.group)
         most_rows = dict(zip(touched, flags[len(self.owners):]))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:

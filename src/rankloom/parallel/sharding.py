@@ -142,7 +142,7 @@ class Sharding:
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [float(name in used) for name in names]
         for group in (self.group, self.replicas):
-            flags, totals = largest_and_total(flags, totals, group, label="used parameters, totals")
+            flags, totals = largest_and_total(flags, totals, group)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():
             gradient.keep_used(anywhere)

@@ -66,12 +66,10 @@ class FlatBuffer:
     memory:   the tensors' bytes, plus less than 64 each
     """
 
-    def __init__(self, like: Mapping[str, Tensor], dtype: torch.dtype | None = None,
-                 allocate: Callable[[int, torch.dtype], Tensor] | None = None):
+    def __init__(self, like: Mapping[str, Tensor], allocate: Callable[[int, torch.dtype], Tensor] | None = None):
         first = next(iter(like.values()))
-        dtype = dtype or first.dtype
-        self.slots, total = lay_out({name: t.shape for name, t in like.items()}, dtype.itemsize)
-        self.flat = allocate(total, dtype) if allocate else torch.zeros(total, dtype=dtype, device=first.device)
+        self.slots, total = lay_out({name: t.shape for name, t in like.items()}, first.itemsize)
+        self.flat = allocate(total, first.dtype) if allocate else torch.zeros(total, dtype=first.dtype, device=first.device)
         self.views = {slot.name: self.flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
 
     def gaps(self) -> list[Tensor]:

@@ -26,9 +26,11 @@ CHECKUP = 0.05   # seconds
 class Work(dist.Work):
     """Work that has ended. One object serves for all calls that were made at once and have no result to show."""
 
-    def __init__(self, result: Sequence[Tensor] = (), source: int = -1):
+    _source = -1   # from which rank a message came; of a collective, from none
+
+    def __init__(self, result: Sequence[Tensor] = ()):
         super().__init__()
-        self._result, self._source = list(result), source
+        self._result = list(result)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Block until the result is there. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
