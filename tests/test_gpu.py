@@ -20,7 +20,7 @@ from conformance.cases import COLLECTIVES, Case, begin, same_bits, values
 from conformance.oracle import OPS, has_meaning
 from conformance.test_torch_classes import ddp, fsdp, on_backend, train
 from rankloom.base.errors import RankFailed, RankLost
-from rankloom.models.config import preset
+from rankloom.models.config import MoEConfig, preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
@@ -67,6 +67,29 @@ def test_a_compiled_gpt_learns_on_a_gpu(world, precision):
     text = torch.randint(0, 256, (8, 65), generator=torch.Generator().manual_seed(0))
     losses = [engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous())).loss for _ in range(60)]
     assert losses[-1] < 0.7 * losses[0], "eight rows are learned by heart"
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "recompute": "full"}, {"precision": "fp8"}], ids=str)
+@pytest.mark.parametrize("experts", [None, MoEConfig(experts=4, top_k=2, ffn=32)], ids=["dense", "experts"])
+def test_nothing_before_the_update_waits_for_the_gpu(world, experts, options):
+    """Else its queue runs dry in every micro-batch; the step's one wait comes when all of it is queued."""
+    mode = torch.cuda.set_sync_debug_mode
+
+    def loss(model, batch):
+        if engine.steps_done == 2:
+            mode("error")
+        return language_model_loss(model, batch)[0], batch[1].numel()
+
+    model = GPT(preset("1M", vocab_size=256, seq_len=64, moe=experts))
+    engine = rl.prepare(model, loss=loss, world=world, accumulate=2, clip=1.0, **{"precision": "bf16"} | options,
+                        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=torch.cuda.is_available()))
+    engine.optimizer.register_step_pre_hook(lambda *_: mode("default"))
+    text = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(0)).to("cuda")
+    try:
+        losses = [engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous())).loss for _ in range(4)]
+    finally:
+        mode("default")
+    assert losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------- several ranks on one GPU

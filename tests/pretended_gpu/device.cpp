@@ -4,6 +4,7 @@
 // - Every operation runs on the CPU at once, on aliases of the same memory. Mixing it with CPU tensors is an error, as on CUDA.
 // - Every stream has a vector clock. An operation that reads or writes what another stream writes, without having waited for it, is an
 //   error; memory that is freed while another stream uses it is told by `late()`.
+// - Where it is told that nothing may wait, what would stop a GPU's queue is an error.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -55,6 +56,7 @@ std::unordered_map<void*, Memory> memories;
 std::vector<std::string> found_late;   // where nothing can be raised
 size_t allocated = 0, peak = 0;
 int64_t streams_made = 0;
+bool may_wait = true;   // torch.cuda.set_sync_debug_mode("error") says no
 thread_local int device_now = 0;
 thread_local std::map<int, int64_t> stream_now;   // by device; 0 is the default one
 
@@ -94,7 +96,10 @@ void touch(const at::Tensor& t, bool writes, const std::string& op) {
   found->second.accesses.swap(kept);
 }
 
-void wait_for_stream(int device) {
+void expect_may_wait(const std::string& op) { TORCH_CHECK(may_wait, op, " waits for the device"); }
+
+void wait_for_stream(int device, const std::string& op) {
+  expect_may_wait(op);
   std::lock_guard<std::mutex> guard(lock);
   learn(host, clocks[key_of(device, current(device))]);
 }
@@ -247,13 +252,13 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (ours(from)) touch(from, false, "copy");
   if (ours(to)) touch(to, true, "copy");
   (ours(to) ? on_cpu(to) : to).copy_(ours(from) ? on_cpu(from) : from);
-  if (!non_blocking && !(ours(from) && ours(to))) wait_for_stream((ours(from) ? from : to).device().index());
+  if (!non_blocking && !(ours(from) && ours(to))) wait_for_stream((ours(from) ? from : to).device().index(), "a copy between host and device");
   return to;
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) { to.resize_(from.sizes()); return copy_from(from, to, false); }
 
-at::Scalar item(const at::Tensor& t) { touch(t, false, "item"); wait_for_stream(t.device().index()); return on_cpu(t).item(); }
+at::Scalar item(const at::Tensor& t) { touch(t, false, "item"); wait_for_stream(t.device().index(), "item"); return on_cpu(t).item(); }
 
 at::Tensor& set_view(at::Tensor& t, c10::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   t.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -283,6 +288,16 @@ int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
 // ---------------------------------------------------------------- all others
 
 const std::set<std::string> INDEXES = {"aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
+
+// What has as many elements as its input's values say: the host must know them.
+const std::set<std::string> SIZED_BY_VALUES = {"aten::bincount", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"};
+
+bool must_know_values(const std::string& name, const std::vector<c10::IValue>& given) {
+  if (name == "aten::repeat_interleave.Tensor") return given[1].isNone();
+  if (!INDEXES.count(name)) return SIZED_BY_VALUES.count(name);
+  for (const std::optional<at::Tensor>& t : given[1].toOptionalTensorVector()) if (t && t->scalar_type() == at::kBool) return true;
+  return false;
+}
 
 at::Tensor brought_here(const at::Tensor& made, c10::Device device, const std::string& op) {
   if (!made.defined()) return made;
@@ -350,6 +365,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   size_t n = schema.arguments().size(), first = stack->size() - n;
   std::vector<c10::IValue> given(stack->end() - n, stack->end());
   Call call{c10::toString(op.operator_name())};
+  if (must_know_values(call.name, given)) expect_may_wait(call.name);
   for (size_t i = 0; i < n; i++) {
     auto info = schema.arguments()[i].alias_info();
     call.take((*stack)[first + i], info && info->isWrite());
@@ -413,5 +429,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated", [] { return allocated; });
   m.def("peak", [] { return peak; });
   m.def("reset_peak", [] { peak = allocated; });
+  m.def("set_may_wait", [](bool may) { may_wait = may; });
   m.def("late", [] { std::lock_guard<std::mutex> guard(lock); return std::exchange(found_late, {}); });
 }

@@ -4,6 +4,7 @@ Imported by the copy of the project that run.py makes, in every process.
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -62,6 +63,7 @@ def _as_a_module() -> types.ModuleType:
         "reset_peak_memory_stats": lambda device=None: device_c.reset_peak(), "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0), "set_per_process_memory_fraction": lambda part, device=None: None,
         "get_device_properties": lambda device=None: types.SimpleNamespace(**vars(properties), uuid=f"GPU {index_of(device)}"),
+        "set_sync_debug_mode": lambda mode: device_c.set_may_wait(mode != "error"),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16], "default_generators": (draw,), "manual_seed": draw.manual_seed,
         "manual_seed_all": draw.manual_seed, "get_rng_state": lambda device=None: draw.get_state(),
         "set_rng_state": lambda state, device=None: draw.set_state(state)})
@@ -111,6 +113,21 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=No
     assert by_row or scale_a.numel() == scale_b.numel() == 1, f"scales {tuple(scale_a.shape)} and {tuple(scale_b.shape)} to {out_dtype}"
     out = (a.float() * scale_a) @ (b.float() * scale_b)
     return (out if bias is None else out + bias).to(out_dtype or a.dtype)
+
+
+def grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
+    """Products of groups: of the rows of `a` with matrices of their own, or of its columns with as many rows of `b`."""
+    assert a.dtype == b.dtype == torch.bfloat16 and offs.dtype == torch.int32 and a.device == b.device == offs.device and a.dim() == 2
+    for x in (a, b):
+        assert 1 in x.stride()[-2:] and max(x.stride()[-2:]) % 8 == 0, f"strides {x.stride()}: rows or columns of whole 16 bytes"
+    assert b.dim() == 3 or (a.stride(0) == 1 and b.stride(1) == 1), "each group must begin at whole 16 bytes"
+    a, b, ends = (device_c.on_cpu(t) for t in (a, b, offs))
+    spans = [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
+    if b.dim() == 3:
+        out = torch.cat([a[span] @ matrix for span, matrix in zip(spans, b, strict=True)])
+    else:
+        out = torch.stack([a[:, span] @ b[span] for span in spans])
+    return out.to(offs.device, non_blocking=True)
 
 
 # ---------------------------------------------------------------- NCCL
@@ -245,5 +262,5 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 _move_in_place()
 LIBRARY = torch.library.Library("aten", "IMPL")
 for _name, _kernel in {"_scaled_dot_product_flash_attention": attention, "_scaled_dot_product_flash_attention_backward": attention_backward,
-                       "_scaled_mm": scaled_mm}.items():
+                       "_scaled_mm": scaled_mm, "_grouped_mm": grouped_mm}.items():
     LIBRARY.impl(_name, _kernel, "PrivateUse1")

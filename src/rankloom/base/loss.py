@@ -29,7 +29,9 @@ def sum_and_count(returned: Any, where: str) -> tuple[Tensor, Tensor]:
     total, count = returned
     if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
         raise LossError(f"{where}: the loss function counted {_describe(count)}, expected one number: how many items it has summed over")
-    return total, torch.as_tensor(count, dtype=torch.float64, device=total.device).detach().reshape(())
+    if isinstance(count, Real):   # filled in on the device: a number that is brought there waits for all that the device has to do
+        return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
+    return total, count.detach().to(total.device, torch.float64).reshape(())
 
 
 def _describe(value: Any) -> str:

@@ -174,7 +174,7 @@ class MoE(nn.Module):
         if kept is not None:
             expert = torch.where(kept.flatten(), expert, n)   # the dropped, after all others
         order = expert.argsort(stable=True)
-        counts = expert.bincount(minlength=n)[:n]
+        counts = how_often(expert, n + 1)[:n]
         if kept is not None:
             order = order[:int(counts.sum())]
         rows = self.dispatch(self.experts, x.flatten(0, 1)[order // k], counts)
@@ -186,7 +186,7 @@ class MoE(nn.Module):
     def _account(self, choice: Choice, row: Tensor, kept: Tensor | None) -> None:
         config = self.config
         extra = balance_loss(row, choice.scores) * config.balance_loss + choice.spread.square().sum() * config.router_z_loss
-        routed = choice.experts.flatten().bincount(minlength=config.experts)
+        routed = how_often(choice.experts.flatten(), config.experts)
         self._remember(extra, routed, None if kept is None else (~kept).sum())
 
     @torch._disable_dynamo   # a graph would hold for ever that this is not a backward
@@ -197,6 +197,11 @@ class MoE(nn.Module):
         self.routed = routed if self.routed is None else self.routed + routed
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
+
+
+def how_often(numbers: Tensor, n: int) -> Tensor:
+    """How often each number below n is among these: [m] -> [n]. `bincount` looks for the largest first, and waits for the device."""
+    return torch.zeros(n, dtype=torch.long, device=numbers.device).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:

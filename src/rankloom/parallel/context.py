@@ -306,8 +306,8 @@ def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, context: Con
     query, key, value = (_tokens_for_heads(x, wanted, context) for x, wanted in ((query, askers), (key, asked), (value, asked)))
     mine = [head // shared - asked[group.rank].start for head in askers[group.rank]]
     if len(mine) % key.shape[1] or mine != [i * key.shape[1] // len(mine) for i in range(len(mine))]:
-        index = torch.tensor(mine, device=key.device)     # some key-value heads serve more queries here than others
-        key, value = key.index_select(1, index), value.index_select(1, index)
+        # Some key-value heads serve more queries here than others.
+        key, value = (torch.stack([heads[head] for head in mine], dim=1) for heads in (key.unbind(1), value.unbind(1)))
     return _heads_for_tokens(ring_attention(query, key, value, context.alone), askers, context)
 
 
@@ -337,10 +337,10 @@ def all_to_all_attention_bill(tokens: Sequence[int], heads: int, kv_heads: int, 
 def _tokens_for_heads(x: Tensor, wanted: Sequence[range], context: Context) -> Tensor:
     """[B, all heads, own tokens, D] -> [B, own heads, all tokens, D]; rank r wants the heads wanted[r]."""
     rank, tokens = context.group.rank, context.tokens
-    index = torch.tensor([head for heads in wanted for head in heads], device=x.device)
-    rows = x.permute(1, 2, 0, 3).index_select(0, index).flatten(0, 1)
+    heads = x.permute(1, 2, 0, 3).unbind()   # an index would be brought to the device, and wait for all that it has to do
+    rows = torch.stack([heads[head] for span in wanted for head in span]).flatten(0, 1)
     received = [len(wanted[rank]) * there for there in tokens]
-    dealt = deal_rows(rows, context.group, [len(heads) * tokens[rank] for heads in wanted], received, "tokens for heads")
+    dealt = deal_rows(rows, context.group, [len(span) * tokens[rank] for span in wanted], received, "tokens for heads")
     blocks = [block.unflatten(0, (len(wanted[rank]), -1)) for block in dealt.split(received)]
     return torch.cat(blocks, dim=1).permute(2, 0, 1, 3)
 

@@ -101,7 +101,8 @@ class SpreadDispatch:
         theirs = group.all_to_all(mine.contiguous(), label="rows for experts: counts")     # from rank r, for each of the experts here
         send_rows, recv_rows = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
         here = deal_rows(rows, group, send_rows, recv_rows, "rows for experts")
-        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(group.size).repeat_interleave(theirs.flatten())
+        expert = torch.arange(theirs.shape[1], device=rows.device).repeat(group.size).repeat_interleave(
+            theirs.flatten(), output_size=sum(recv_rows))   # told, it need not wait for the device again
         order = expert.argsort(stable=True)                                               # they came sorted by rank, then by expert
         out = experts(here[order], theirs.sum(0))
         return deal_rows(out[order.argsort()], group, recv_rows, send_rows, "rows from experts")
