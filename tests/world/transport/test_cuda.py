@@ -88,20 +88,20 @@ class Stream:
     def __init__(self, device=None, priority=0):
         self.cuda_stream, self.priority, self.waited = id(self), priority, []
 
-    def wait_stream(self, other):
-        self.waited.append(other)
-
     def wait_event(self, event):
-        self.waited.append(event)
+        self.waited.append(event.stream)
 
     def record_event(self):
-        return Event()
+        return Event(self)
 
     def synchronize(self):
         pass
 
 
 class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
     def query(self):
         return True
 
@@ -230,21 +230,20 @@ def test_memory_that_is_lent_tells_when_its_last_view_is_gone(driver):
 
 def test_the_stream_of_a_group_waits_for_the_caller_and_the_caller_only_when_he_says_so(driver):
     device, caller = make_device(), torch.cuda.current_stream()
-    with device.behind_caller():
+    with device.behind(device.caller()):
         assert torch.cuda.current_stream() is device._stream
         ending = device.end()
     assert torch.cuda.current_stream() is caller
     assert device._stream.waited == [caller] and caller.waited == []
     ending.wait()
-    assert caller.waited == [ending._event] and ending.is_done()
+    assert caller.waited == [device._stream] and ending.is_done()
 
 
 def test_a_call_that_is_captured_in_a_graph_is_refused(driver):
     """Replayed, it would write and follow the marks of a call long past."""
     device, driver.captures = make_device(), True
-    with pytest.raises(DeviceError, match="cannot communicate in a CUDA graph"), device.behind_caller():
-        pass
-    assert device._stream.waited == []
+    with pytest.raises(DeviceError, match="cannot communicate in a CUDA graph"):
+        device.caller()
 
 
 def test_a_released_flag_is_written_in_a_stream_of_its_own(driver):
@@ -264,12 +263,32 @@ def test_a_thread_that_has_never_used_cuda_can_release_a_flag(driver):
     assert flag.item() == RELEASED
 
 
+@pytest.fixture
+def first_device(monkeypatch):
+    """The device of these ranks has no number."""
+    for name in ("take_block", "open_block", "write_value", "wait_value"):
+        monkeypatch.setattr(cuda, name, on_first_device(getattr(cuda_driver, name)))
+
+
+def test_what_is_received_is_written_behind_who_asked_for_it_in_whatever_stream_it_is_waited_for(driver, first_device):
+    """What was submitted before the receive may still read or write that memory."""
+    ranks, kept = CudaRanks(2), []
+    asking, (sender, receiver) = Stream(), ranks.groups
+    receiver._device.keep = kept.extend
+    with torch.cuda.stream(asking):
+        coming = receiver.recv([x := torch.zeros(3)], 0)
+    sender.send([torch.ones(3)], 1).wait()
+    receiver._device._stream.waited.clear()
+    coming.wait()
+    assert x.tolist() == [1.0] * 3 and receiver._device._stream.waited == [asking]
+    assert any(each is x for each in kept), "nobody may ever wait"
+    ranks.close()
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_runs_on_it(driver, monkeypatch, size):
+def test_every_collective_runs_on_it(driver, first_device, monkeypatch, size):
     monkeypatch.setattr(rounds, "SLOT", 8192)
     monkeypatch.setattr(rounds, "IN_SHARES", 1024)
-    for name in ("take_block", "open_block", "write_value", "wait_value"):   # the device of these ranks has no number
-        monkeypatch.setattr(cuda, name, on_first_device(getattr(cuda_driver, name)))
     ranks = CudaRanks(size)
     run_and_check(ranks, [Case(name, dtype, "sum", shape, into=into, how=how, seed=n) for n, name in enumerate(COLLECTIVES)
                           for dtype in (torch.float32, torch.bfloat16) for shape in ((5, 3), (3000,))

@@ -60,16 +60,20 @@ class CudaDevice:
         """Memory that another process has exported. raises: DeviceError"""
         return self.memory(open_block(self.device.index, handle), nbytes)
 
-    @contextlib.contextmanager
-    def behind_caller(self) -> Iterator[None]:
-        """What is run inside comes behind what the caller has submitted to the current stream.
+    def caller(self) -> "StreamEnding":
+        """The place behind what the caller has submitted to the current stream.
 
         raises: DeviceError while that is captured: each call has marks of its own, and a graph would repeat those of one
         """
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError("ranks that share a GPU cannot communicate in a CUDA graph, for they meet on the host at every call; "
                               "leave the call out of what is captured")
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return StreamEnding(self.device, torch.cuda.current_stream(self.device))
+
+    @contextlib.contextmanager
+    def behind(self, place: "StreamEnding") -> Iterator[None]:
+        """What is run inside comes behind this place."""
+        self._stream.wait_event(place.event)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -115,18 +119,18 @@ class CudaDevice:
 
 
 class StreamEnding:
-    """A place in the stream of a group."""
+    """A place in a stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
-        self._device, self._stream, self._event = device, stream, stream.record_event()
+        self._device, self._stream, self.event = device, stream, stream.record_event()
 
     def wait(self) -> None:
         """What the caller submits from here on comes behind it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def is_done(self) -> bool:
         """Whether it is reached."""
-        return self._event.query()
+        return self.event.query()
 
     def settle(self, future: torch.futures.Future, result: list[Tensor]) -> None:
         """Set a future of this device: torch takes the current stream for the one that has made the result."""

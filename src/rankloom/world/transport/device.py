@@ -6,7 +6,7 @@ cuda.py is the real one; the tests have another in host memory, whose queues are
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,8 +52,11 @@ class Device(Protocol):
     def open(self, handle: str, nbytes: int) -> Tensor:
         """Memory that another rank has exported. raises: DeviceError"""
 
-    def behind_caller(self) -> AbstractContextManager[None]:
-        """What is run inside comes behind what the caller has submitted."""
+    def caller(self) -> Ending:
+        """The place behind all that the caller has submitted so far, in a queue of its own."""
+
+    def behind(self, place: Any) -> AbstractContextManager[None]:
+        """What is run inside comes behind this place, which `caller` gave."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Do this in the order of the queue."""

@@ -72,13 +72,13 @@ class DeviceGroup(SharedMemoryGroup):
         if timeout <= 0:   # unset
             timeout = self.channel.timeout
         if call[0] == BARRIER:   # the one call for which the host waits
-            with self._device.behind_caller():
+            with self._device.behind(self._device.caller()):
                 self._device.finish()
             return super()._start(call, opts, result)
         with self._turn:
             self._rounds = self._rounds or Rounds(self.channel, self._device, self._regions, self._flags)
             device = self._device
-            with device.behind_caller():
+            with device.behind(device.caller()):
                 self._rounds.run(read_call(self.rank(), self.size(), call[:4], *call[4:], timeout=timeout))
                 for back in filter(None, backs):
                     device.run(back)
@@ -146,6 +146,7 @@ class Receiving(PendingMessage):
         super().__init__(group.channel, group._herald, "recv", [x], [flat], [self._take])
         self.note = np.zeros(NOTE, np.uint8)
         self._parcels, self._device, self._inside, self._back = group._parcels, group._device, inside, back
+        self._place = group._device.caller()   # who asks for the message may be another than who waits for it, in another stream
         self._ending: Ending | None = None
 
     def wait(self, timeout: Any = None) -> bool:
@@ -166,7 +167,8 @@ class Receiving(PendingMessage):
         return future
 
     def _take(self) -> None:
-        self._ending = self._parcels.take(self.note, self._inside, self._source, self._back)
+        self._ending = self._parcels.take(self.note, self._inside, self._source, self._place, self._back)
+        self._device.keep([*listed_tensors([self._result, self._keep])])   # nobody may ever wait
 
 
 def _end_region(regions: Regions, number: int, device: Device, handle: str) -> None:

@@ -50,7 +50,7 @@ class Parcels:
     def send(self, x: Tensor, peer: int, tag: int) -> Ending:
         """Submit the sending of some bytes: the place in the queue behind which they may change."""
         device = self._device
-        with self._lock, device.behind_caller():
+        with self._lock, device.behind(device.caller()):
             parcel = self._empty_parcel(len(x))
             if parcel.uses:
                 device.follow(parcel.emptied, parcel.uses)
@@ -65,14 +65,15 @@ class Parcels:
             self._send_letter(np.frombuffer(json.dumps(note).encode().ljust(NOTE, b"\0"), np.uint8), peer, tag)
         return ending
 
-    def take(self, note: np.ndarray, into: Tensor, sender: int, finish: Finish | None) -> Ending:
+    def take(self, note: np.ndarray, into: Tensor, sender: int, place: Ending, finish: Finish | None) -> Ending:
         """Submit the receiving of the message of a note that has come: the place behind which it is there.
 
+        place:  behind which it may be written to
         raises: CollectiveMismatch when it has another length; it is gone then
         """
         nbytes, number, uses, size, handle = json.loads(bytes(note).rstrip(b"\0"))
         device, fits = self._device, nbytes == len(into)
-        with self._lock, device.behind_caller():
+        with self._lock, device.behind(place):
             parcel = self._their_parcel(sender, number, size, handle)
             device.follow(parcel.filled, uses)
             for work in (partial(into.copy_, parcel.bytes[:nbytes]), finish) if fits else ():
