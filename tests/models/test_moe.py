@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -280,6 +281,14 @@ def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch):
         out.backward(grad)
         found.append([out.detach().double(), *(leaf.grad.double() for leaf in leaves)])
     torch.testing.assert_close(found[1], found[0], rtol=2 ** -7, atol=2 ** -7)   # one rounding of bf16
+
+
+@pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_the_grouped_kernel_is_used_where_its_gradients_are_right(capability, has, monkeypatch):
+    """On Blackwell those of experts without rows are not zero (pytorch issue 172439)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rows = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    assert moe._has_kernel(rows, torch.empty(4, 8, 16)) == has
 
 
 @pytest.mark.gpu

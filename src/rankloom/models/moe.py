@@ -67,9 +67,12 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch multiplies groups in one kernel: bf16 on Hopper or later, rows of whole 16 bytes."""
+    """Whether torch multiplies groups in one kernel: bf16 on Hopper, rows of whole 16 bytes.
+
+    Not on what came after Hopper: there the gradient of an expert without rows is what lay in memory (pytorch issue 172439).
+    """
     return (rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
-            and matrices.shape[1] % 8 == 0 and matrices.shape[2] % 8 == 0 and torch.cuda.get_device_capability(rows.device) >= (9, 0))
+            and matrices.shape[1] % 8 == 0 and matrices.shape[2] % 8 == 0 and torch.cuda.get_device_capability(rows.device)[0] == 9)
 
 
 Dispatch = Callable[[nn.Module, Tensor, Tensor], Tensor]
