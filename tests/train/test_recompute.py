@@ -404,6 +404,16 @@ def test_lists_and_dicts_that_blocks_change_are_as_they_were_where_these_run_aga
     expect_equal(run(policy), run("none"))
 
 
+@pytest.mark.parametrize(("compiled", "said"), [("", "the model"), ("blocks.1", "blocks.1")])
+def test_a_block_that_is_compiled_with_all_around_it_is_refused(compiled, said):
+    """torch ended in an error of its own insides."""
+    model = GPT(CONFIG)
+    model.get_submodule(compiled).compile(backend="eager")
+    model.blocks[0].mlp.compile(backend="eager")   # inside of a block it may be
+    with pytest.raises(rl.ConfigError, match=rf"^{said} is compiled as it is, .* compile=True"):
+        recompute(model, "full")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_copy_of_a_model_recomputes_itself_and_not_the_original(policy):
     model, _, _ = prepared(policy)

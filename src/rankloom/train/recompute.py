@@ -17,7 +17,7 @@ Read blocks.py, selective.py, measure.py and budget.py before this file.
 source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -53,9 +53,20 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
     raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
     """
     choice, budget = _parse(policy)
-    if choice != NONE:
-        _keep_no_cache(model)
-    return Recompute({} if choice == NONE else blocks_of(model, blocks), choice, budget, group)
+    if choice == NONE:
+        return Recompute({}, choice, budget, group)
+    found = blocks_of(model, blocks)
+    _expect_plain_calls(model, found)
+    _keep_no_cache(model)
+    return Recompute(found, choice, budget, group)
+
+
+def _expect_plain_calls(model: nn.Module, blocks: Iterable[str]) -> None:
+    """Raise ConfigError where a user has compiled a block, or what is around it: a graph cannot take in what runs again."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and any(f"{block}.".startswith(f"{name}." if name else "") for block in blocks):
+            raise ConfigError(f"{name or 'the model'} is compiled as it is, and no graph can take in a block that is computed again: leave "
+                              "that out, and ask for it here, inside of the blocks: rl.prepare(..., compile=True)")
 
 
 def _keep_no_cache(model: nn.Module) -> None:
