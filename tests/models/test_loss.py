@@ -158,6 +158,20 @@ def test_the_loss_goes_through_the_modules_call_so_that_wrappers_see_it():
     assert seen == [tuple]
 
 
+def test_a_compiled_kernel_gives_the_same_bits_and_scatters_nothing():
+    """What is scattered into must lie in memory: on a GPU 1 GB a chunk, written and read once more."""
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    graphs: list[str] = []
+    hidden, weight, targets = problem(dtype=torch.bfloat16)
+    logits = F.linear(hidden, weight).detach()
+    found = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)(logits, targets)
+    assert all(torch.equal(*pair) for pair in zip(found, loss_and_gradient(logits, targets), strict=True))
+    assert len(graphs) == 1 and "scatter" not in graphs[0]
+
+
 def test_one_graph_holds_model_and_chunked_loss_when_compiled():
     model = GPT(GPTConfig(vocab_size=29, seq_len=8, width=16, layers=1, heads=4, kv_heads=2, ffn=24))
     model.loss_kernel = loss_and_gradient          # the custom function, also for one chunk

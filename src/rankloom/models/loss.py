@@ -95,8 +95,11 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.where(counted, targets.unsqueeze(1), 0)   # any other number below 0 is no token: `gather` says so
     log_softmax = torch.log_softmax(logits, dim=1, dtype=loss_dtype(logits.dtype))
     loss = -torch.where(counted, log_softmax.gather(1, index), 0.0).sum()
-    gradient = log_softmax.exp_()
-    gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=gradient.dtype))
+    if torch.compiler.is_compiling():   # a compiler makes this one pass, but what is scattered into lies in memory first, in fp32
+        gradient = log_softmax.exp() - (torch.arange(logits.shape[1], device=logits.device) == index).to(log_softmax.dtype)
+    else:
+        gradient = log_softmax.exp_()
+        gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=gradient.dtype))
     return loss, gradient.mul_(counted).to(logits.dtype)
 
 
