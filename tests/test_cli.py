@@ -240,6 +240,18 @@ def test_ranks_that_all_end_with_0_before_the_summary_is_there_have_failed(folde
     assert capsys.readouterr().out == "run folder: runs/short\n"
 
 
+def test_a_run_that_fails_once_its_summary_is_there_says_its_folder_too(folder, monkeypatch, capsys):
+    """As where samples cannot be written: rank 0 has not come to its last words."""
+    def launch(*words, log_dir, **options):
+        (log_dir.parent / "summary.json").write_text("{}")
+        raise rl.RankFailed("no room for samples", rank=0)
+
+    monkeypatch.setattr("rankloom.world.agent.launch_ranks", launch)
+    with pytest.raises(rl.RankFailed):
+        cli.train(Path("train.toml"), "--mesh.replicate", "2", "--run.name", "full")
+    assert capsys.readouterr().out == "run folder: runs/full\n"
+
+
 def test_scale_launches_ranks_that_reach_the_same_losses_as_one_and_measures_tabulates_and_draws(here):
     done = here("scale", "train.toml", "--ranks", "1,2", "--steps", "6", "--out", "out")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -114,14 +114,16 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
     run = claim_run_folder(config, datetime.now())
     words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}"]
     argv, summary = [sys.executable, "-m", "rankloom", "train", str(file), *words], run / "summary.json"
+    concluded = False
     try:
         code = launch_ranks(
             config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic)
         )
-        if not code and not summary.exists():
+        concluded = summary.exists()
+        if not code and not concluded:
             raise RankFailed(f"rank 0 ended with exit code 0 before it wrote {summary}", rank=0)
     finally:
-        if not summary.exists():   # rank 0, which says this at its end, has not come that far
+        if not concluded:   # rank 0, which says this at its end, has not come that far; where samples fail there is a summary
             _show([*([SHOW_CURSOR] if os.isatty(1) else []), f"run folder: {run}"])
     raise SystemExit(code)
 
