@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import UnitError
 from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
 from rankloom.shard.frames import Frames
-from rankloom.shard.gradient import Gradient, Lenders
+from rankloom.shard.gradient import BufferPool, Gradient
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
@@ -151,9 +151,9 @@ def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
                host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY,
-               apart: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
+               experts: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
     """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), summed
-    over other replicas (names in `apart`), read in eight bits.
+    over other replicas (names in `experts`), read in eight bits.
 
     Frozen parameters are units only where the whole is not kept.
     """
@@ -162,7 +162,7 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, f
         if param.requires_grad or not keep:
             form = formats(name, param)
             kept = form if param.requires_grad else Formats(form.compute, form.compute, form.compute)   # nothing updates it
-            kinds.setdefault((kept, param.requires_grad, name in whole, name in apart, name in float8), {})[name] = param
+            kinds.setdefault((kept, param.requires_grad, name in whole, name in experts, name in float8), {})[name] = param
     label = section or "root"
     return [(partial(Float8Unit, readers=float8) if eight else Unit)(
                 label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill, frames=frames,
@@ -171,15 +171,15 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, f
 
 
 def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, frames: Frames,
-                   scale: float) -> Lenders:
-    """Give every trainable unit its gradient; returns what lends them their buffers."""
+                   scale: float) -> BufferPool:
+    """Give every trainable unit its gradient; returns the pool of their buffers."""
     trainable = [unit for section in sections for unit in section.units if unit.trainable]
-    lenders = Lenders([] if keep else trainable, frames)
+    pool = BufferPool([] if keep else trainable, frames)
     kept = _one_buffer_each(trainable) if keep else {}
     for section in sections:
-        section.gradients = [Gradient(unit, replicas_of(unit), lenders, kept=kept.get(unit), scale=scale)
+        section.gradients = [Gradient(unit, replicas_of(unit), pool, kept=kept.get(unit), scale=scale)
                              for unit in section.units if unit.trainable]
-    return lenders
+    return pool
 
 
 def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Tensor]:

@@ -63,8 +63,8 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """Parameters whose gradients are summed over a group of their own, beside the shard axis.
+class Experts:
+    """Parameters of experts, whose gradients are summed over replicas of their own, beside the shard axis.
 
     together: the ranks of the shard axis, and those to which a forward sends rows
     """
@@ -86,20 +86,20 @@ class Sharding:
     keep_gradients: they stay whole until a step's last backward (stage 1)
     frames:         memory of what is whole for a while only
     scale:          what summed gradients are multiplied by
-    apart:          parameters that are summed over other replicas (experts)
+    experts:        parameters that are summed over other replicas
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
-                 gathering: Gathering, frames: Frames, scale: float = 1.0, apart: Apart | None = None):
+                 gathering: Gathering, frames: Frames, scale: float = 1.0, experts: Experts | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
-        self.lenders = make_gradients(sections, apart.replicas_of(replicas) if apart else lambda unit: replicas, keep=keep_gradients,
+        self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
         self.syncing: bool | None = True       # see `sync`; None: a backward reduces nothing
         self._order: list[Section] = []        # of the calls of this pass
         self._last_order: list[Section] = []   # of those of the pass before
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
-        self.guide = Guide(apart.together if apart else group)   # of those who follow a forward
+        self.guide = Guide(experts.together if experts else group)   # of those who follow a forward
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
@@ -360,7 +360,7 @@ class Sharding:
                 self._settle(section)
         if self.syncing is not None:
             self._queue.learn()
-        self.lenders.finish_all()
+        self.pool.finish_all()
         if self.gathering.let_go:
             self.release()
         self._moment = Moment.AFTER_BACKWARD

@@ -23,7 +23,7 @@ from rankloom.base.expect import expect_type
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
-from rankloom.parallel.sharding import Apart, Gathering, Sharding
+from rankloom.parallel.sharding import Experts, Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Readers
 from rankloom.shard.frames import Frames
@@ -49,7 +49,7 @@ class ShardingStrategy:
     scale:            what summed gradients are multiplied by
     hooked:           see `Gathering`
     reduces_once:     gradients are forgotten before every step, and each is whole until its last backward
-    apart:            parameters that are summed over other replicas than the rest
+    experts:          parameters that are summed over other replicas than the rest
     float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     """
 
@@ -63,7 +63,7 @@ class ShardingStrategy:
     scale: float = 1.0
     hooked: bool = True
     reduces_once: bool = True
-    apart: Apart | None = None
+    experts: Experts | None = None
     float8: Readers = field(default_factory=dict)
 
 
@@ -83,10 +83,8 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     whole:     names of parameters that must not be cut, and the layout for these
     canonical: gradients stay whole on every rank, for somebody else to sum; parameters from the first forward of a step to its end
     fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
-    raises: ConfigError for a stage or units that cannot be
+    raises: ConfigError for units that cannot be
     """
-    if strategy.stage not in (0, *STAGES):
-        raise ConfigError(f"stage={strategy.stage!r} is none of {(0, *STAGES)}")
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     host, frames = Host(group.device) if strategy.offload else None, Frames(group.device)
     sections = []
@@ -94,14 +92,14 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
         units = make_units(name, {member: params[member] for member in members}, group, strategy.formats, keep=strategy.stage < 3,
                            whole=whole, lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=strategy.float8,
-                           apart=strategy.apart.names if strategy.apart else frozenset())
+                           experts=strategy.experts.names if strategy.experts else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     keep_gradients = _is_one_slice(strategy, group, canonical)
     _choose_what_accumulates_whole(sections, strategy, all_do=keep_gradients)
     let_go = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
     gathering = Gathering(let_go, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
-    return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, apart=strategy.apart, frames=frames,
+    return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, experts=strategy.experts, frames=frames,
                     gathering=gathering)
 
 

@@ -23,8 +23,8 @@ from rankloom.world.group import Group, Handle
 IN_TURN = 2   # one buffer is being filled while the other is being reduced
 
 
-class Lenders:
-    """Flat buffers that the gradients of units of one size share.
+class BufferPool:
+    """Flat buffers that the gradients of units of one size share, and the reductions on their way.
 
     Those that the group gives are all made at the start, by every rank alike: to ask it for memory is a collective.
     """
@@ -85,15 +85,15 @@ class Gradient:
     """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
 
     replicas: the ranks that own the same slice
-    lenders:  where the whole buffer comes from, unless it is
+    pool:     where the whole buffer comes from, unless it is
     kept:     its own (stage 1)
     scale:    what the sum is multiplied by (1 / ranks for a mean)
     memory:   n elements from the first landing until the sum is there (always, if kept), n(p-1)/p more while it is made, where other
               ranks' memory cannot be read; n/p for the slice (if not kept)
     """
 
-    def __init__(self, unit: Unit, replicas: Group, lenders: Lenders, *, kept: Tensor | None = None, scale: float = 1.0):
-        self.unit, self.replicas, self.lenders, self.keep, self.scale = unit, replicas, lenders, kept is not None, scale
+    def __init__(self, unit: Unit, replicas: Group, pool: BufferPool, *, kept: Tensor | None = None, scale: float = 1.0):
+        self.unit, self.replicas, self.pool, self.keep, self.scale = unit, replicas, pool, kept is not None, scale
         self._buffer: Window | None = None if kept is None else Standing(kept)
         self._arriving: Window | None = None   # what other ranks send of this rank's slice
         self.landed: set[str] = set()     # since the last reduction
@@ -144,7 +144,7 @@ class Gradient:
         place, room = self._place(), self._room_for_arrivals()
         self._pending = [self.unit.group.reduce_scatter(self.whole, out=place, scratch=room.tensor if room else None,
                                                         label=self._label, async_op=True)]
-        self.lenders.depart(self)
+        self.pool.depart(self)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -160,7 +160,7 @@ class Gradient:
         received = self._pending[1].wait()
         if self._arriving is not None:
             self._arriving.close()
-        self.lenders.arrive(self)
+        self.pool.arrive(self)
         if self.scale != 1.0:
             received.mul_(self.scale)
         self._hand_over(received)
@@ -219,7 +219,7 @@ class Gradient:
 
     def _view(self, name: str) -> Tensor:
         if self._buffer is None:
-            self._buffer = self.lenders.lend(self.unit)
+            self._buffer = self.pool.lend(self.unit)
             for start, end in self.unit.layout.gaps():   # where another unit may have had a tensor; norms read the whole slice
                 self._buffer.tensor[start:end].zero_()
         slot = self.unit.layout.slot(name)
@@ -237,13 +237,13 @@ class Gradient:
         if group.size == 1 or group.device.type != "cpu" or group.lends_memory:
             return None
         if self._arriving is None:
-            self._arriving = self.lenders.frames.window(self.unit.layout.total // group.size * (group.size - 1), self.unit.formats.reduce)
+            self._arriving = self.pool.frames.window(self.unit.layout.total // group.size * (group.size - 1), self.unit.formats.reduce)
         self._arriving.open()
         return self._arriving
 
     def _let_go(self) -> None:
         if not self.keep and self._buffer is not None:
-            self.lenders.give_back(self.unit, self._buffer)
+            self.pool.give_back(self.unit, self._buffer)
             self._buffer = None
 
     def _is_inside(self) -> bool:

@@ -287,10 +287,10 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        with self.placement.alone():   # a loss may take gradients of its own, by the inputs
+        with self.placement.without_reduction():   # a loss may take gradients of its own, by the inputs
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
-        return loss, self._apart(torch.stack((loss.detach().to(torch.float64), count)))
+        return loss, self._split_auxiliary(torch.stack((loss.detach().to(torch.float64), count)))
 
     # ------------------------------------------------------------------ experts
 
@@ -309,7 +309,7 @@ class Engine:
         taken = taken_extra_loss(self._layers.values())
         return torch.zeros((), dtype=torch.float64, device=self.group.device) if taken is None else taken
 
-    def _apart(self, totals: Tensor) -> Tensor:
+    def _split_auxiliary(self, totals: Tensor) -> Tensor:
         """[sum, count] with the auxiliary losses in the sum set apart: they are trained on, and no cross-entropy."""
         if not self._has_experts:
             return totals
@@ -352,7 +352,7 @@ class Engine:
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
-        with self.placement.alone():
+        with self.placement.without_reduction():
             pieces = batch if isinstance(batch, MicroBatches) else [batch]
             return torch.stack([self._forward_backward(piece, self.group.rank) for piece in pieces]).sum(0)
 

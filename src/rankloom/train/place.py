@@ -15,7 +15,7 @@ from torch import nn
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sharding import Apart
+from rankloom.parallel.sharding import Experts
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, give_owners, make_optimizer, needs_whole_matrices, stand_in
@@ -56,8 +56,8 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if stages is not None:
         model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
     if split is not None and split.experts:
-        apart = Apart(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
-        strategy = replace(strategy, apart=apart)
+        experts = Experts(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
+        strategy = replace(strategy, experts=experts)
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
     if values is not None:
         give_memory(model, values, world.device, lambda param: strategy.stage < 3 and not param.requires_grad)

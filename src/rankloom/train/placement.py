@@ -58,7 +58,7 @@ class Placement(Protocol):
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether the backward inside is the step's last."""
 
-    def alone(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """The backward inside makes gradients of this rank alone."""
 
     def begin_leaves(self, leaves: int) -> None:
@@ -130,7 +130,7 @@ class Whole:
         """Buckets leave during the last backward only."""
         return self._reducer.sync(on)
 
-    def alone(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """No bucket leaves."""
         return self._reducer.sync(False)
 

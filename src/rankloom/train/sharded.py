@@ -79,7 +79,7 @@ class Sharded:
                                 "example `logits.sum() * 0, 0`")
             sharding.end_backward()
 
-    def alone(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """Whole gradients stay."""
         return self.sharding.without_reduction()
 
@@ -147,7 +147,7 @@ class Sharded:
         units = [unit.held() for section in self.sharding.sections for unit in section.units]
         cut = {id(param) for section in self.sharding.sections for unit in section.units for param in unit.params.values()}
         rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
-        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.lenders.held()
+        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held()
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
 
 

@@ -312,7 +312,7 @@ class PipelineEngine(Engine):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces), self.scale.value)
-        return self._apart(self.pipeline.step([self._pair(piece) for piece in pieces]))
+        return self._split_auxiliary(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
         """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
@@ -321,7 +321,7 @@ class PipelineEngine(Engine):
         """Without gradients, for evaluations."""
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self.group.rank)
-        totals = self._apart(self.pipeline.evaluate([self._pair(piece)]))
+        totals = self._split_auxiliary(self.pipeline.evaluate([self._pair(piece)]))
         return totals[0], totals
 
     @property
