@@ -199,3 +199,13 @@ def test_a_module_that_cannot_fill_itself_is_named():
 def test_a_model_with_values_takes_no_function():
     with pytest.raises(ConfigError, match="the model has its values already"):
         rl.simulate(1, lambda world: engine_of(Plain(), world, 3, initialize=lambda name, tensor: None))
+
+
+def test_modules_that_fill_themselves_leave_the_random_numbers_of_gpus_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("torch.manual_seed seeds GPUs as well"))
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    rl.simulate(1, lambda world: rl.prepare(model, loss=lambda m, x: (m(x).sum(), 1), world=world,
+                                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1)))
+    assert torch.equal(torch.get_rng_state(), before)

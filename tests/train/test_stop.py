@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.simulate import simulate
@@ -88,6 +90,14 @@ def test_the_last_word_is_told_once():
         return agreement.last(), agreement.last()
 
     assert simulate(1, body) == [((2, False), (0, False))]
+
+
+def test_an_exchange_asks_nothing_of_the_device():
+    """A GPU's queue would have to be empty first; a tensor on the meta device could not even be read."""
+    world = SimpleNamespace(device=torch.device("meta"), all_reduce=lambda x, **_: SimpleNamespace(wait=lambda: x))
+    agreement = Agreement(world)
+    agreement.exchange(2, problem=False)
+    assert agreement.last() == (2, False)
 
 
 def test_an_exchange_costs_one_all_reduce_of_two_numbers():

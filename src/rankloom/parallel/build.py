@@ -153,7 +153,7 @@ def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
                 fresh = torch.zeros(tensor.shape, dtype=dtype)
                 held[name] = nn.Parameter(fresh) if held is twin._parameters else fresh   # type: ignore[assignment]
     with _drawing, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % (1 << 63))
+        torch.default_generator.manual_seed(seed % (1 << 63))   # not `torch.manual_seed`, which seeds all GPUs too
         twin.reset_parameters()   # type: ignore[operator]
     return (twin._parameters[key] if key in twin._parameters else twin._buffers[key]).detach()   # type: ignore[union-attr]
 

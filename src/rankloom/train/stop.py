@@ -79,7 +79,7 @@ class Agreement:
     def exchange(self, signal_number: int, problem: bool) -> tuple[int, bool]:
         """Say what is so here; returns what was so anywhere when all ranks called this the last time."""
         known = self.last()
-        mine = torch.tensor([float(signal_number), float(problem)], device=self._world.device)
+        mine = torch.tensor([float(signal_number), float(problem)])   # on the CPU: to bring it to a GPU, and back, would wait for the step
         self._handle = self._world.all_reduce(mine, op="max", label="stop?", async_op=True)
         return known
 
