@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rankloom as rl
 from patience import AT_ONCE
@@ -526,6 +527,21 @@ def test_a_closed_group_says_so():
             world.all_reduce(torch.zeros(1), label="after")
 
     rl.simulate(2, body)
+
+
+def test_a_group_takes_leave_of_its_backend():
+    """One of NCCL that is merely dropped aborts what is on its way: what it was to write would be half written, silently."""
+    class Backend(dist.ProcessGroup):
+        left = 0
+
+        def shutdown(self):
+            self.left += 1
+
+    pg = Backend(0, 2)
+    group = rl.Group(pg)
+    for _ in range(2):
+        group.close()
+        assert pg.left == 1
 
 
 def test_a_closed_world_connects_no_groups():

@@ -322,9 +322,9 @@ class Group:
     # ------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`."""
-        if isinstance(shared := self._process_group, SharedMemoryGroup | DeviceRouter):
-            shared.shutdown()
+        """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`; what NCCL has begun is done first."""
+        if (pg := self._process_group) is not None:
+            pg.shutdown()   # NCCL aborts what it is doing when it is merely dropped
         self._process_group = self._at_once = None
         # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.
         for reference in self._handles.valuerefs():
