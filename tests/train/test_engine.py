@@ -605,6 +605,13 @@ def test_what_only_the_data_axes_have_is_refused_on_a_mesh_with_others(axis, ask
     rl.simulate(rl.Mesh(**{axis: 2}), body)
 
 
+def test_hooks_of_a_model_that_no_rank_of_a_pipeline_calls_are_refused():
+    model = Line()
+    model.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(rl.ConfigError, match="the model itself has hooks, and no rank of a pipeline calls it: put them on its layers"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, model))
+
+
 @pytest.mark.parametrize("gives", [None, "1e-3", math.nan, -1e-3])
 def test_a_schedule_that_gives_no_learning_rate_is_an_error_and_trains_nobody(gives):
     def body(world):

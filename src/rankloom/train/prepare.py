@@ -23,6 +23,7 @@ from rankloom.base.compression import expect_exact_steps
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.base.expect import expect_callable, expect_type
+from rankloom.base.hooks import hooks_of
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
@@ -220,6 +221,8 @@ def _check_types(model: Any, world: Any, **functions: Any) -> None:
 def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
     if pipe is not None and world.mesh.pipe == 1:
         raise ConfigError("pipe= has no meaning on a mesh without pipe ranks")
+    if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
+        raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
     if settings.leaves and is_split(world):
         raise ConfigError("deterministic holds bits equal along the data axes only; use a mesh of replicate and shard")
     _check_numbers(settings)
