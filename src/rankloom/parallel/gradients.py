@@ -80,11 +80,13 @@ class Bucket:
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if self.holds(name, gradient):       # accumulated in place by autograd
-            view.mul_(scale) if scale != 1.0 else None
+            _multiply(view, scale)
         elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
-            view.add_(gradient).mul_(scale) if scale != 1.0 else view.add_(gradient)
+            _multiply(view.add_(gradient), scale)
+        elif scale == 1.0:
+            view.copy_(gradient)
         else:
-            torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
+            torch.mul(gradient, scale, out=view)
         if owner is not param:
             param.grad = None
         owner.grad = self.gradient(name)
@@ -212,8 +214,7 @@ class GradientReducer:
             return
         if not bucket.holds(name, gradient):
             view.copy_(gradient)
-        if self.scale != 1.0:
-            view.mul_(self.scale)
+        _multiply(view, self.scale)
 
     def _agree(self, totals: Tensor | None) -> Tensor | None:
         """Sum the totals; hand gradients over where any rank used the parameter; sum those that go by rows.
@@ -249,7 +250,8 @@ class GradientReducer:
         """Compressed sums leave something where there is no gradient: between tensors, and in parameters that no rank used."""
         for bucket in self.buckets:
             unused = [view for name, view in bucket.views.items() if self.owners[name].grad is None]
-            torch._foreach_zero_(bucket.gaps + unused) if bucket.gaps or unused else None
+            if bucket.gaps or unused:
+                torch._foreach_zero_(bucket.gaps + unused)
 
     def _wait_for_buckets(self) -> None:
         for bucket in self.buckets:
@@ -279,3 +281,8 @@ class GradientReducer:
         bucket = Bucket({name: self.owners[name] for name in names}, self.group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)
+
+
+def _multiply(x: Tensor, factor: float) -> None:
+    if factor != 1.0:   # which would be a pass over memory for nothing
+        x.mul_(factor)

@@ -98,7 +98,10 @@ class Optimizers:
             part.zero_grad(set_to_none)
 
 
-def parts_of(optimizer: torch.optim.Optimizer | Optimizers) -> list[torch.optim.Optimizer]:
+Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
+
+
+def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers that it is made of."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
 
@@ -115,7 +118,7 @@ def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.devi
     return made
 
 
-def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | Optimizers:
+def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> Optimizer:
     """What the user's function makes of `params`: a torch optimizer; of a list of them, `Optimizers`.
 
     params: owners, or stand-ins for them
@@ -152,7 +155,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "elementwise", known))
 
 
-def needs_whole_matrices(optimizer: torch.optim.Optimizer | Optimizers, params: Mapping[str, nn.Parameter]) -> set[str]:
+def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> set[str]:
     """The names of those `params` that must not be cut: the optimizer that updates them is not elementwise (Muon, Adafactor).
 
     params: what the optimizer was built from, by name
@@ -163,7 +166,7 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer | Optimizers, params: 
 
 
 @torch.no_grad()
-def give_owners(optimizer: torch.optim.Optimizer | Optimizers, stand_ins: Mapping[str, nn.Parameter],
+def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
                 owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> None:
     """Put the owners in the place of the stand-ins that `optimizer` was built from, in its groups and in its state.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
-from rankloom.shard.optimizer import Optimizers, Piece, counter_keys, cut_state, is_elementwise, parts_of
+from rankloom.shard.optimizer import Optimizer, Piece, counter_keys, cut_state, is_elementwise, parts_of
 from rankloom.world.group import Group
 
 Told = dict[str, tuple[int, int, dict[str, list[Any]]]]   # name -> start, stop, key -> [dtype, shape, fits the piece, value]
@@ -30,7 +30,7 @@ PLAIN_VALUES = (int, float, str, type(None))   # and bool, which is an int
 
 
 @torch.no_grad()
-def gather_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+def gather_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
                            pieces: Mapping[str, Piece], group: Group, *, rank: int | None = None) -> dict[str, Any] | None:
     """The whole state in CPU memory, in the plain names and shapes. All ranks of `group` call it; its pieces make the whole.
 
@@ -61,7 +61,7 @@ class Entry:
         return self.name.partition(BETWEEN)[0]
 
 
-def state_entries(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
+def state_entries(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
                   group: Group, *, rank: int | None) -> list[Entry]:
     """What `gather_optimizer_state` gathers, to be gathered one by one; named by parameter and key. A collective.
 
@@ -83,7 +83,7 @@ def state_entries(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping
     return entries
 
 
-def whole_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+def whole_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
                 values: Mapping[str, Any]) -> dict[str, Any]:
     """The state of an optimizer in the plain names, of the values of its entries by name."""
     names, state = {id(owner): name for name, owner in owners.items()}, dict[str, dict[str, Any]]()
@@ -95,7 +95,7 @@ def whole_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[s
     return {"state": state, "param_groups": groups}
 
 
-def _tell(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Told:
+def _tell(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Told:
     """What this rank has, of the parameters of which it has a piece and a state."""
     state = optimizer.state
     return {name: (pieces[name].start, pieces[name].stop, {key: _describe(value, owner) for key, value in state[owner].items()})
@@ -172,7 +172,7 @@ def join_bytes(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Gr
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter],
+def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
                          pieces: Mapping[str, Piece], full_state: Mapping[str, Any], *, rank: int) -> None:
     """Put this rank's pieces of a whole state in place of what `optimizer` has. Nothing is sent, nothing of `full_state` is kept.
 
@@ -206,7 +206,7 @@ def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], part: t
     return value.to(owner.device, owner.dtype if torchs else value.dtype)
 
 
-def misfit(optimizer: torch.optim.Optimizer | Optimizers, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
+def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],
            full_state: Mapping[str, Any]) -> str | None:
     """What keeps `full_state` from being loaded, in words, or None. The same on all ranks, whatever their pieces."""
     if not {"state", "param_groups"} <= full_state.keys():

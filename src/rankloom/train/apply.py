@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
-from rankloom.shard.optimizer import Optimizers, parts_of
+from rankloom.shard.optimizer import Optimizer, parts_of
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
@@ -30,7 +30,7 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[Tensor], sum_norm: Tensor, totals: Tensor, *, scale: float,
+def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor, totals: Tensor, *, scale: float,
                     clip: float | None) -> tuple[float, float, float, bool]:
     """Step the optimizer on the mean, clipped gradient; not at all when the loss or a gradient is not finite.
 
@@ -63,7 +63,7 @@ def apply_gradients(optimizer: torch.optim.Optimizer | Optimizers, flats: list[T
     return values[0], values[1], values[2], not values[3]
 
 
-def _forget_new_state(optimizer: torch.optim.Optimizer | Optimizers, known: list[int]) -> None:
+def _forget_new_state(optimizer: Optimizer, known: list[int]) -> None:
     """After a step that was skipped: torch's fused SGD makes its momentum in memory as it comes, and leaves it unwritten when it skips.
 
     known: how many parameters each part had state of before the step; dicts keep their order

@@ -32,6 +32,7 @@ from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
+from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
@@ -39,7 +40,7 @@ from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_fini
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
-from rankloom.train.placement import Optimizer, Placement, Whole
+from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
 from rankloom.world.group import Group

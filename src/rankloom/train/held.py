@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rankloom.train.placement import Optimizer, Placement
+from rankloom.shard.optimizer import Optimizer
+from rankloom.train.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sharding import Experts
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
-from rankloom.shard.optimizer import Build, give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.train.engine import Settings
-from rankloom.train.placement import Optimizer, Placement, Whole
+from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
 from rankloom.train.split import PART_AXES

@@ -21,13 +21,11 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.values import difference, shapes_in
-from rankloom.shard.optimizer import Optimizers, Piece
+from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.apply import global_norm
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
-
-Optimizer = torch.optim.Optimizer | Optimizers
 
 
 class Placement(Protocol):

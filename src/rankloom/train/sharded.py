@@ -20,12 +20,10 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.norm import norm_of
-from rankloom.shard.optimizer import Optimizers, Piece
+from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.apply import global_norm
 from rankloom.world.group import Group
-
-Optimizer = torch.optim.Optimizer | Optimizers
 
 
 class Sharded:
