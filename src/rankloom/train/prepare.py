@@ -35,7 +35,7 @@ from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
 from rankloom.shard.optimizer import Build
 from rankloom.shard.unit import Fill
-from rankloom.train.batch import LOGICAL_SHARDS
+from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
 from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout

@@ -15,7 +15,7 @@ from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.base.units import LONGEST_TIMEOUT, parse_size
 from rankloom.models.config import GPTConfig, MoEConfig, preset
-from rankloom.train.batch import LOGICAL_SHARDS, Batch, solve_batch
+from rankloom.train.batch_size import LOGICAL_SHARDS, Batch, solve_batch
 from rankloom.train.budget import CHOICES, NONE
 
 LARGEST = (1 << 63) - 1   # what tensors can count

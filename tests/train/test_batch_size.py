@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankloom.base.errors import BatchError
-from rankloom.train.batch import Batch, solve_batch
+from rankloom.train.batch_size import Batch, solve_batch
 
 small = st.integers(1, 50)
 
