@@ -6,7 +6,8 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import CollectiveMismatch
-from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, expect_alike
+from rankloom.parallel.tensor.compare import expect_alike
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE
 from split_model import expect_equal
 
 from .test_gpt import make, run, tokens

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from rankloom.base.errors import CollectiveMismatch, ConfigError, RankloomError, ShapeMismatch
 from rankloom.models.generate import generate
-from rankloom.parallel.tensor.moves import OWED, WHOLE, redistribute, tag_of
+from rankloom.parallel.tensor.compare import tag_of
+from rankloom.parallel.tensor.moves import OWED, WHOLE, redistribute
 
 from .test_gpt import make, tokens
 from .test_gpt import run as run_gpt

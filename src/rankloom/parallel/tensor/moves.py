@@ -4,15 +4,15 @@ base/layout.py derives what has to be done there and back; here it is done. All 
 through `redistribute`, except that of the loss (vocabulary.py). Layouts name the last dims, so any number may come before.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from rankloom.base.errors import CollectiveMismatch, ConfigError, ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
+from rankloom.parallel.tensor.compare import expect_alike, tag, version_of
 from rankloom.world.group import Group
 
 AXIS = "tensor"
@@ -73,65 +73,6 @@ class _Redistribute(Function):
                               "with them, and their gradients would be added up; in the plan say sequence_parallel_rep for this norm")
         expect_alike(gradient, ctx.way.after.gradient(), ctx.way.group, f"{ctx.way.label}: backward")
         return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
-
-
-@dataclass(slots=True)
-class Tag:
-    """In debug mode: how a tensor lies on the ranks, what made it, and the version of it that has been compared (tags.py)."""
-
-    layout: Layout
-    name: str
-    compared: int | None = None
-
-
-def tag(x: Tensor, layout: Layout, name: str) -> None:
-    """Say how `x` lies on the ranks. name: what made it, for messages"""
-    x.rankloom_tag = Tag(layout, name)   # type: ignore[attr-defined]
-
-
-def tag_of(x: Tensor) -> Tag | None:
-    """The tag of `x`, if it has one."""
-    return getattr(x, "rankloom_tag", None)
-
-
-def version_of(x: Tensor) -> int:
-    """How often `x` was written; 0 in inference mode, which does not count."""
-    return 0 if x.is_inference() else x._version
-
-
-@torch.no_grad()
-def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
-    """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
-
-    The same bits, NaN too; of what is cut or owed, the same shape. Batches or dropout that differ between tensor ranks show here,
-    at the first layer that they reach.   sent: one number to each other rank
-    """
-    if not group.debug or group.size == 1:
-        return
-    alike = not layout.owed and not any(layout.cut)
-    mine = torch.tensor([x.dim(), *x.shape], device=x.device)
-    if alike:
-        mine = torch.cat((mine, _bits(x)))
-    everyone = group.all_gather(_mixed(mine).sum()[None], label=f"{label}: compare")
-    if differs := [rank for rank, theirs in zip(group.ranks, everyone) if theirs != everyone[0]]:
-        raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, "
-                                 + ("alike on all ranks, " if alike else "of one shape on all ranks, ") +
-                                 f"but ranks {differs} hold another than rank {group.ranks[0]}. Do all get the same batch, and draw the "
-                                 "same dropout?")
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The bits of each element as a number [n]."""
-    flat = x.contiguous().flatten()
-    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """Each number [n] mixed with its place, so that two that change places change the sum of all. source: Steele et al. 2014"""
-    stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        stirred = (stirred ^ (stirred >> shift)) * factor
-    return stirred ^ (stirred >> 31)
 
 
 def _gathers_for_split_layers(node: Any) -> bool:

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rankloom.base.layout import Layout
+from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
-from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_alike, expect_even
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_even
 from rankloom.world.group import Group
 
 Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input

@@ -1,6 +1,6 @@
 """Debug mode: every activation of a split model carries a tag, and each module checks those of what it reads. Otherwise: not one hook.
 
-A tag is an attribute of a tensor: its layout over the tensor axis, and the name of what made it (moves.py).
+A tag is an attribute of a tensor: its layout over the tensor axis, and the name of what made it (compare.py).
 
     declared   a layer that the plan names says what it reads and what it gives (styles.py)
     derived    the result of any other function lies as its operands do together (`joined` in base/layout.py)
@@ -32,8 +32,9 @@ from torch.overrides import TorchFunctionMode
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, joined
+from rankloom.parallel.tensor.compare import Tag, expect_alike, tag, tag_of, version_of
 from rankloom.parallel.tensor.holding import Holding, holdings
-from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, OWED, WHOLE, Tag, expect_alike, tag, tag_of, version_of
+from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, OWED, WHOLE
 from rankloom.world.group import Group
 
 ALIKE = Layout.parse("[...]")               # a parameter that every rank holds whole

@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
 from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
+from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
-from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, expect_alike, redistribute
+from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, redistribute
 from rankloom.world.group import Group
 
 TOKENS = Layout.parse("[..., tokens]")

@@ -1,0 +1,72 @@
+"""What debug mode compares: how a tensor is said to lie on the ranks, and whether all hold the same bits. tags.py says when.
+
+Without debug mode no tensor carries a tag, and nothing is compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveMismatch
+from rankloom.base.layout import Layout
+from rankloom.world.group import Group
+
+
+@dataclass(slots=True)
+class Tag:
+    """In debug mode: how a tensor lies on the ranks, what made it, and the version of it that has been compared (tags.py)."""
+
+    layout: Layout
+    name: str
+    compared: int | None = None
+
+
+def tag(x: Tensor, layout: Layout, name: str) -> None:
+    """Say how `x` lies on the ranks. name: what made it, for messages"""
+    x.rankloom_tag = Tag(layout, name)   # type: ignore[attr-defined]
+
+
+def tag_of(x: Tensor) -> Tag | None:
+    """The tag of `x`, if it has one."""
+    return getattr(x, "rankloom_tag", None)
+
+
+def version_of(x: Tensor) -> int:
+    """How often `x` was written; 0 in inference mode, which does not count."""
+    return 0 if x.is_inference() else x._version
+
+
+@torch.no_grad()
+def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
+    """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
+
+    The same bits, NaN too; of what is cut or owed, the same shape. Batches or dropout that differ between tensor ranks show here,
+    at the first layer that they reach.   sent: one number to each other rank
+    """
+    if not group.debug or group.size == 1:
+        return
+    alike = not layout.owed and not any(layout.cut)
+    mine = torch.tensor([x.dim(), *x.shape], device=x.device)
+    if alike:
+        mine = torch.cat((mine, _bits(x)))
+    everyone = group.all_gather(_mixed(mine).sum()[None], label=f"{label}: compare")
+    if differs := [rank for rank, theirs in zip(group.ranks, everyone) if theirs != everyone[0]]:
+        raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, "
+                                 + ("alike on all ranks, " if alike else "of one shape on all ranks, ") +
+                                 f"but ranks {differs} hold another than rank {group.ranks[0]}. Do all get the same batch, and draw the "
+                                 "same dropout?")
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of each element as a number [n]."""
+    flat = x.contiguous().flatten()
+    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Each number [n] mixed with its place, so that two that change places change the sum of all. source: Steele et al. 2014"""
+    stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        stirred = (stirred ^ (stirred >> shift)) * factor
+    return stirred ^ (stirred >> 31)
