@@ -3,6 +3,7 @@
 Every group has its own prefix in the store, which carries the generation: a rebuilt group never reads an old address.
 """
 
+import socket
 import sys
 import weakref
 from functools import partial
@@ -17,6 +18,7 @@ from rankloom.base.units import seconds
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
 from rankloom.world.transport.address import LOOPBACK, own_address
+from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
@@ -57,6 +59,15 @@ def device_for(kind: str, local_rank: int) -> torch.device:
     device = torch.device(kind, local_rank % gpus)
     torch.cuda.set_device(device)
     return device
+
+
+def has_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> bool:
+    """Whether no two ranks use one GPU. All ask, and all hear the same; how many a rank sees tells nothing: Slurm may show each its own.
+
+    raises: RankLost when the others do not come within `timeout` seconds
+    """
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return len({*find_neighbours(dist.PrefixStore("gpu", store), rank, size, timeout, host=gpu).hosts}) == size
 
 
 def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, timeout: float, loopback: bool,
@@ -113,7 +124,7 @@ class World(Group):
         mesh = self.mesh
         self.local_rank, self.local_size = local_rank, local_size
         self._store, self._debug, self.one_host = store, debug, loopback
-        self._own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
+        self._own_gpu = device.type == "cuda" and has_own_gpu(store, rank, mesh.size, device, timeout)
         self.backend = resolve_backend(backend, device, self._own_gpu, loopback)
         self._groups: dict[tuple[int, ...], Group] = {}
         self._twins: dict[tuple[int, ...], Group] = {}

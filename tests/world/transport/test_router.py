@@ -4,6 +4,7 @@ import itertools
 import os
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -285,6 +286,18 @@ def test_a_world_on_gpus_takes_the_backend_where_ranks_share_one():
     assert resolve("auto", torch.device("xpu", 0)) == "gloo"
     with pytest.raises(ConfigError, match="the ranks compute on xpu"):
         resolve("rankloom", torch.device("xpu", 0))
+
+
+@pytest.mark.parametrize("gpus, own", [("abc", True), ("aab", False), ("a", True)])
+def test_ranks_find_out_together_whether_each_has_a_gpu_of_its_own(monkeypatch, gpus, own):
+    """However few a rank sees: Slurm may show each its own only. Between nodes such ranks communicated through their hosts."""
+    store, size = dist.HashStore(), len(gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index]))
+
+    with ThreadPoolExecutor(size) as threads:
+        told = threads.map(lambda rank: connect.has_own_gpu(store, rank, size, torch.device("cuda", rank), 60.0), range(size))
+        assert [*told] == [own] * size
 
 
 def test_ranks_take_the_gpus_of_a_host_in_turns(monkeypatch):
