@@ -1,6 +1,7 @@
 """Generation: the cache changes nothing but the time, and draws depend on the seed and the row only."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.models.config import MoEConfig
 from rankloom.models.generate import choose_token, generate, new_caches
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
@@ -130,3 +132,22 @@ def test_a_sharded_model_generates_the_text_of_a_whole_one(model, stage):
 
     for before, after in rl.simulate(2, body, backend="gloo"):
         assert torch.equal(before, expected) and after.shape == expected.shape
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [
+    (rl.Mesh(shard=3), 1), (rl.Mesh(shard=3), 3), (rl.Mesh(expert=2), 0), (rl.Mesh(shard=2, expert=2), 3)])
+def test_ranks_may_end_their_texts_at_different_tokens(mesh, stage):
+    """Those of a sharded model waited for one that had left."""
+    shape = dataclasses.replace(TINY, moe=MoEConfig(experts=4, top_k=2, ffn=12)) if mesh.expert > 1 else TINY
+    model = GPT(shape, dtype=torch.float64)
+    prompts = [prompt()[:1, :1 + rank] + rank for rank in range(mesh.size)]
+    options = {"max_new_tokens": 20, "temperature": 2.0}
+    options["stop"] = int(generate(model, prompts[0], **options)[0, 3])
+    expected = [generate(model, mine, **options, seed=rank) for rank, mine in enumerate(prompts)]
+    assert len({text.shape[1] - len(mine[0]) for text, mine in zip(expected, prompts)}) > 1, "they end alike"
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=language_model_loss, world=world, stage=stage, optimizer=torch.optim.SGD)
+        return generate(engine.model, prompts[world.rank], **options, seed=world.rank)
+
+    assert all(map(torch.equal, rl.simulate(mesh, body, backend="gloo"), expected))

@@ -1,4 +1,4 @@
-"""Training and evaluation mode, without losing what the user has set on parts of a model."""
+"""What a model is in: training or evaluation, without losing what the user has set on parts of it; and whether it runs with others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,3 +16,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def run_together(model: nn.Module) -> None:
+    """From now on a forward of `model` is a collective: other ranks wait for this one in it."""
+    vars(model)["_runs_together"] = True
+
+
+def runs_together(model: nn.Module) -> bool:
+    """Whether a forward of `model` is a collective."""
+    return getattr(model, "_runs_together", False)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError
-from rankloom.base.modes import evaluating
+from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
 
@@ -18,8 +18,8 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     top_k:       draw among the k likeliest only
     seed:        row r draws from a stream of its own, so a row does not depend on its neighbours
     stop:        a token that ends a row; rows that ended repeat it, and all ended ends early
-    A model that an engine has sharded generates too: all its ranks call this, with prompts as long and as many; with `stop`, with the same,
-    for a rank that ends early would leave the others waiting.
+    A model that an engine has sharded generates too: all its ranks call this, with the same `max_new_tokens`, and where they share the
+    work on a row (tensor, context), with the same prompts. A rank whose rows have ended goes on with the others.
     Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
     """
     _check(model, prompt_tokens, temperature, top_k)
@@ -29,16 +29,19 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
     with evaluating(model):
         for _ in range(max_new_tokens):
+            is_over = stop is not None and bool(ended.all())
+            if is_over and not runs_together(model):
+                break
             if caches[0].length + unread.shape[1] > model.config.seq_len:
                 unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
             logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
+            if is_over:
+                continue
             unread = choose_token(logits, temperature, top_k, generators)[:, None]
             if stop is not None:
                 unread = unread.masked_fill(ended[:, None], stop)
                 ended |= unread[:, 0] == stop
             text = torch.cat((text, unread), dim=1)
-            if stop is not None and bool(ended.all()):
-                break
     return text
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
+from rankloom.base.modes import run_together
 from rankloom.parallel.deal import deal_rows
 from rankloom.parallel.follow import Guide
 from rankloom.world.group import Group
@@ -67,6 +68,7 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
         each = layer.experts.held // group.size
         layer.experts.keep(group.rank * each, each)
         layer.dispatch = SpreadDispatch(group)
+    run_together(model)
     return model
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import largest_and_total
 from rankloom.parallel.follow import ENDED, LAYER, Guide
@@ -103,6 +104,8 @@ class Sharding:
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
+        if self.gathers_in_forward:
+            run_together(self.sections[0].module)
         self._gather_kept()
 
     # ------------------------------------------------------------------ for whoever runs the steps
