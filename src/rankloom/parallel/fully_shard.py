@@ -136,7 +136,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     compute:        dtype of forward and backward, and in which parameters travel; left out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model
     reshard_after_forward: False: parameters stay from forward to backward: fewer gathers for more memory; a number n: cut over n neighbours
-    ahead:          how many units are gathered ahead of their use
+    ahead:          how many of these are gathered ahead of their use
     fill:           gives parameters on the meta device their values: fill(name, tensor), in place
     sent:           3n(p-1)/p elements per rank and step (2n if they stay); on one host, n for the gradients only
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError

@@ -15,7 +15,7 @@ from torch import nn
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sharding import Experts
+from rankloom.parallel.sharding import Experts, Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
@@ -58,26 +58,29 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if split is not None and split.experts:
         experts = Experts(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
         strategy = replace(strategy, experts=experts)
+    in_no_unit = lambda param: strategy.stage < 3 and not param.requires_grad
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
     if values is not None:
-        give_memory(model, values, world.device, lambda param: strategy.stage < 3 and not param.requires_grad)
+        give_memory(model, values, world.device, in_no_unit)
     for name, param in model.named_parameters():
-        if strategy.stage < 3 and not param.requires_grad:   # then it is in no unit, which would cast it
+        if in_no_unit(param):   # which would cast it
             param.data = param.data.to(strategy.formats(name, param).compute)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
                      canonical=bool(settings.leaves), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
-    holding = [axis for axis in PART_AXES if axis != "shard" or strategy.stage]   # axes along which ranks hold different elements
-    placement: Placement
-    if split is None:
-        placement = (ShardedCanonical if settings.leaves else Sharded)(model, sharding, world)
-    elif stages is None:
-        placement = ShardedParts(model, sharding, world.group(*holding), split)
-    else:
-        placement = ShardedStages(sharding, world.group(*holding), split, stages)
+    placement = _placement_of(model, sharding, world, settings, split, stages, stage=strategy.stage)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
+
+
+def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
+                  stages: LocalStages | None, *, stage: int) -> Placement:
+    """By what else than the shard axis cuts the model: nothing, tensor and expert ranks, or stages of a pipeline too."""
+    if split is None:
+        return (ShardedCanonical if settings.leaves else Sharded)(model, sharding, world)
+    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # along which ranks hold different elements
+    return ShardedParts(model, sharding, holding, split) if stages is None else ShardedStages(sharding, holding, split, stages)
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:

@@ -87,7 +87,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     reshard_after_forward: stage 3: False: parameters stay from forward to backward: fewer gathers, more memory; a number n: cut over n
                      neighbours until then: inside a node, where n is its ranks
     offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
-    ahead:           stage 3: how many units are gathered ahead of their use
+    ahead:           stage 3: how many `units` are gathered ahead of their use
     gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
     initialize:      gives a model on the meta device its values: initialize(name, tensor) writes whole tensors, in place, under the names
                      of the plain model, on any mesh; left out, modules do by `reset_parameters`
