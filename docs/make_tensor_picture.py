@@ -16,7 +16,7 @@ from rankloom.parallel.tensor.holding import Holding, holdings
 
 HERE = Path(__file__).parent
 INK, PALE, WHOLE = "#22303C", "#6B7885", "#D5DBE1"
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "///", "...", "\\\\\\")   # told apart without colours too
 RANKS = len(COLOURS)
 SHAPE = rl.GPTConfig(vocab_size=30, seq_len=8, width=16, layers=1, heads=8, kv_heads=2, ffn=20)
 SHOWN = {   # name -> title, column and row of the picture
@@ -38,8 +38,13 @@ def held_by() -> dict[str, Holding]:
     return rl.simulate(RANKS, lambda world: holdings(rl.tensor_parallel(rl.GPT(SHAPE), None, world)))[0]
 
 
+def look(rank: int) -> dict[str, str]:
+    """How what a rank holds is filled."""
+    return {"facecolor": COLOURS[rank], "hatch": HATCHES[rank], "edgecolor": "white"}
+
+
 def draw_matrix(axes: Axes, left: float, top: float, name: str, holding: Holding) -> None:
-    """One matrix, [out, in] with `out` downwards, each span in the colour of its rank, halved where two ranks hold it."""
+    """One matrix, [out, in] with `out` downwards, each span with the look of its rank, halved where two ranks hold it."""
     title = SHOWN[name][0]
     rows, columns = holding.shape if len(holding.shape) == 2 else (holding.shape[0], 1)
     axes.text(left, top + 0.25, title, color=INK, fontsize=11, fontweight="bold", va="bottom")
@@ -53,7 +58,7 @@ def draw_matrix(axes: Axes, left: float, top: float, name: str, holding: Holding
             across = (left + same.index(rank) * share * columns * CELL, columns * CELL * share) if holding.dim == 0 else (
                 left + start * CELL, (stop - start) * CELL)
             down = (start * CELL, stop * CELL) if holding.dim == 0 else (0.0, rows * CELL)
-            axes.add_patch(Rectangle((across[0], top - down[1]), across[1], down[1] - down[0], facecolor=COLOURS[rank], edgecolor="white"))
+            axes.add_patch(Rectangle((across[0], top - down[1]), across[1], down[1] - down[0], **look(rank)))
 
 
 def draw() -> Figure:
@@ -64,8 +69,8 @@ def draw() -> Figure:
     lefts = (0.0, 5.0, 6.6, 11.4, 15.8, 20.2, 25.0)
     for name, (_, column, row) in SHOWN.items():
         draw_matrix(axes, lefts[column], 16.0 - row * 8.2, name, found[name])
-    for rank, colour in enumerate(COLOURS):
-        axes.add_patch(Rectangle((rank * 3.4, -0.6), 0.7, 0.7, facecolor=colour))
+    for rank in range(RANKS):
+        axes.add_patch(Rectangle((rank * 3.4, -0.6), 0.7, 0.7, **look(rank)))
         axes.text(rank * 3.4 + 1.0, -0.25, f"rank {rank}", color=INK, fontsize=10.5, va="center")
     axes.add_patch(Rectangle((RANKS * 3.4, -0.6), 0.7, 0.7, facecolor=WHOLE))
     axes.text(RANKS * 3.4 + 1.0, -0.25, "every rank", color=INK, fontsize=10.5, va="center")
@@ -80,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "tensor.svg")
     args = parser.parse_args()
-    matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "font.family": "DejaVu Sans"}
+    matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "font.family": "DejaVu Sans", "hatch.linewidth": 0.7}
     draw().savefig(args.out, dpi=110, metadata={"Date": None} if args.out.suffix == ".svg" else None)
 
 
