@@ -63,6 +63,8 @@ def _as_a_module() -> types.ModuleType:
         "reset_peak_memory_stats": lambda device=None: device_c.reset_peak(), "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0), "set_per_process_memory_fraction": lambda part, device=None: None,
         "get_device_properties": lambda device=None: types.SimpleNamespace(**vars(properties), uuid=f"GPU {index_of(device)}"),
+        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda at, size, flags: 0, cudaHostUnregister=lambda at: 0),
+        "check_error": lambda code: None,
         "set_sync_debug_mode": lambda mode: device_c.set_may_wait(mode != "error"),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16], "default_generators": (draw,), "manual_seed": draw.manual_seed,
         "manual_seed_all": draw.manual_seed, "get_rng_state": lambda device=None: draw.get_state(),

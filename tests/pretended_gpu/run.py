@@ -59,7 +59,7 @@ def make_tree() -> None:
     for file in (file for part in ("src", "tests") for file in (TREE / part).rglob("*.py")):
         name, text = str(file.relative_to(TREE)), file.read_text()
         if not name.startswith(KEPT):
-            text = re.sub(r"""(torch\.|["']|\.is_)cuda""", r"\1pretended", text)
+            text = re.sub(r"""(torch\.|["']|\.is_)cuda\b""", r"\1pretended", text)
             text = text.replace(".view(torch.uint8).numpy()", ".view(torch.uint8).cpu().numpy()")
         for pattern, edit in EDITS.get(name, []):
             text, times = re.subn(pattern, lambda match, edit=edit: edit, text, count=1)
