@@ -293,6 +293,7 @@ class Config(ConfigSection):
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self.gpt(self.data.vocab_size or BYTES_VOCAB)
         self._expect_stage_and_shard_fit()
+        self._expect_split_fits()
         self._expect_experts_for(self.mesh.expert)
         if self.mesh.is_known() or self.mesh.shard is not None:
             self.batch()
@@ -307,13 +308,6 @@ class Config(ConfigSection):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
-        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
-        if split and self.train.deterministic:
-            raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
-        if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
-            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
-        if self.train.pipe is not None and self.mesh.pipe == 1:
-            raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
         if self.train.offload and not stage:
             raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
         reshard = self.train.reshard_after_forward
@@ -325,6 +319,15 @@ class Config(ConfigSection):
             raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
         if stage and self.comm.compress != "none":
             raise ValueError(f"[comm] compress has a meaning at [train] stage 0 only; stage {stage} reduces exactly")
+
+    def _expect_split_fits(self) -> None:
+        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
+        if split and self.train.deterministic:
+            raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
+        if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
+            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
+        if self.train.pipe is not None and self.mesh.pipe == 1:
+            raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
 
     def _expect_experts_for(self, ranks: int) -> None:
         moe = self.model.moe
