@@ -16,7 +16,7 @@ from rankloom.parallel.tensor.holding import Holding, holdings
 
 HERE = Path(__file__).parent
 INK, PALE, WHOLE = "#22303C", "#6B7885", "#D5DBE1"
-COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "///", "...", "\\\\\\")   # told apart without colours too
+COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "///", "---", "\\\\\\")   # told apart without colours too
 RANKS = len(COLOURS)
 SHAPE = rl.GPTConfig(vocab_size=30, seq_len=8, width=16, layers=1, heads=8, kv_heads=2, ffn=20)
 SHOWN = {   # name -> title, column and row of the picture
