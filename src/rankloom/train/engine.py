@@ -169,6 +169,7 @@ class Engine:
         """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups", "run"}}.
 
         "run" is {"step", "loss_scale" (of fp16, or None), "amax" (of fp8 with delayed scaling, by name)}.
+        Parameters come in the master format; frozen ones, which have no master, in what they compute in: in 16 bits they are rounded.
         A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
         rank:   the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
                 all get it
