@@ -2,10 +2,13 @@
 
 import gc
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rankloom.world.group import Group
 from rankloom.world.simulate import simulate
 
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
@@ -50,3 +53,33 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("layouts against one process, fp64: largest relative error over stages 0 to 3")
         for layout, error in layouts:
             terminalreporter.write_line(f"{layout:<55} {error}")
+
+
+@pytest.fixture
+def one_queue(monkeypatch):
+    """Messages as over NCCL: tags mean nothing, what two ranks send each other on one connection is done one after the other, and the
+    first waits for both.
+    """
+    send, recv, lanes = Group.send, Group.recv, {}
+
+    def queued(call):
+        def start(group, x, peer, *, tag=0, label="", async_op=False):
+            is_first = (group, peer) not in lanes
+            done = lanes.setdefault((group, peer), ThreadPoolExecutor(1)).submit(call, group, x, peer, label=label)
+            if is_first or not async_op:
+                done.result()
+            return SimpleNamespace(wait=done.result) if async_op else x
+        return start
+
+    def exchange(group, out, to, into, frm, *, tag=0, label="", async_op=False):   # both ways at once, as one call
+        assert not async_op
+        coming = recv(group, into, frm, tag=1, label=label, async_op=True)
+        send(group, out, to, tag=1, label=label)
+        return coming.wait()
+
+    for name, value in {"send": queued(send), "recv": queued(recv), "exchange": exchange,
+                        "in_order": property(lambda self: self.size > 1)}.items():
+        monkeypatch.setattr(Group, name, value)
+    yield
+    for lane in lanes.values():
+        lane.shutdown()

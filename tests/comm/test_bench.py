@@ -39,6 +39,14 @@ def test_every_algorithm_of_every_collective_is_timed_and_right(p, dtype):
     assert all(0 < timed.low <= timed.seconds <= timed.high and timed.ranks == p for timed in times)
 
 
+@pytest.mark.gloo
+def test_what_needs_tags_is_not_timed_where_they_mean_nothing_unless_it_is_asked_for(one_queue):
+    study = Study(("all_reduce",), (), (16,), "fp32", 1)
+    assert {timed.algorithm for timed in run(2, study)[0][0]} == {*ALGORITHMS["all_reduce"], BACKEND} - {"double_tree"}
+    with pytest.raises(rl.ConfigError, match="its trees send in orders of their own"):
+        run(2, replace(study, algorithms=("double_tree",)))
+
+
 def test_all_ranks_get_the_same_times():
     first, *others = run(3, replace(SMALL, collectives=("all_reduce",)))
     for times, _ in others:

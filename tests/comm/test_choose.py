@@ -1,6 +1,7 @@
 """The table of all-reduce algorithms, how a program adds its own, and whom "auto" takes."""
 
 import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_every_name_sums_on_every_topology(name, nodes):
     mine = lambda world: torch.arange(101, dtype=torch.float64) + 1000 * world.rank
     for total in rl.simulate(4, lambda world: summed(name, mine(world), world), topology=Topology(nodes)):
         assert torch.equal(total, 4 * torch.arange(101, dtype=torch.float64) + 6000)
+
+
+@pytest.mark.gloo
+def test_auto_passes_over_what_needs_tags_where_they_mean_nothing(one_queue, monkeypatch):
+    ranking = [SimpleNamespace(name=name) for name in ("double_tree", "ring")]
+    monkeypatch.setattr(choose, "decide", lambda *size, **how: SimpleNamespace(candidates=ranking))
+    assert rl.simulate(3, lambda world: auto_all_reduce(torch.ones(4), world).tolist()) == [[3.0] * 4] * 3
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])

@@ -137,6 +137,15 @@ def test_any_nodes_deal_right_and_pay_their_bill(nodes):
         assert paid == hierarchical_all_to_all_bill(3 * p, nodes, 16, rank)
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("nodes", LAYOUTS)
+def test_rows_are_dealt_where_two_ranks_must_send_each_other_in_one_call(nodes, one_queue):
+    """Both received first, on the one connection that two ranks have over NCCL, and waited for each other."""
+    p = ranks(nodes)
+    dealt = rl.simulate(p, lambda world: hierarchical_all_to_all(torch.arange(2 * p) + 100 * world.rank, world, nodes).tolist())
+    assert dealt == [[100 * source + row for source in range(p) for row in (2 * rank, 2 * rank + 1)] for rank in range(p)]
+
+
 @pytest.mark.parametrize("nodes", LAYOUTS)
 def test_an_all_to_all_sends_one_message_for_each_pair_of_nodes_with_just_what_goes_there(nodes):
     flows = sent_between(nodes, lambda x, group: hierarchical_all_to_all(x, group, nodes), 2 * ranks(nodes))

@@ -130,3 +130,13 @@ def test_the_next_block_is_expected_before_this_one_is_waited_for():
 
     for seen in rl.simulate(2, body):   # of two ranks each is the root of one tree
         assert seen == [("expect", 0), ("expect", 1), ("wait", 0), ("expect", 2), ("wait", 1), ("wait", 2)]
+
+
+@pytest.mark.gloo
+def test_the_double_tree_is_refused_where_tags_mean_nothing(one_queue):
+    """Over NCCL what its trees send would be mixed up, or wait in a circle."""
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: double_tree_all_reduce in group 'world': .* messages over NCCL"):
+            double_tree_all_reduce(torch.ones(4), world)
+
+    rl.simulate(2, body)

@@ -50,6 +50,8 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 """By collective, then by name. What needs to know the nodes is in `on_nodes`."""
 
+NEEDS_TAGS = ("double_tree",)   # so none of these where a group has its messages in order, as over NCCL
+
 
 def on_nodes(nodes: Nodes) -> dict[str, dict[str, Algorithm]]:
     """The algorithms in two levels, bound to `nodes`; their paths add both levels as if all links were equal.

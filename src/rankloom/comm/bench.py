@@ -18,7 +18,7 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.events import Progressed, Sink, Timed
 from rankloom.base.topology import Topology
 from rankloom.base.units import show_bytes
-from rankloom.comm.algorithms import ALGORITHMS
+from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
 from rankloom.comm.price import BACKEND, algorithms_on
 from rankloom.world.group import Group
 
@@ -98,6 +98,8 @@ def _tell(sink: Sink, group: Group, what: str, done: float, share: float, part: 
 def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Callable[[float], None]) -> list[Timed]:
     """Check, then time the algorithms of one collective at one size. tell: is told which part of it is done"""
     names, dtype = study.subjects(collective, group.topology), DTYPES[study.dtype]
+    if not study.algorithms and group.in_order:
+        names = [name for name in names if name not in NEEDS_TAGS]
     algorithms = [algorithm(collective, name, group.topology) for name in names]
     n = elements(collective, nbytes, dtype, group.size)
     wrong = [wrong_elements(run, collective, n, dtype, group) for run in algorithms]

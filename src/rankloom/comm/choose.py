@@ -14,7 +14,7 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.topology import Topology
 from rankloom.base.units import show_bytes, show_seconds
-from rankloom.comm.algorithms import ALGORITHMS
+from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
 from rankloom.comm.hierarchical import hierarchical_all_reduce
 from rankloom.comm.operands import widening
 from rankloom.comm.price import BACKEND, Price, algorithms_on, price, route
@@ -80,7 +80,8 @@ def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
 
 def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place, by what should be fastest for its size. x: any shape, contiguous"""
-    algorithm = all_reduce_named(decide(x.nbytes, group.topology, wide=widening(x.dtype)).winner.name)
+    candidates = [one.name for one in decide(x.nbytes, group.topology, wide=widening(x.dtype)).candidates]
+    algorithm = all_reduce_named(next(name for name in candidates if not (name in NEEDS_TAGS and group.in_order)))
     return group.all_reduce(x) if algorithm is None else algorithm(x, group)
 
 

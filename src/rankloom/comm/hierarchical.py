@@ -115,6 +115,10 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
 def _swap(group: Group, bundles: Sequence[tuple[int, Tensor]], label: str) -> list[Tensor]:
     """Send each bundle [mine, theirs, ...] to its rank; what those send here, [theirs, mine, ...], in the same order."""
     inboxes = [bundle.new_empty((bundle.shape[1], bundle.shape[0], bundle.shape[2])) for _, bundle in bundles]
+    if group.in_order:   # what two ranks send each other must be one call there, and all ranks make theirs in one order
+        for (rank, bundle), inbox in sorted(zip(bundles, inboxes), key=lambda each: each[0][0]):
+            group.exchange(bundle.contiguous(), rank, inbox, rank, label=label)
+        return inboxes
     coming = [group.recv(inbox, rank, label=label, async_op=True) for inbox, (rank, _) in zip(inboxes, bundles)]
     going = [group.send(bundle.contiguous(), rank, label=label, async_op=True) for rank, bundle in bundles]
     for handle in coming + going:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
+from rankloom.base.errors import ConfigError
 from rankloom.comm.broadcast import (
     BLOCK,
     Tree,
@@ -67,9 +68,12 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     block:  bytes of a block of elements; the same on each rank
     sent:   n elements up and at most n down, in blocks; up in fp32 where x is narrower
     steps:  about 4(log2 p + b) with b blocks in each half, log2 p rounded down
-    raises: NotContiguous; ConfigError for bool. The backend must keep messages with different tags apart, as gloo does
+    raises: NotContiguous; ConfigError for bool, and where messages come in the order of sending whatever their tags say, as over NCCL
     source: Sanders, Speck & Traeff 2009
     """
+    if group.in_order:
+        raise ConfigError(f"{group.where('double_tree_all_reduce')}: its trees send in orders of their own, and messages over NCCL have "
+                          "but one; take the backend's own all-reduce, or tree, ring or halving")
     halves = summand(x, group, "double_tree_all_reduce").tensor_split(2)
     blocks = block_count(halves[0].numel(), x.itemsize, block)   # the first half is the longer one
     lanes = [_Lane(half.tensor_split(blocks), tree, tag, group)

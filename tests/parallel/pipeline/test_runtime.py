@@ -6,10 +6,8 @@ is made from rows that are laid out differently; sums of fewer than 200 terms in
 
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -549,33 +547,6 @@ def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
 
 
 # ---------------------------------------------------------------------- messages as NCCL carries them
-
-
-@pytest.fixture
-def one_queue(monkeypatch):
-    """Tags mean nothing, what two ranks send each other on one connection is done one after the other, and the first waits for both."""
-    send, recv, lanes = rl.Group.send, rl.Group.recv, {}
-
-    def queued(call):
-        def start(group, x, peer, *, tag=0, label="", async_op=False):
-            is_first = (group, peer) not in lanes
-            done = lanes.setdefault((group, peer), ThreadPoolExecutor(1)).submit(call, group, x, peer, label=label)
-            if is_first or not async_op:
-                done.result()
-            return SimpleNamespace(wait=done.result) if async_op else x
-        return start
-
-    def exchange(group, out, to, into, frm, *, label=""):   # both ways at once, as one call
-        coming = recv(group, into, frm, tag=1, label=label, async_op=True)
-        send(group, out, to, tag=1, label=label)
-        return coming.wait()
-
-    for name, value in {"send": queued(send), "recv": queued(recv), "exchange": exchange,
-                        "in_order": property(lambda self: self.size > 1)}.items():
-        monkeypatch.setattr(rl.Group, name, value)
-    yield
-    for lane in lanes.values():
-        lane.shutdown()
 
 
 @pytest.mark.gloo
