@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import DataError
+from rankloom.models import sequence_part
 from rankloom.models.gpt import GPT, GPTConfig, Rotary, check_tokens, rotate
 from rankloom.models.loss import language_model_loss
 
@@ -77,6 +78,19 @@ def test_a_later_token_never_changes_an_earlier_logit():
     before, after = model(ids), model(other)
     assert torch.equal(before[:, :6], after[:, :6])
     assert not torch.equal(before[:, 6], after[:, 6])
+
+
+@pytest.mark.parametrize(("device", "dtype", "mask", "writes"), [
+    ("cuda", torch.bfloat16, None, False), ("cuda", torch.float32, None, True), ("cuda", torch.float16, torch.ones(1), True),
+    ("cpu", torch.float32, None, False)])
+def test_shared_heads_are_repeated_where_a_gpu_would_write_all_scores(device, dtype, mask, writes, monkeypatch):
+    """torch takes flash attention, which reads shared heads, or the formulas; not the kernel that takes fp32 and masks."""
+    assert sequence_part.writes_scores(device, dtype, mask) == writes
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 7, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    plain = sequence_part.WHOLE.attend(query, key, value)
+    monkeypatch.setattr(sequence_part, "writes_scores", lambda *_: True)
+    torch.testing.assert_close(sequence_part.WHOLE.attend(query, key, value), plain, rtol=1e-12, atol=1e-14)
 
 
 def test_rotation_depends_on_the_distance_only():

@@ -30,6 +30,21 @@ class SequencePart(Protocol):
         """The way back: what the tokens that are here have of [B, all, ...]."""
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """query [B, H, Q, D], key and value [B, K, T, D] -> [B, H, Q, D]; H / K query heads in a row read the same key-value head."""
+    shared = query.shape[1] != key.shape[1]
+    if shared and writes_scores(query.device.type, query.dtype, mask):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        shared = False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+
+
+def writes_scores(device: str, dtype: torch.dtype, mask: Tensor | None) -> bool:
+    """Whether torch would write all scores [B, H, Q, T] to memory because heads are shared: of the kernels of a GPU flash attention alone
+    reads shared heads, and it takes 16 bits and no mask."""
+    return device == "cuda" and (mask is not None or dtype not in (torch.bfloat16, torch.float16))
+
+
 class WholeSequence:
     """Sequences that are all here."""
 
@@ -42,9 +57,7 @@ class WholeSequence:
         mask = None
         if new not in (1, known):
             mask = torch.ones(new, known, dtype=torch.bool, device=query.device).tril(known - new)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask,
-            is_causal=new == known and new > 1, enable_gqa=query.shape[2] != key.shape[2])
+        mixed = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, causal=new == known and new > 1)
         return mixed.transpose(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -74,6 +87,5 @@ class Packed(WholeSequence):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `SequencePart.attend`."""
-        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=self.mask,
-                                               enable_gqa=query.shape[2] != key.shape[2])
+        mixed = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.mask)
         return mixed.transpose(1, 2)
