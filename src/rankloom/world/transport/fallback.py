@@ -1,7 +1,8 @@
 """What _shared.c does, in numpy: for where it could not be built, and to read. Collectives between ranks that map the same memory.
 
 One segment of memory for each group, the same bytes in every rank's address space. fallback_peers.py lists what lies in
-it, and says how ranks wait for each other; fallback_messages.py is about messages between two.
+it, and says how ranks wait for each other; fallback_messages.py is about messages between two. call.py says what a call is,
+turns.py whose turn it is.
 
 A collective is a row of windows. In each, every rank copies a piece of its input into its slot, all meet, and every rank
 takes what is for it out of the slots of all; where values are reduced, it combines them in rank order, so that all end
