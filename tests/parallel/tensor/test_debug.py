@@ -101,6 +101,17 @@ def test_alike_is_every_bit(other):
     rl.simulate(3, body)
 
 
+def test_ranks_that_differ_are_named_by_their_numbers_in_the_world():
+    def body(world):
+        with pytest.raises(CollectiveMismatch) as error:
+            expect_alike(torch.tensor([world.rank]), WHOLE, world.group("tensor"), "other")
+        return str(error.value)
+
+    for rank, said in enumerate(rl.simulate(rl.Mesh(replicate=2, tensor=2), body)):
+        first = rank // 2 * 2
+        assert said.startswith(f"rank {rank}: ") and f"ranks [{first + 1}] hold another than rank {first}." in said
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_numbers_of_any_dtype_are_compared(dtype):
     def body(world):
