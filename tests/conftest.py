@@ -11,6 +11,7 @@ import torch
 from rankloom.world.group import Group
 from rankloom.world.simulate import simulate
 
+NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
@@ -57,13 +58,14 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def one_queue(monkeypatch):
-    """Messages as over NCCL: tags mean nothing, what two ranks send each other on one connection is done one after the other, and the
-    first waits for both.
+    """Messages as over NCCL: some dtypes are unknown, tags mean nothing, what two ranks send each other on one connection is done one
+    after the other, and the first waits for both.
     """
     send, recv, lanes = Group.send, Group.recv, {}
 
     def queued(call):
         def start(group, x, peer, *, tag=0, label="", async_op=False):
+            assert x.dtype in NCCL_KNOWS, f"NCCL cannot send {x.dtype}"
             is_first = (group, peer) not in lanes
             done = lanes.setdefault((group, peer), ThreadPoolExecutor(1)).submit(call, group, x, peer, label=label)
             if is_first or not async_op:

@@ -564,6 +564,18 @@ def test_gradients_that_nobody_wants_are_not_waited_for_where_tags_mean_nothing(
     expect_equal(results, one_process(awkward_pieces(), awkward_loss, batches))
 
 
+@pytest.mark.gloo
+def test_stages_give_each_other_complex_and_short_numbers_where_the_backend_knows_neither(one_queue):
+    def pieces():
+        first, second = linear(4, 4), linear(4, 4)
+        return [({"first": first}, lambda x: (torch.complex(first(x), x), torch.arange(4, dtype=torch.int16))),
+                ({"second": second}, lambda x, weight: second(x.abs() * weight))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.ones(2, 4, dtype=torch.float64), None)] * 3
+    results = rl.simulate(2, lambda w: run(w, pieces, loss, make_schedule("1f1b", 2, 3), batches, steps=2))
+    expect_equal(results, one_process(pieces(), loss, batches))
+
+
 def test_connections_are_made_before_the_first_step_by_all_ranks_in_one_order(one_queue, monkeypatch):
     """Who makes one waits for the other rank, so in different orders all might wait in a circle."""
     made = []
