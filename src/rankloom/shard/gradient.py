@@ -116,7 +116,7 @@ class Gradient:
     def land(self, name: str, param: nn.Parameter) -> None:
         """Take over the gradient that backward has just left in `param.grad`."""
         if self.flying:
-            raise UnitError(f"rank {self.unit.group.rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
+            raise UnitError(f"rank {self.unit.group.world_rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
                             "does one backward go through a forward of this unit that was run before the last optimizer step?")
         assert param.grad is not None, f"{name}: hook without a gradient"
         view = self._view(name)

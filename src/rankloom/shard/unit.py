@@ -87,7 +87,7 @@ class Unit:
         self.state = State.GATHERED
         self._pending: Callable[[], object] | None = None   # waits for what is on its way
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
-        mark(self.params, formats.compute, group.ranks[group.rank], name)
+        mark(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
             self.release()   # nothing is in it yet
         in_place = self.stays and formats.master == formats.compute and host is None
@@ -281,7 +281,7 @@ class Unit:
     def _expect(self, state: State) -> None:
         if self.state is not state:
             shown = ", ".join(list(self.params)[:3])
-            raise UnitError(f"rank {self.group.ranks[self.group.rank]}: unit {self.name} ({shown} ...) is {self.state.value}, expected "
+            raise UnitError(f"rank {self.group.world_rank}: unit {self.name} ({shown} ...) is {self.state.value}, expected "
                             f"{state.value}. Parameters may be used inside the forward and backward of the module that holds them; "
                             "call that module, not a part of it")
 
