@@ -29,7 +29,8 @@ def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one
     """Which backend connects the ranks: shared memory (and TCP between hosts; GPUs as router.py tells) where it runs, else gloo.
 
     own_gpu:  no other rank uses this rank's GPU: then gloo and NCCL are enough
-    one_host: on several, shared memory must be asked for: over a fast network nobody has measured it
+    one_host: on several, shared memory must be asked for: over a fast network nobody has measured it. Not where ranks share a GPU:
+              most of what gloo does it cannot do with tensors of a GPU
     raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
     """
     if asked not in BACKENDS:
@@ -37,7 +38,8 @@ def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one
     reason = why_not_shared(device)
     if asked == SHARED and reason:
         raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
-    return GLOO if asked == GLOO or reason or (asked == AUTO and (own_gpu or not one_host)) else SHARED
+    is_enough = own_gpu or (device.type == "cpu" and not one_host)
+    return GLOO if asked == GLOO or reason or (asked == AUTO and is_enough) else SHARED
 
 
 def why_not_shared(device: torch.device) -> str | None:

@@ -278,6 +278,8 @@ def test_a_world_on_gpus_takes_the_backend_where_ranks_share_one():
     resolve, cuda = connect.resolve_backend, torch.device("cuda", 0)
     assert resolve("auto", cuda, own_gpu=False) == "rankloom"
     assert resolve("auto", cuda, own_gpu=True) == "gloo", "gloo and NCCL serve that"
+    assert resolve("auto", cuda, own_gpu=True, one_host=False) == "gloo"
+    assert resolve("auto", cuda, own_gpu=False, one_host=False) == "rankloom", "gloo cannot carry messages of a GPU"
     assert resolve("rankloom", cuda, own_gpu=True) == "rankloom"
     assert resolve("gloo", cuda, own_gpu=False) == "gloo"
     assert resolve("auto", torch.device("cpu")) == "rankloom"
