@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from rankloom.world.group import Group
 from rankloom.world.simulate import simulate
 
 NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])   # no test asks how fast a machine is
+settings.load_profile("patient")
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
 

@@ -285,7 +285,7 @@ def test_two_sub_groups_work_side_by_side(case):
         assert torch.equal(result, expected(case[0], [whole_numbers(r, (6,)) for r in ranks], ranks.index(rank)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=st.sampled_from(CASES), p=st.integers(1, 6), rows=st.integers(0, 40), width=st.sampled_from([(), (1,), (2, 3)]),
        dtype=st.sampled_from([torch.int8, torch.int32, torch.float16, torch.float32]))
 def test_whatever_is_drawn_comes_out_as_on_one_process(case, p, rows, width, dtype):

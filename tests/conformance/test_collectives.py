@@ -164,7 +164,7 @@ def test_float4_lies_in_any_layout_though_torch_cannot_transpose_it(ranks, dtype
 
 @pytest.mark.parametrize("size", SIZES)
 def test_random_programs_give_every_rank_every_bit(ranks, size):
-    @settings(max_examples=ranks.programs, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=ranks.programs, suppress_health_check=list(HealthCheck))
     @given(st.lists(random_case(size), min_size=1, max_size=LENGTH))
     def run(cases: list[Case]) -> None:
         run_and_check(ranks(size), cases)

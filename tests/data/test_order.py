@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rankloom.base.errors import BatchError, DataError
 from rankloom.data.order import permute, sample_at, samples_of_step, share
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=60)
 
 
 @FEW

@@ -89,7 +89,7 @@ def deal(world: rl.World, held: list[int], leaves: int):
     return mine["x"].tolist(), used
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(sum), st.integers(1, 9))
 def test_every_rank_gets_the_rows_of_its_logical_shards_whoever_held_them(held, leaves):
     ranks, rows = len(held), sum(held)

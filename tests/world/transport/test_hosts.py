@@ -118,7 +118,7 @@ def test_where_hosts_differ_in_size_their_first_ranks_are_the_only_team(hosts):
 
 @pytest.mark.parametrize("hosts", EVEN + UNEVEN)
 def test_random_programs_give_every_rank_every_bit(ranks, small_windows, hosts):
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(st.lists(random_case(len(hosts)), min_size=1, max_size=24))
     def run(cases):
         run_and_check(world, cases)

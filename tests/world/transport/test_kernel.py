@@ -418,7 +418,7 @@ def test_sums_are_taken_in_rank_order(kernel):
 
 
 @without_c
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 11), st.sampled_from(OPS), st.integers(1, 4), st.integers(16, 9000), st.integers(0, 1 << 30))
 def test_both_kernels_give_the_same_bits(number, op, p, n, seed):
     op = op if is_offered(number, op) else SUM

@@ -226,7 +226,7 @@ def test_what_cannot_be_sent_is_refused_by_name(pair):
         group.recv([torch.ones(1)] * 2, 1)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 5000])), max_size=25))
 def test_any_messages_in_any_order_arrive_each_with_its_own_values(trio, drawn):
     """drawn: from, how many ranks further to, tag, length. Some ranks send first, some receive first; all wait in any order."""

@@ -111,7 +111,7 @@ def test_slices_are_gathered_and_summed_in_the_tensor_that_they_are_part_of(rank
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_give_every_rank_every_bit(ranks, size):
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck))
     @given(st.lists(random_case(size).filter(lambda case: np.prod(case.shape) < 10_000), min_size=1, max_size=12))
     def run(cases):
         run_and_check(ranks(size), cases)
