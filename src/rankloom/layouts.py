@@ -17,7 +17,7 @@ from rankloom.base.layout import Layout, Span
 from rankloom.base.mesh import Mesh
 from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, modules_of, say_modules, say_numbers
 from rankloom.base.topology import Topology
-from rankloom.base.units import show_bytes
+from rankloom.base.units import show_bytes_alike
 from rankloom.data.tokenizer import load_tokenizer
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.train.config import config_of, load_config, parse_overrides, with_ranks
@@ -35,7 +35,7 @@ TRAVELS = {"pipe": "activations of micro-batches, and back their gradients", "re
            "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
 BYTES = ("bytes between two steps, of ranks with memory of their own (whole: parameters beside a rank's own, to compute with); "
          "activations, and what is gathered for a moment, come on top")
-NUMBER = re.compile(r"[\d.]+( [KMG]?i?B)?")
+NUMBER = re.compile(r"[\d.]+")
 DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
 
 
@@ -153,18 +153,22 @@ def table_of_ranks(drawn: Drawn) -> Table:
     if drawn.hosts:
         columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
     if drawn.axes:
-        columns[", ".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
+        columns[",\n".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
     if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
         columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
     columns["modules"] = [say_modules(modules_of(part)) for part in drawn.ranks]
     if drawn.mesh.expert > 1:
-        columns["experts"] = [f"{say_numbers(found[0])} of {found[1]}" if (found := experts_of(part)) else "-" for part in drawn.ranks]
+        found = [experts_of(part) for part in drawn.ranks]
+        total = next(total for _, total in filter(None, found))
+        columns[f"experts\nof {total}"] = [say_numbers(held[0]) if held else "-" for held in found]
     columns["rows"] = [say_numbers(part.rows) for part in drawn.ranks]
     if drawn.mesh.context > 1:
         columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in drawn.ranks]
     kinds = [kind for kind in drawn.ranks[0].held if any(part.held[kind] for part in drawn.ranks)]
-    columns |= {SHORT[kind]: [show_bytes(part.held[kind]) for part in drawn.ranks] for kind in kinds}
-    columns["in all"] = [show_bytes(part.total) for part in drawn.ranks]
+    held = {SHORT[kind]: [part.held[kind] for part in drawn.ranks] for kind in kinds} | {"all": [part.total for part in drawn.ranks]}
+    for name, sizes in held.items():
+        unit, cells = show_bytes_alike(sizes)
+        columns[f"{name}\n{unit}"] = cells
     return _table(columns, gap=0)   # nine columns and more, for terminals of 80
 
 

@@ -1,6 +1,7 @@
 """Bytes and seconds as people write them, and the two bandwidths of a collective as nccl-tests defines them."""
 
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 
 from rankloom.base.errors import ConfigError
@@ -39,8 +40,22 @@ def show_bytes(nbytes: float) -> str:
     """
     for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= 0.9995 * size:
-            return f"{nbytes / size:.{3 if nbytes < 999.5 * size else 4}g} {unit}"
+            return f"{_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def show_bytes_alike(sizes: Sequence[float]) -> tuple[str, list[str]]:
+    """The unit that fits the largest, and all in it.
+
+    >>> show_bytes_alike([1536 * 1024, 256 * 1024, 0])
+    ('MiB', ['1.5', '0.25', '0'])
+    """
+    unit = show_bytes(max(sizes)).split()[1]
+    return unit, [_digits(nbytes / UNITS[unit.upper()]) for nbytes in sizes]
+
+
+def _digits(number: float) -> str:
+    return f"{number:.{3 if number < 999.5 else 4}g}"
 
 
 def show_seconds(seconds: float) -> str:
