@@ -1,4 +1,4 @@
-"""Messages over NCCL, which is pretended: as with it, the first call over a connection blocks until both ends have come."""
+"""Messages over NCCL, which is pretended: as with it, the first call over a connection blocks until both ends call, and its end too."""
 
 import contextlib
 import datetime
@@ -40,10 +40,13 @@ class Connection:
 
     def _call(self):
         if not self.calls:
-            self.store.set(self.others[self.rank], "")
-            self.store.wait(self.others, datetime.timedelta(seconds=AT_ONCE))
+            self._meet(self.others)
         self.calls += 1
         return str(self.calls)
+
+    def _meet(self, keys):
+        self.store.set(keys[self.rank], "")
+        self.store.wait(keys, datetime.timedelta(seconds=AT_ONCE))
 
     def send(self, tensors, to, tag):
         self.store.set(self._call(), tensors[0].numpy().tobytes())
@@ -58,7 +61,7 @@ class Connection:
         return Arrival()
 
     def shutdown(self):
-        self.store.set("closed", "")
+        self._meet([f"left, {key}" for key in self.others])
 
 
 class Stream:
@@ -105,7 +108,7 @@ def on_ranks(size, body, timeout=AT_ONCE):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("receives_first", [True, False])
-def test_ranks_in_a_ring_do_not_wait_in_a_circle_for_their_connections(streams, size, receives_first):
+def test_ranks_in_a_ring_do_not_wait_in_a_circle_for_their_connections_or_their_ends(streams, size, receives_first):
     def body(mine, rank):
         x = torch.zeros(2)
         calls = [lambda: mine.recv([x], (rank - 1) % size), lambda: mine.send([torch.full((2,), float(rank))], (rank + 1) % size)]

@@ -67,8 +67,9 @@ class Nccl:
             group._get_backend(CUDA)._set_default_timeout(timeout)
 
     def _groups(self) -> list[dist.ProcessGroup]:
+        """In one order on all ranks: NCCL ends a connection only when both ends do."""
         with self._lock:
-            return [group for group in (self._all, *(lane.group for lane in self._lanes.values())) if group is not None]
+            return [group for group in (self._all, *(self._lanes[ends].group for ends in sorted(self._lanes))) if group is not None]
 
     def _lane(self, frm: int, to: int) -> "Lane":
         if frm == to:
@@ -129,7 +130,7 @@ class Lane:
         self._store.set(f"end {here}", "")
         wait_for(self._store, {f"end {1 - here}": self._ends[1 - here]}, self._rank, self._timeout)
         self.group = nccl_group(self._store, here, 2, self._timeout)
-        self._pass([torch.zeros(1, device=self._device)])
+        self._pass([torch.empty(1, device=self._device)])
 
 
 class Later(Work):
