@@ -85,6 +85,14 @@ def test_draws_follow_the_odds():
     assert torch.bincount(drawn, minlength=3).div(4000) == pytest.approx([0.2, 0.5, 0.3], abs=0.04)
 
 
+def test_no_kernel_that_plans_anew_for_each_length_runs_while_a_text_grows(model):
+    allowed, before = [], torch.backends.cuda.cudnn_sdp_enabled()
+    model.register_forward_hook(lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    generate(model, prompt(), max_new_tokens=2, temperature=0)
+    assert allowed == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_a_stop_token_ends_a_row_and_all_ended_ends_the_text(model):
     free = generate(model, prompt(), max_new_tokens=12, temperature=0)
     stop = int(free[0, 6])

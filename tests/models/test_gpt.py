@@ -84,7 +84,7 @@ def test_a_later_token_never_changes_an_earlier_logit():
     ("cuda", torch.bfloat16, None, False), ("cuda", torch.float32, None, True), ("cuda", torch.float16, torch.ones(1), True),
     ("cpu", torch.float32, None, False)])
 def test_shared_heads_are_repeated_where_a_gpu_would_write_all_scores(device, dtype, mask, writes, monkeypatch):
-    """torch takes flash attention, which reads shared heads, or the formulas; not the kernel that takes fp32 and masks."""
+    """Before Hopper torch takes flash attention, which reads shared heads, or the formulas; not the kernel that takes fp32 and masks."""
     assert sequence_part.writes_scores(device, dtype, mask) == writes
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 7, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))

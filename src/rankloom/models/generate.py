@@ -2,11 +2,15 @@
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
+
+# All but cuDNN's, which torch takes first on Hopper, and which plans anew for each length: for each new token.
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @torch.no_grad()
@@ -27,7 +31,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     generators = [stream(seed, "generate", row) for row in range(rows)]
     ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
     text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
-    with evaluating(model):
+    with evaluating(model), sdpa_kernel(UNPLANNED):
         for _ in range(max_new_tokens):
             is_over = stop is not None and bool(ended.all())
             if is_over and not runs_together(model):

@@ -40,8 +40,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 def writes_scores(device: str, dtype: torch.dtype, mask: Tensor | None) -> bool:
-    """Whether torch would write all scores [B, H, Q, T] to memory because heads are shared: of the kernels of a GPU flash attention alone
-    reads shared heads, and it takes 16 bits and no mask."""
+    """Whether torch might write all scores [B, H, Q, T] to memory because heads are shared: of the kernels of a GPU flash attention reads
+    shared heads, and it takes 16 bits and no mask. cuDNN's reads them, too, with a mask, but comes after the formulas before Hopper."""
     return device == "cuda" and (mask is not None or dtype not in (torch.bfloat16, torch.float16))
 
 
