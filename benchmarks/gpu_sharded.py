@@ -145,7 +145,7 @@ class Device:
         self._watcher.join()
 
     def _look(self) -> None:
-        while not self._done.wait(0.002):
+        while not self._done.wait(0.05):   # torch keeps what it has once taken; and who looks holds up those who start kernels
             self.most = max(self.most, self._in_use())
 
     def _in_use(self) -> int:
