@@ -77,6 +77,8 @@ def test_slices_come_in_while_gradients_go_out_and_the_computation_waits_for_nei
     assert main.known == {"backward of 3"}
     arrive()
     assert main.known == {"backward of 3", "slice", "gather"}
+    host.wait()
+    assert {"backward of 3", "gradient of 3"} in ENDED, "a gradient leaves when it is there"
 
 
 def test_few_gradients_wait_on_the_device_for_their_way_out(main):

@@ -26,6 +26,7 @@ from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, balance, in_runs
+from rankloom.parallel.pipeline.messages import as_bytes
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
@@ -255,13 +256,13 @@ class ShardedStages(ShardedParts):
         here = None if value is None else value.to(self.group.device)
         if goal is None:
             sent = torch.empty_like(like, device=self.group.device) if here is None else here
-            self.pipe.broadcast(_bytes(sent), root, label="values of a stage")
+            self.pipe.broadcast(as_bytes(sent), root, label="values of a stage")
             return sent.cpu()
         if self.pipe.rank == root != goal.pipe and here is not None:
-            self.pipe.send(_bytes(here), goal.pipe, label="values of a stage")
+            self.pipe.send(as_bytes(here), goal.pipe, label="values of a stage")
         if root != goal.pipe and self._place() == goal:
             got = torch.empty_like(like, device=self.group.device)
-            self.pipe.recv(_bytes(got), root, label="values of a stage")
+            self.pipe.recv(as_bytes(got), root, label="values of a stage")
             return got.cpu()
         return value if root == goal.pipe else None
 
@@ -282,11 +283,6 @@ def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
             raise ModelMismatch(f"buffer {name} stands in stages of pipe ranks {ranks[0]} and {other}, and has other values there: each "
                                 "has changed it by itself, where one process would have done so in turn. A buffer that changes in training "
                                 "belongs in one stage: cut the model so, or give each of its users a buffer of its own")
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a tensor: backends refuse some dtypes."""
-    return x.view(-1).view(torch.uint8) if x.numel() else x.view(-1)
 
 
 class PipelineEngine(Engine):

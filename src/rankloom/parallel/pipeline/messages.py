@@ -87,7 +87,7 @@ class Messages:
                 value = torch.zeros(expected.dims, dtype=expected.dtype, device=self.group.device)
             if value is not None and value.numel():
                 plain = value.detach().resolve_conj().resolve_neg().contiguous()
-                sent.append(self._start(_as_bytes(plain), action, self._tag(way, stage, action.microbatch or 0, index)))
+                sent.append(self._start(as_bytes(plain), action, self._tag(way, stage, action.microbatch or 0, index)))
 
     def receive(self, action: Action) -> Values:
         """Wait for the tensors; those that want a gradient are leaves that require one."""
@@ -155,7 +155,7 @@ class Messages:
             self._learn(way, stage, kind, shapes)
         device, m, label = self.group.device, action.microbatch or 0, str(action)
         values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient) for s in shapes]
-        handles = [lane.recv(_as_bytes(value), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
+        handles = [lane.recv(as_bytes(value), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
                    for index, value in enumerate(values) if value is not None and value.numel()]
         self._open[action] = values, handles
         self._next.remove(action)
@@ -218,8 +218,8 @@ def _receiver(sent: Action) -> Action:
     return Action(f"RECV_{sent.kind[-1]}", sent.stage + (1 if sent.kind == "SEND_F" else -1), sent.microbatch)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    """The same memory. NCCL knows neither complex numbers nor integers of 16 bits."""
+def as_bytes(x: Tensor) -> Tensor:
+    """The same memory, contiguous: backends refuse some dtypes, NCCL complex numbers and integers of 16 bits."""
     return x.detach().view(-1).view(torch.uint8)
 
 

@@ -74,10 +74,9 @@ class Cutting:
     def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
         """This rank's part of a parameter; of one that is tied, the part that its other owner has got already."""
         param = getattr(source, name)
-        label = next(place for place, module in self.model.named_modules() if module is source)
         if not isinstance(param, nn.Parameter):
-            raise ConfigError(f"{label}: its {name} is computed from other parameters (weight_norm, a parametrization), and they would be "
-                              "lost; make it a parameter again, or leave it out of the plan")
+            raise ConfigError(f"{self._place_of(source)}: its {name} is computed from other parameters (weight_norm, a parametrization), "
+                              "and they would be lost; make it a parameter again, or leave it out of the plan")
         if id(param) in self.new:
             _, part, before = self.new[id(param)]
             if before != holding:
@@ -85,10 +84,14 @@ class Cutting:
                                   f"{holding.dim}; give its owners embedding_rowwise and colwise_rep")
             return part
         if is_hooked(param):
-            raise ConfigError(f"{label}: its {name} has hooks, which would be lost: each rank gets a part; put them on that afterwards")
+            raise ConfigError(f"{self._place_of(source)}: its {name} has hooks, which would be lost: each rank gets a part; put them on "
+                              "that afterwards")
         part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
         self.new[id(param)] = (param, part, holding)
         return part
+
+    def _place_of(self, source: nn.Module) -> str:
+        return next(place for place, module in self.model.named_modules() if module is source)
 
     def entrance(self, parent: str) -> Entrance | None:
         """The entrance of the column-cut layers of one module; none where the norm before them gathers."""
