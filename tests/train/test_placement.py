@@ -11,7 +11,10 @@ from torch import nn
 import rankloom as rl
 from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
+from rankloom.parallel import gradients, sections
 from rankloom.parallel.zero import step_bill
+from rankloom.shard import gradient
+from rankloom.shard.frames import Fresh, Standing, between_steps
 from rankloom.shard.unit import Memory
 from rankloom.train.engine import Held
 
@@ -72,6 +75,7 @@ class Trace:
     """What was held at each moment, by name."""
 
     moments: list[tuple[str, Held, int]]
+    gives_back: bool = False   # what gradients take, when a step begins
 
     def most_gathered(self, moment: str) -> int:
         """In bytes."""
@@ -80,7 +84,7 @@ class Trace:
 
 def run(world: rl.World, stage: int, precision: str, *, change=lambda model: model, **options) -> Trace:
     """Two steps; the trace of the second."""
-    trace = Trace([])
+    trace = Trace([], gives_back=not isinstance(between_steps(1, torch.float32, world.device), Standing))
 
     def watch(moment: str) -> None:
         if engine:
@@ -146,6 +150,7 @@ def test_stage_3_holds_its_slices_the_root_and_the_blocks_in_use_and_ahead(p, pr
             between = [held for moment, held, _ in trace.moments if moment in ("before", "after")]
             assert [held.gathered for held in between] == [0, 0]
             assert [held.gradients for held in between] == [own] * 2   # what was lent has gone back
+            assert {held.gradients for moment, held, _ in trace.moments if moment == "forward"} == {0 if trace.gives_back else own}
             assert trace.most_gathered("forward") == (2 + min(ahead, BLOCKS - 1)) * N * compute
             assert trace.most_gathered("backward") == trace.most_gathered("forward")
 
@@ -162,8 +167,53 @@ def test_stages_1_and_2_hold_whole_parameters_and_stage_2_a_slice_of_gradients(s
         for moment, held, counted in trace.moments:
             assert held == kept_whole(p, precision, held.gradients), moment
             assert held.gradients <= whole_gradients + lent + arriving, moment
-            assert held.gradients == whole_gradients or moment == "backward", moment
+            rest = 0 if moment == "forward" and trace.gives_back else whole_gradients
+            assert held.gradients == rest or moment == "backward", moment
             assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_begins_without_the_memory_of_gradients_where_a_device_can_use_it(stage, p, options, monkeypatch):
+    for module in (gradients, sections, gradient):
+        monkeypatch.setattr(module, "between_steps", Fresh)
+    for trace in rl.simulate(p, lambda world: run(world, stage, "bf16", **options)):
+        passes = [(moment, held.gradients) for moment, held, _ in trace.moments]
+        rests = [held for moment, held in passes if moment in ("before", "after")]
+        until_backward = passes[1 : [moment for moment, _ in passes].index("backward")]
+        assert until_backward and not any(held for _, held in until_backward)
+        assert rests == [WHOLE * 4 // (1 if stage < 2 or options.get("deterministic") else p)] * 2
+        for moment, held, counted in trace.moments if stage else ():
+            assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_in_a_loop_of_ones_own_a_forward_gives_back_gradients_that_the_optimizer_has_forgotten(wrap, monkeypatch):
+    for module in (gradients, sections, gradient):
+        monkeypatch.setattr(module, "between_steps", Fresh)
+
+    def held(model) -> int:
+        if wrap is rl.data_parallel:
+            return sum(bucket.flat.nbytes for bucket in model._reducer.buckets)
+        return sum(gradient.held() for gradient in model._sharding.gradients())
+
+    def body(world):
+        seen = []
+        model = wrap(drawn(Tower(lambda moment: seen.append(held(model)) if moment == "forward" else None)), world)
+        plain = drawn(Tower(lambda moment: None))
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+        updates = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, plain)]
+        for to_none in (True, True, False, True):
+            for each, update in zip((model, plain), updates):
+                squares(each, x)[0].backward()
+                update.step()
+                update.zero_grad(set_to_none=to_none)
+        for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values()):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        return [bool(seen[at * BLOCKS]) for at in range(4)]
+
+    assert rl.simulate(2, body) == [[False, False, False, True]] * 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -41,6 +41,7 @@ class DataParallel(nn.Module):
         if self._finish_queued and torch.is_grad_enabled():
             self._finish_queued = False   # the last backward died before its end
             self._reducer.abandon()
+        self._reducer.give_back()
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:

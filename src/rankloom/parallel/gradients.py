@@ -34,7 +34,8 @@ from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import largest_and_total
 from rankloom.parallel.worker import Worker
-from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, move_into
+from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
+from rankloom.shard.frames import Standing, between_steps
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
@@ -44,18 +45,21 @@ ONE_HOST_BYTES = 128 << 20   # where the cores that compute also move the bytes,
 class Bucket:
     """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
 
-    Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out:
-    where its ranks share a host, they are summed where they lie.
+    Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out, where its
+    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins.
     """
 
     def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
         gradients = {name: owner.grad for name, owner in owners.items()}
         for owner in owners.values():
             owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
-        move_into(FlatBuffer(owners), owners)
-        buffer = FlatBuffer(owners, allocate=group.buffer)
-        self.flat, self.views, self.gaps = buffer.flat, buffer.views, buffer.gaps()
-        self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in buffer.slots])
+        parameters = FlatBuffer(owners)
+        move_into(parameters, owners)
+        self.slots, size = parameters.slots, (parameters.flat.numel(), parameters.flat.dtype)
+        self._window = Standing(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
+        self.views: dict[str, Tensor] = {}   # while it is open
+        self.open()
+        self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
         self.waiting_for = set(owners)
         self.wait: Callable[[], Any] | None = None   # for its all-reduce, while that is on its way
         for name, owner in owners.items():
@@ -63,6 +67,25 @@ class Bucket:
             if gradient is not None:
                 self.views[name].copy_(gradient)
                 owner.grad = self.gradient(name)
+
+    @property
+    def flat(self) -> Tensor:
+        """All its gradients, and zeros between them."""
+        return self._window.tensor
+
+    def open(self) -> None:
+        """Gradients may come. Does nothing if it is open."""
+        if not self.views:
+            self._window.open()
+            self.views, self.gaps = views_of(self.flat, self.slots), gaps_of(self.flat, self.slots)
+            for gap in self.gaps:   # norms read the whole
+                gap.zero_()
+
+    def close(self) -> None:
+        """Nobody holds a gradient of it."""
+        self._window.close()
+        if not self._window.held:
+            self.views, self.gaps = {}, []
 
     def gradient(self, name: str) -> Tensor:
         """The gradient to hang at a parameter: an alias of the view, because casting or moving a model gives that tensor other memory."""
@@ -77,6 +100,7 @@ class Bucket:
 
         owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
         """
+        self.open()
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if self.holds(name, gradient):       # accumulated in place by autograd
@@ -144,6 +168,13 @@ class GradientReducer:
         self._wait_for_buckets()
         self._reset()
         self.zero()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
+        if all(owner.grad is None for owner in self.owners.values()):
+            for bucket in self.buckets:
+                bucket.close()
 
     @torch.no_grad()
     def finish(self, totals: Tensor | None = None) -> Tensor | None:
@@ -208,6 +239,7 @@ class GradientReducer:
 
     def _stand_in(self, bucket: Bucket, name: str) -> None:
         """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
+        bucket.open()
         view, gradient = bucket.views[name], self.owners[name].grad
         if gradient is None:
             view.zero_()
@@ -262,7 +294,7 @@ class GradientReducer:
     def _reset(self) -> None:
         self._launched = 0
         for bucket in self.buckets:
-            bucket.waiting_for = set(bucket.views)
+            bucket.waiting_for = {slot.name for slot in bucket.slots}
 
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""

@@ -41,8 +41,8 @@ class CanonicalReducer(GradientReducer):
         self._folds = self._folds or [Fold(self.leaves) for _ in self.buckets]
         self._used |= {name for name, owner in self.owners.items() if owner.grad is not None}
         for bucket, fold in zip(self.buckets, self._folds):
-            for name in bucket.views:
-                self._stand_in(bucket, name)
+            for slot in bucket.slots:
+                self._stand_in(bucket, slot.name)
             fold.push(Node(index, 0), bucket.flat.clone())
         self._totals.push(Node(index, 0), totals)
         self.zero()
@@ -50,6 +50,7 @@ class CanonicalReducer(GradientReducer):
     def finish(self, totals: Tensor | None = None) -> Tensor:
         """After the last leaf of this rank: fold over the ranks. Returns the sum of all leaves' totals."""
         for bucket, fold in zip(self.buckets, self._folds):
+            bucket.open()
             bucket.flat.copy_(canonical_all_reduce(fold.values(), self.group, self.leaves, label="gradients"))
         flags = torch.tensor([name in self._used for name in self.owners], dtype=torch.int32)
         flags = self.group.all_reduce(flags, "max", label="used parameters").tolist()

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankloom.base.errors import UnitError
 from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
-from rankloom.shard.frames import Frames
-from rankloom.shard.gradient import BufferPool, Gradient
+from rankloom.shard.frames import Frames, Standing, Window, between_steps
+from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
@@ -182,11 +182,13 @@ def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Gr
     return pool
 
 
-def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Tensor]:
-    """Memory for the whole gradient of each unit, in one piece for all of a dtype: a group has few pieces to give."""
-    found: dict[Unit, Tensor] = {}
+def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Window]:
+    """Memory for the whole gradient of each unit; in one piece for all of a dtype where a group lends it, which has few to give."""
+    if not any(unit.group.lends_memory for unit in units):
+        return {unit: between_steps(*size_of(unit), unit.group.device) for unit in units}
+    found: dict[Unit, Window] = {}
     for dtype in dict.fromkeys(unit.formats.reduce for unit in units):
         alike = [unit for unit in units if unit.formats.reduce == dtype]
         whole = alike[0].group.buffer(sum(unit.layout.total for unit in alike), dtype)
-        found |= zip(alike, whole.split([unit.layout.total for unit in alike]))
+        found |= zip(alike, map(Standing, whole.split([unit.layout.total for unit in alike])))
     return found

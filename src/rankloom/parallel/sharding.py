@@ -212,6 +212,8 @@ class Sharding:
         """The root is called, or will be: after a backward, or a forward without one, calls are noted anew."""
         if self._moment is Moment.BACKWARD:   # the last one died on its way
             self.abandon()
+        for gradient in self.gradients():
+            gradient.give_back()
         if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
             for section in self.sections:
                 section.forget_pass()

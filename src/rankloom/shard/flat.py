@@ -4,7 +4,7 @@ A collective wants one contiguous piece of memory; a model has hundreds of tenso
 buffer, nothing need be copied in before a collective or out after it. Pure arithmetic first, then the buffer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,20 +62,25 @@ def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 class FlatBuffer:
     """One contiguous tensor and a view of it for each name. Gaps between views stay zero.
 
-    allocate: makes the tensor of so many zeros, where it shall not be ordinary memory (`group.buffer`)
-    memory:   the tensors' bytes, plus less than 64 each
+    memory: the tensors' bytes, plus less than 64 each
     """
 
-    def __init__(self, like: Mapping[str, Tensor], allocate: Callable[[int, torch.dtype], Tensor] | None = None):
+    def __init__(self, like: Mapping[str, Tensor]):
         first = next(iter(like.values()))
         self.slots, total = lay_out({name: t.shape for name, t in like.items()}, first.itemsize)
-        self.flat = allocate(total, first.dtype) if allocate else torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.views = {slot.name: self.flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.views = views_of(self.flat, self.slots)
 
-    def gaps(self) -> list[Tensor]:
-        """What lies between the views, and after the last."""
-        starts = [slot.start for slot in self.slots[1:]] + [self.flat.numel()]
-        return [self.flat[slot.end : start] for slot, start in zip(self.slots, starts) if slot.end < start]
+
+def views_of(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
+    """The tensors that lie in `flat`, by name."""
+    return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in slots}
+
+
+def gaps_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """What lies between them, and after the last."""
+    starts = [slot.start for slot in slots[1:]] + [flat.numel()]
+    return [flat[slot.end : start] for slot, start in zip(slots, starts) if slot.end < start]
 
 
 def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:

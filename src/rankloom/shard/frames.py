@@ -82,6 +82,33 @@ class Resized:
         return self.tensor.untyped_storage().nbytes()
 
 
+class Fresh:
+    """New memory from the device's allocator whenever the window is opened; who still holds a view of the old keeps that."""
+
+    def __init__(self, n: int, dtype: torch.dtype, device: torch.device):
+        self._n, self.tensor = n, torch.empty(0, dtype=dtype, device=device)
+
+    def open(self) -> None:
+        """Allocate."""
+        if not self.held:
+            self.tensor = self.tensor.new_empty(self._n)
+
+    def close(self) -> None:
+        """Let go."""
+        self.tensor = self.tensor.new_empty(0)
+
+    @property
+    def held(self) -> int:
+        """What is allocated."""
+        return self.tensor.nbytes
+
+
+def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
+    """Memory for what lasts from a backward to the beginning of the next step, closed. Then activations can have it, where the device
+    has an allocator of its own; on a CPU it stays, for pages that come again cost more than they save."""
+    return Standing(torch.zeros(n, dtype=dtype)) if device.type == "cpu" else Fresh(n, dtype, device)
+
+
 class Frames:
     """The memory of windows on one rank: as much as ever was open at once, for as long as this lives."""
 

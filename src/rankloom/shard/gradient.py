@@ -6,7 +6,8 @@
     finish     the sum is in the slice, added to what earlier backward passes have left there
 
 Flat buffers come from `group.buffer` where ranks of one host reduce them where they lie, else they are windows (shard/frames.py). At
-stage 1 every unit keeps its own; at stages 2 and 3 the units of one size take turns with two. Read shard/unit.py before this file.
+stage 1 every unit keeps its own; at stages 2 and 3 the units of one size take turns with two. On a GPU buffers and slices are given back
+when a step begins: its activations take their place. Read shard/unit.py before this file.
 """
 
 from collections import deque
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
-from rankloom.shard.frames import Frames, Standing, Window
+from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group, Handle
 
@@ -88,18 +89,19 @@ class Gradient:
     pool:     where the whole buffer comes from, unless it is
     kept:     its own (stage 1)
     scale:    what the sum is multiplied by (1 / ranks for a mean)
-    memory:   n elements from the first landing until the sum is there (always, if kept), n(p-1)/p more while it is made, where other
-              ranks' memory cannot be read; n/p for the slice (if not kept)
+    memory:   n elements from the first landing until the sum is there (until the next step, if kept), n(p-1)/p more while it is made,
+              where other ranks' memory cannot be read; n/p for the slice (if not kept)
     """
 
-    def __init__(self, unit: Unit, replicas: Group, pool: BufferPool, *, kept: Tensor | None = None, scale: float = 1.0):
-        self.unit, self.replicas, self.pool, self.keep, self.scale = unit, replicas, pool, kept is not None, scale
-        self._buffer: Window | None = None if kept is None else Standing(kept)
+    def __init__(self, unit: Unit, replicas: Group, pool: BufferPool, *, kept: Window | None = None, scale: float = 1.0):
+        self.unit, self.replicas, self.pool, self.scale = unit, replicas, pool, scale
+        self._kept, self._buffer = kept, kept
         self._arriving: Window | None = None   # what other ranks send of this rank's slice
+        self._apart: Window | None = None      # memory of the slice, unless it is a part of the whole
         self.landed: set[str] = set()     # since the last reduction
         self.used: set[str] = set()       # since the gradients were last forgotten
         self._agreed = False              # `used` is what the ranks have agreed on, and not this rank's own
-        self.slice: Tensor | None = None
+        self.slice: Tensor | None = None   # while it holds a sum
         self._pending: list[Handle] = []
 
     @property
@@ -176,6 +178,15 @@ class Gradient:
             owner.grad = None
         self.landed.clear()
         self.used.clear()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
+        if self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
+            return
+        self.slice = None
+        for window in filter(None, (self._kept, self._apart)):
+            window.close()
 
     def keep_used(self, used: Iterable[str]) -> None:
         """Only parameters that some rank used keep a gradient: an optimizer skips the others, as in one process."""
@@ -197,11 +208,10 @@ class Gradient:
     @torch.no_grad()
     def set_sum(self, total: Tensor) -> None:
         """Somebody else has summed the whole over all ranks: the slice is this rank's part of it."""
-        assert self.whole is not None, f"{self._label}: not kept"
-        self.whole.copy_(total)
+        whole = self._open().copy_(total)
         start, stop = self.unit.layout.span(self.unit.group.rank)
         place = self._place()
-        place.copy_(self.whole[start:stop])   # onto itself, where the slice is a part of the whole
+        place.copy_(whole[start:stop])   # onto itself, where the slice is a part of the whole
         self._hand_over(place)
 
     def summed(self) -> dict[str, Tensor]:
@@ -210,20 +220,24 @@ class Gradient:
 
     def held(self) -> int:
         """Bytes in memory now."""
-        arriving = self._arriving.held if self._arriving else 0
-        return arriving + sum(t.nbytes for t in (self.whole, None if self._is_inside() else self.slice) if t is not None)
+        return sum(window.held for window in (self._buffer, self._arriving, self._apart) if window is not None)
 
     @property
     def _label(self) -> str:
         return f"gradients of {self.unit.name}"
 
     def _view(self, name: str) -> Tensor:
-        if self._buffer is None:
-            self._buffer = self.pool.lend(self.unit)
+        slot = self.unit.layout.slot(name)
+        return self._open()[slot.start : slot.end].view(slot.shape)
+
+    def _open(self) -> Tensor:
+        """The whole buffer, with zeros between tensors."""
+        if self._buffer is None or not self._buffer.held:
+            self._buffer = self._kept or self.pool.lend(self.unit)
+            self._buffer.open()
             for start, end in self.unit.layout.gaps():   # where another unit may have had a tensor; norms read the whole slice
                 self._buffer.tensor[start:end].zero_()
-        slot = self.unit.layout.slot(name)
-        return self._buffer.tensor[slot.start : slot.end].view(slot.shape)
+        return self._buffer.tensor
 
     def _stand_in(self) -> None:
         """Zeros for what has not landed; from now on nothing has."""
@@ -242,12 +256,12 @@ class Gradient:
         return self._arriving
 
     def _let_go(self) -> None:
-        if not self.keep and self._buffer is not None:
+        if self._kept is None and self._buffer is not None:
             self.pool.give_back(self.unit, self._buffer)
             self._buffer = None
 
     def _is_inside(self) -> bool:
-        return self.keep and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None
+        return self._kept is not None and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None
 
     def _place(self) -> Tensor:
         """Where the sum is written: where it stays, or beside that when there are gradients already."""
@@ -258,9 +272,15 @@ class Gradient:
             assert self.whole is not None and not holds, f"{unit.name}: reduced twice in one step"
             self.slice = self.whole[start:stop]
         elif self.slice is None:
-            self.slice = unit.host.empty(unit.own.numel(), unit.own.dtype) if unit.host else torch.empty_like(unit.own)
+            self._apart = self._apart or self._memory_apart()
+            self._apart.open()
+            self.slice = self._apart.tensor
         fits = not holds and self.slice.dtype == unit.formats.reduce and unit.host is None
         return self.slice if fits else torch.empty(stop - start, dtype=unit.formats.reduce, device=unit.group.device)
+
+    def _memory_apart(self) -> Window:
+        own, host = self.unit.own, self.unit.host
+        return Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(own.numel(), own.dtype, own.device)
 
     def _hand_over(self, received: Tensor) -> None:
         assert self.slice is not None, f"{self._label}: nowhere to put the sum"
