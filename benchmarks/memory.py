@@ -192,8 +192,16 @@ def seven_billion(ranks: int, tokens: int) -> list[dict]:
         ways.append((f"{name}, offload, recompute", there, recomputed, (MASTER[BF16] + GRADIENT + ADAM) * n.all / gpus))
     return [{"way": name, "parameters": gb(b.parameters), "gathered": gb(b.gathered), "gradients": gb(b.gradients),
              "optimizer": gb(b.optimizer), "activations": gb(activations),
-             "GPU, GB": gb(b.total + activations), "host of each rank, GB": gb(host)}
+             "GPU, GB": gb(fullest(b, activations, GRADIENT * (n.root + 2 * n.block))), "host of each rank, GB": gb(host)}
             for name, b, activations, host in ways]
+
+
+def fullest(b: Bytes, activations: float, alive: float) -> float:
+    """Bytes at the fullest moment of a step on a GPU, which begins without gradients: as they come, activations go.
+
+    So either all activations are there, and gradients that are whole for the moment (`alive`), or all gradients.
+    """
+    return b.total - b.gradients + max(b.gradients, activations + min(b.gradients, alive))
 
 
 def gb(nbytes: float) -> str:

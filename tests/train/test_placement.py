@@ -133,8 +133,7 @@ def kept_whole(p: int, precision: str, gradients: int) -> Held:
     return Held(own, WHOLE * compute - (own if compute == master else 0), gradients, 2 * own)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p, precision", [(2, "fp32"), (4, "fp32"), (1, "bf16"), (2, "bf16"), (4, "bf16")])
 def test_stage_3_holds_its_slices_the_root_and_the_blocks_in_use_and_ahead(p, precision):
     compute, master = PRECISIONS[precision]
     for ahead in (0, 1, 2):
@@ -337,13 +336,16 @@ def test_neighbours_send_less_for_backward():
 
 
 def test_units_tell_their_memory_apart():
-    def body(world, stage):
-        made = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage)
+    def body(world, stage, **options):
+        made = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, **options)
         return {unit.memory for section in made.placement.sharding.sections for unit in section.units}
 
     assert rl.simulate(2, lambda world: body(world, 3))[0] == {Memory.LET_GO}
     assert rl.simulate(2, lambda world: body(world, 2))[0] == {Memory.KEPT}
     assert rl.simulate(2, lambda world: body(world, 3), backend="rankloom")[0] == {Memory.COMMON}
+    assert rl.simulate(1, lambda world: body(world, 3))[0] == {Memory.KEPT}   # the slice is the whole
+    assert rl.simulate(1, lambda world: body(world, 3, precision="bf16"))[0] == {Memory.LET_GO, Memory.KEPT}   # the frozen have no master
+    assert rl.simulate(1, lambda world: body(world, 2, precision="bf16"))[0] == {Memory.KEPT}
 
 
 # ---------------------------------------------------------------------- evaluation with what batches there are

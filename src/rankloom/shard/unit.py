@@ -78,7 +78,8 @@ class Unit:
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
         whole, common = group.common_buffer(self.layout.total, formats.compute)
-        self.memory = Memory.COMMON if common else Memory.KEPT if keep or (group.size == 1 and host is None) else Memory.LET_GO
+        is_own = group.size == 1 and host is None and formats.compute == formats.master   # then there is nothing to let go
+        self.memory = Memory.COMMON if common else Memory.KEPT if keep or is_own else Memory.LET_GO
         frames = frames or Frames(group.device)
         stays = Standing(whole) if self.stays else None
         del whole   # before other memory comes in its place
