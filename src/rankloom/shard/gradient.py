@@ -101,13 +101,21 @@ class Gradient:
         self.landed: set[str] = set()     # since the last reduction
         self.used: set[str] = set()       # since the gradients were last forgotten
         self._agreed = False              # `used` is what the ranks have agreed on, and not this rank's own
-        self.slice: Tensor | None = None   # while it holds a sum
         self._pending: list[Handle] = []
 
     @property
     def whole(self) -> Tensor | None:
         """The whole buffer, while there is one."""
         return None if self._buffer is None else self._buffer.tensor
+
+    @property
+    def slice(self) -> Tensor | None:
+        """This rank's part of the sum: a view of the whole, if that is kept in the format of the slice."""
+        if self._is_inside():
+            assert self._kept is not None
+            start, stop = self.unit.layout.span(self.unit.group.rank)
+            return self._kept.tensor[start:stop]
+        return None if self._apart is None else self._apart.tensor
 
     @property
     def flying(self) -> bool:
@@ -184,7 +192,6 @@ class Gradient:
         """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
         if self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
             return
-        self.slice = None
         for window in filter(None, (self._kept, self._apart)):
             window.close()
 
@@ -266,41 +273,40 @@ class Gradient:
     def _place(self) -> Tensor:
         """Where the sum is written: where it stays, or beside that when there are gradients already."""
         unit = self.unit
-        start, stop = unit.layout.span(unit.group.rank)
         holds = any(owner.grad is not None for owner in unit.owners.values())
-        if self._is_inside():
-            assert self.whole is not None and not holds, f"{unit.name}: reduced twice in one step"
-            self.slice = self.whole[start:stop]
-        elif self.slice is None:
-            self._apart = self._apart or self._memory_apart()
-            self._apart.open()
-            self.slice = self._apart.tensor
-        fits = not holds and self.slice.dtype == unit.formats.reduce and unit.host is None
-        return self.slice if fits else torch.empty(stop - start, dtype=unit.formats.reduce, device=unit.group.device)
+        assert not (holds and self._is_inside()), f"{unit.name}: reduced twice in one step"
+        mine = self._open_slice()
+        fits = not holds and mine.dtype == unit.formats.reduce and unit.host is None
+        return mine if fits else torch.empty(mine.numel(), dtype=unit.formats.reduce, device=unit.group.device)
 
-    def _memory_apart(self) -> Window:
-        own, host = self.unit.own, self.unit.host
-        return Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(own.numel(), own.dtype, own.device)
+    def _open_slice(self) -> Tensor:
+        if not self._is_inside():
+            own, host = self.unit.own, self.unit.host
+            self._apart = self._apart or (Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(
+                own.numel(), own.dtype, own.device))
+            self._apart.open()
+        assert self.slice is not None, f"{self._label}: nowhere to put the sum"
+        return self.slice
 
     def _hand_over(self, received: Tensor) -> None:
-        assert self.slice is not None, f"{self._label}: nowhere to put the sum"
+        mine = self._open_slice()
         fresh = all(owner.grad is None for owner in self.unit.owners.values())
         if self.unit.host is not None:
-            received = self._bring_to_host(received, fresh)
-        elif fresh and received is not self.slice:
-            self.slice.copy_(received)
+            received = self._bring_to_host(received, mine, fresh)
+        elif fresh and received.data_ptr() != mine.data_ptr():
+            mine.copy_(received)
         for name, owner in self.unit.owners.items():
-            view = self.unit.slice_view(self.slice, name)
+            view = self.unit.slice_view(mine, name)
             if not fresh:
                 new = self.unit.slice_view(received, name)
                 view.copy_(new) if owner.grad is None else view.add_(new)
             owner.grad = view if view.numel() else None
 
-    def _bring_to_host(self, received: Tensor, fresh: bool) -> Tensor:
-        """Into the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""
+    def _bring_to_host(self, received: Tensor, mine: Tensor, fresh: bool) -> Tensor:
+        """Into `mine`, the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""
         host = self.unit.host
-        assert host is not None and self.slice is not None, f"{self._label}: not offloaded"
-        there = self.slice if fresh else host.desk(received.numel(), received.dtype)
+        assert host is not None, f"{self._label}: not offloaded"
+        there = mine if fresh else host.desk(received.numel(), received.dtype)
         host.store(there, received)
         if not fresh:
             host.wait()
