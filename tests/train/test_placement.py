@@ -11,10 +11,8 @@ from torch import nn
 import rankloom as rl
 from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
-from rankloom.parallel import gradients, sections
 from rankloom.parallel.zero import step_bill
-from rankloom.shard import gradient
-from rankloom.shard.frames import Fresh, Standing, between_steps
+from rankloom.shard import frames
 from rankloom.shard.unit import Memory
 from rankloom.train.engine import Held
 
@@ -84,7 +82,7 @@ class Trace:
 
 def run(world: rl.World, stage: int, precision: str, *, change=lambda model: model, **options) -> Trace:
     """Two steps; the trace of the second."""
-    trace = Trace([], gives_back=not isinstance(between_steps(1, torch.float32, world.device), Standing))
+    trace = Trace([], gives_back=frames.has_allocator(world.device))
 
     def watch(moment: str) -> None:
         if engine:
@@ -175,8 +173,7 @@ def test_stages_1_and_2_hold_whole_parameters_and_stage_2_a_slice_of_gradients(s
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_begins_without_the_memory_of_gradients_where_a_device_can_use_it(stage, p, options, monkeypatch):
-    for module in (gradients, sections, gradient):
-        monkeypatch.setattr(module, "between_steps", Fresh)
+    monkeypatch.setattr(frames, "has_allocator", lambda device: True)
     for trace in rl.simulate(p, lambda world: run(world, stage, "bf16", **options)):
         passes = [(moment, held.gradients) for moment, held, _ in trace.moments]
         rests = [held for moment, held in passes if moment in ("before", "after")]
@@ -189,8 +186,7 @@ def test_a_step_begins_without_the_memory_of_gradients_where_a_device_can_use_it
 
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
 def test_in_a_loop_of_ones_own_a_forward_gives_back_gradients_that_the_optimizer_has_forgotten(wrap, monkeypatch):
-    for module in (gradients, sections, gradient):
-        monkeypatch.setattr(module, "between_steps", Fresh)
+    monkeypatch.setattr(frames, "has_allocator", lambda device: True)
 
     def held(model) -> int:
         if wrap is rl.data_parallel:
@@ -385,3 +381,24 @@ def test_ranks_may_evaluate_different_numbers_of_batches_before_and_between_step
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batches", [(2, 2), (2, 0)])
+def test_a_loss_may_read_parameters_of_the_root_behind_the_model_in_an_evaluation_too(batches):
+    def loss(model, batch):
+        total, count = loss_of(model, batch)
+        return total * model.norm.weight.square().sum(), count
+
+    def body(world, stage):
+        engine = rl.prepare(make_blocky(), loss=loss, optimizer=adamw, world=world, stage=stage)
+        losses, held = [], []
+        for batch in make_turns()[:2]:
+            losses.append(engine.step(share(batch, world.rank, world.size)).loss)
+            losses.append(engine.evaluate(make_turns()[: batches[world.rank]]).loss)
+            held.append(engine.held().gathered)
+        return losses, held
+
+    (expected, _), *_ = rl.simulate(2, lambda world: body(world, 0))
+    for losses, held in rl.simulate(2, lambda world: body(world, 3)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert held == [0, 0], "the root stayed behind the evaluation"

@@ -106,7 +106,12 @@ class Fresh:
 def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
     """Memory for what lasts from a backward to the beginning of the next step, closed. Then activations can have it, where the device
     has an allocator of its own; on a CPU it stays, for pages that come again cost more than they save."""
-    return Standing(torch.zeros(n, dtype=dtype)) if device.type == "cpu" else Fresh(n, dtype, device)
+    return Fresh(n, dtype, device) if has_allocator(device) else Standing(torch.zeros(n, dtype=dtype))
+
+
+def has_allocator(device: torch.device) -> bool:
+    """Whether torch has an allocator of its own for the device, in which memory that is freed is at hand for the next tensor."""
+    return device.type != "cpu"
 
 
 class Frames:
@@ -118,7 +123,7 @@ class Frames:
 
     def window(self, n: int, dtype: torch.dtype) -> Window:
         """A window of `n` elements, closed."""
-        if self._device.type != "cpu" or n * dtype.itemsize < FRAME or _calls() is None:
+        if has_allocator(self._device) or n * dtype.itemsize < FRAME or _calls() is None:
             return Resized(n, dtype, self._device)
         return _Moving(n, dtype, self._spare)
 
