@@ -40,8 +40,23 @@ def run_alone(script: str, variant: str, arguments: Sequence[str]) -> dict:
         command = [sys.executable, script, "--worker", variant, "--out", str(out), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            return {"error": done.stderr.strip().splitlines()[-1][:200]}
+            return {"error": last_line(done.stderr)}
         return json.loads(out.read_text())
+
+
+def try_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
+    """`run_ranks`; or why it could not run."""
+    try:
+        return run_ranks(script, ranks, arguments)
+    except SystemExit as error:
+        return {"error": last_line(str(error))}
+
+
+def last_line(text: str) -> str:
+    """Of an error's output: the line that says what it was, not that a launcher saw a process fail."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (telling or lines or ["it said nothing"])[-1].strip()[:300]
 
 
 def pin_to_core(rank: int) -> None:
@@ -102,7 +117,7 @@ def busy_cores() -> str:
 
 
 def keep(name: str, where: str, rows: list[dict], note: str = "", shown: str = "") -> None:
-    """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md."""
+    """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md; again as more of them come."""
     RESULTS.mkdir(exist_ok=True)
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")

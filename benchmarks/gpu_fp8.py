@@ -117,7 +117,7 @@ def main() -> None:
     for variant in args.variants.split(","):
         found = measure(variant, args)
         if "error" in found:
-            print(f"{variant} could not run: {found['error']}")
+            print(f"{variant} could not run: {found['error']}", flush=True)
             continue
         first = first or found
         table.append({
@@ -127,8 +127,8 @@ def main() -> None:
             "loss, against the first": f"{100 * (found['loss'] / first['loss'] - 1):+.2f} %",
         })
         print(show(table[-1:]), flush=True)
-    if not args.small and table:
-        keep("gpu_fp8", where, table)
+        if not args.small:   # now: a later one may take longer than there is time
+            keep("gpu_fp8", where, table)
 
 
 if __name__ == "__main__":

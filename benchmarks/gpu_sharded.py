@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import keep, machine, run_ranks, show
+from common import keep, last_line, machine, show, try_ranks
 from gpu_single import adamw, plain_step, synchronize
 from torch import nn
 
@@ -101,7 +101,7 @@ def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: b
         if variant.chunked:
             model.loss_kernel = torch.compile(loss_and_gradient)
     for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy, reshard_after_forward=not variant.keeps)
+        fully_shard(part, mp_policy=policy, reshard_after_forward=False if variant.keeps else None)   # None: all but the root's
     optimizer = adamw(model.parameters())
     return loop(model, optimizer) if variant.chunked else plain_step(model, optimizer)
 
@@ -195,21 +195,12 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     shared = ["--only", name, "--repeat", str(args.repeat)]
     shared += ["--small"] * args.small + ["--eager"] * args.eager
     if VARIANTS[name].ranks > 1:
-        try:
-            return run_ranks(__file__, VARIANTS[name].ranks, shared)
-        except SystemExit as error:
-            return {"error": last_line(str(error))}
+        return try_ranks(__file__, VARIANTS[name].ranks, shared)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, __file__, "--worker", *shared, "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return {"error": last_line(done.stderr)} if done.returncode else json.loads(out.read_text())
-
-
-def last_line(text: str) -> str:
-    """Of an error's output: the line that says what it was."""
-    lines = [line for line in text.strip().splitlines() if "Error" in line] or text.strip().splitlines() or ["no output"]
-    return lines[-1].strip()[:300]
 
 
 # ---------------------------------------------------------------------- what came out
@@ -276,10 +267,9 @@ def main() -> None:
         found[name] = result
         table.append(row(name, result, args))
         print(show(table[-1:]), flush=True)
-    said = "\n".join(verdicts(found))
-    print(said)
-    if not args.small and table:
-        keep(args.name, where, table, note=f"\n{said}\n")
+        if not args.small:   # now: a later one may take longer than there is time
+            keep(args.name, where, table, note="\n" + "\n".join(verdicts(found)) + "\n")
+    print("\n".join(verdicts(found)))
 
 
 if __name__ == "__main__":
