@@ -16,7 +16,7 @@ Read parallel/sections.py before this file; parallel/zero.py has the table of st
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -55,12 +55,14 @@ class Gathering:
     near:   ranks among which it stays cut meanwhile, if not among all
     ahead:  how many sections may be on their way while one is in use
     hooked: sections gather and reduce as their modules run; else whoever runs a step calls `make_ready` and `collect`
+    root:   the root, too, leaves memory after a forward without gradients
     """
 
     let_go: bool = True
     near: Group | None = None
     ahead: int = 1
     hooked: bool = True
+    root: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +183,13 @@ class Sharding:
 
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
-        """Forwards inside tell ranks that `follow` what they gather and send; a collective, if on."""
-        with self.guide.leading(on):
+        """Forwards inside tell ranks that `follow` what they gather and send; a collective, if on. The root stays: a loss may read it."""
+        with self.guide.leading(on), temporarily(self, gathering=replace(self.gathering, root=False)):
             yield
         if on:
             self._forget_order()
+        elif self.gathering.let_go:
+            self.release()
 
     def follow(self) -> None:
         """This rank's part of a forward without gradients that other ranks run: gather and let go as they say, run experts for them."""
@@ -287,7 +291,7 @@ class Sharding:
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
         if self.gathering.let_go and section is not self.sections[0]:
             section.release(self.gathering.near if tensors else None)
-        elif self.gathering.let_go and not tensors:
+        elif self.gathering.let_go and self.gathering.root and not tensors:
             self.release()
 
     # ------------------------------------------------------------------ backward
