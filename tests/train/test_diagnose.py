@@ -221,3 +221,38 @@ def test_draws_that_no_rank_could_repeat_are_refused_where_bits_must_not_depend_
 ], ids=["dropout", "attention", "noise", "Dropout1d", "encoder"])
 def test_what_draws_nothing_or_with_a_key_or_generator_of_its_own_passes(make):
     assert one_step(make(), deterministic=True) == 1
+
+
+class Counting(nn.Module):
+    """Its forward leaves something for the next one: how often it ran, and how large inputs were."""
+
+    def __init__(self, buffer: str):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.full((4,), float("nan")))
+        self.register_buffer("cache", torch.zeros(0))
+        self.buffer = buffer
+
+    def forward(self, x):
+        if self.training and self.buffer == "calls":
+            self.calls += 1
+        if self.training and self.buffer == "seen":
+            self.seen = x.detach().mean(0)
+        if self.buffer == "cache":
+            self.cache = torch.arange(len(x))
+        return x
+
+
+@pytest.mark.parametrize("buffer", ["1.calls", "1.seen", "1.parametrizations.weight.0._u"])
+def test_a_forward_that_changes_a_buffer_is_refused_where_bits_must_not_depend_on_ranks(buffer):
+    def make():
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) if "weight" in buffer else Counting(buffer[2:])
+
+    with pytest.raises(rl.ConfigError, match=f"rank 0: the forward has changed the buffer {buffer}, .*deterministic"):
+        one_step(make(), deterministic=True)
+    assert one_step(make()) == 1
+
+
+@pytest.mark.parametrize("buffer", ["none", "cache"])
+def test_a_buffer_that_keeps_its_values_or_grows_passes(buffer):
+    assert one_step(Counting(buffer), deterministic=True) == 1

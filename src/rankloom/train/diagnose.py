@@ -1,4 +1,4 @@
-"""Find what is wrong with a step: a mean that should be a sum, draws that nobody can repeat, the source of a NaN or an infinity.
+"""Find what is wrong with a step: a mean that should be a sum, what no other rank could repeat, the source of a NaN or an infinity.
 
 A mean returned with a count is the one mistake that no type shows: training goes on with a gradient that is too
 small by the count. So before the first step the loss of a batch is compared with those of its two halves.
@@ -7,7 +7,8 @@ Looking for a NaN in every step would cost a pass over the gradients; so the nor
 step, and then runs this: the same micro-batches again on each rank alone, gradient by gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,27 @@ class KeyedDrawsOnly(TorchDispatchMode):
                 "ranks. nn.Dropout modules draw by name and step; set other dropout (nn.MultiheadAttention, nn.LSTM, F.dropout ...) to 0, "
                 "and give noise a generator of its own, or put it in the batch")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
+    """For one step: a forward inside that draws from torch's own generator, or leaves other values in a buffer, raises ConfigError.
+
+    How often a rank runs forward depends on the number of ranks, and so does what forwards hand on to each other.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with KeyedDrawsOnly(rank):
+        yield
+    for name, buffer in model.named_buffers():
+        old = before.get(name, buffer)
+        if old.shape == buffer.shape and not _same_bits(old, buffer):   # a cache that grows is no statistic
+            raise ConfigError(f"rank {rank}: the forward has changed the buffer {name}, and ranks run forward for their own rows only, so "
+                              "deterministic training would depend on the number of ranks. Leave out what keeps statistics or counts in "
+                              "forward (spectral_norm, codebooks ...), or fill the buffer when the model is made")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
 
 
 def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
-from rankloom.train.diagnose import KeyedDrawsOnly, expect_sum, explain_non_finite, runs_compiled
+from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, runs_compiled
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
@@ -266,7 +266,7 @@ class Engine:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
         once = self.settings.leaves and not self.steps_done and not runs_compiled(self.model)
-        with KeyedDrawsOnly(self.world_rank) if once else nullcontext():
+        with alike_on_any_ranks(self.model, self.world_rank) if once else nullcontext():
             loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
