@@ -98,7 +98,7 @@ def test_a_tree_with_a_missing_leaf_has_no_total():
         fold.total()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("leaves", [1, 3, 6, 8])
 def test_the_bits_are_the_same_for_any_number_of_ranks(leaves, dtype):
     results = [x for ranks in range(1, leaves + 1) for x in rl.simulate(ranks, lambda w: reduce_leaves(w, leaves, 23, dtype))]

@@ -17,6 +17,7 @@ node, and the traffic is that of a ring.
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill
@@ -119,7 +120,7 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
     """Sum over all leaves along the canonical tree; every rank gets the same bits, whatever p is.
 
     partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order
-    sent:     (k+1) n(p-1)/p elements for a rank with k nodes (n rounded up to a multiple of p), 2(p-1) messages
+    sent:     (k+1) n(p-1)/p elements for a rank with k nodes (n rounded up to a multiple of p), 2(p-1) messages; a complex number is two
     raises:   ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
     p = group.size
@@ -130,6 +131,9 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
         raise ShapeMismatch(f"{group.where(label)}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
     if p == 1:
         return _fold(held[0], partials, leaves)
+    if partials[0].is_complex():   # gloo deals out no complex numbers; pairs of real ones are added alike
+        pairs = [torch.view_as_real(partial).flatten() for partial in partials]
+        return torch.view_as_complex(canonical_all_reduce(pairs, group, leaves, label=label).view(-1, 2))
     n = partials[0].numel()
     chunk = -(-n // p)
     dealt = group.all_to_all(_by_chunk(partials, p, chunk), label=label, send_rows=[len(partials)] * p,
