@@ -222,6 +222,13 @@ class Decoder(nn.Module):
         return {"logits": self.out(self.layers(self.widen(self.body.table(tokens))))}
 
 
+class ByName(Decoder):
+    """Tells its embedding the tokens by name."""
+
+    def forward(self, tokens):
+        return {"logits": self.out(self.layers(self.widen(self.body.table(input=tokens))))}
+
+
 class Again(Decoder):
     def layers(self, x):
         return super().layers(super().layers(x))
@@ -314,10 +321,10 @@ def prepare(world, model=None, loss=loss_of_a_dict, **options):
     return rl.prepare(Decoder() if model is None else model, loss=loss, optimizer=adamw, world=world, accumulate=2, **options)
 
 
-@pytest.mark.parametrize(("schedule", "pipe"), [("1f1b", 4), ("zb-v", 2)])
-def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(schedule, pipe):
+@pytest.mark.parametrize(("kind", "schedule", "pipe"), [(Decoder, "1f1b", 4), (Decoder, "zb-v", 2), (ByName, "1f1b", 2)])
+def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(kind, schedule, pipe):
     def body(world):
-        engine = prepare(world, stage=1, clip=0.5, **({"pipe": schedule} if world.mesh.pipe > 1 else {}))
+        engine = prepare(world, kind(), stage=1, clip=0.5, **({"pipe": schedule} if world.mesh.pipe > 1 else {}))
         return [(r.loss, r.grad_norm) for r in map(engine.step, batches())], engine.full_state_dict()["model"]
 
     ((truth, expected),) = rl.simulate(1, body)

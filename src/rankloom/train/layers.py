@@ -289,8 +289,9 @@ class _Run:
     def _hand_on(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Any:
         return x if self.sight.beside is None else (x, *[None] * self.sight.beside)
 
-    def _zeros(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    def _zeros(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.given is not None, "the front is computed, not stood in for"
+        x = next(tensors_in((*args, *kwargs.values())))   # tokens, which some models give by name
         return self.given.new_zeros(()).expand(*x.shape[:2], self.given.shape[-1])
 
 
