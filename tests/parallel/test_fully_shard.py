@@ -770,6 +770,9 @@ def test_a_backward_of_a_backward_wants_parameters_that_stay():
     expect_as_plain(penalised, ranks=[(3, "gloo")], reshard_after_forward=False)
     with pytest.raises(UnitError, match="create_graph=True .* reshard_after_forward=False"):
         rl.simulate(2, lambda world: penalised(model := rl.fully_shard(made(), world), adamw(model.parameters()), inputs()))
+    with pytest.raises(UnitError, match="rank 0: .* create_graph=True"):   # alone, too, where a slice is in another format
+        rl.simulate(1, lambda world: penalised(model := rl.fully_shard(made(), world, compute=torch.float32), adamw(model.parameters()),
+                                               inputs().float()))
 
 
 class Dies(nn.Module):

@@ -402,3 +402,19 @@ def test_a_loss_may_read_parameters_of_the_root_behind_the_model_in_an_evaluatio
     for losses, held in rl.simulate(2, lambda world: body(world, 3)):
         assert losses == pytest.approx(expected, rel=1e-12)
         assert held == [0, 0], "the root stayed behind the evaluation"
+
+
+@pytest.mark.parametrize("more", [{"precision": "bf16"}, {"offload": True}], ids=str)
+def test_an_evaluation_on_one_rank_gathers_no_more_at_once_than_a_step(more):
+    def body(world):
+        gathered = []
+
+        def loss(model, batch):
+            gathered.append(engine.held().gathered)
+            return loss_of(model, batch)
+
+        engine = rl.prepare(make_blocky(), loss=loss, optimizer=adamw, world=world, stage=3, **more)
+        engine.evaluate(make_turns()[:2])
+        return gathered
+
+    assert rl.simulate(1, body) == [[0, 0]]

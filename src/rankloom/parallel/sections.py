@@ -131,6 +131,18 @@ class Section:
         self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
 
 
+def is_over(one: Section, other: Section) -> bool:
+    """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
+    if one.first_call is None or other.first_call is None or is_inside(one, other):
+        return False
+    return one.first_call > other.first_call
+
+
+def is_inside(one: Section, other: Section) -> bool:
+    """Whether `one` is called while `other` is."""
+    return not other.name or f"{one.name}.".startswith(f"{other.name}.")
+
+
 def _will_get_gradient(param: nn.Parameter) -> bool:
     if not param.requires_grad:   # it has been frozen since
         return False

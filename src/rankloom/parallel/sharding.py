@@ -30,7 +30,7 @@ from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import largest_and_total
 from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
-from rankloom.parallel.sections import Section, make_gradients
+from rankloom.parallel.sections import Section, is_inside, is_over, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -177,9 +177,14 @@ class Sharding:
                 section.start_gather()
 
     @property
+    def lets_go(self) -> bool:
+        """Whether parameters leave memory between a forward and its backward."""
+        return self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
+
+    @property
     def gathers_in_forward(self) -> bool:
-        """Whether a forward gathers parameters, and lets them go."""
-        return self.group.size > 1 and self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
+        """Whether they come from other ranks then, which makes a forward a collective."""
+        return self.group.size > 1 and self.lets_go
 
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
@@ -199,7 +204,7 @@ class Sharding:
                 self.guide.go_along(told)
                 continue
             section = self.sections[told.number]
-            for other in [other for other in held if other is section or not _is_inside(section, other)]:
+            for other in [other for other in held if other is section or not is_inside(section, other)]:
                 other.release()
                 held.remove(other)
             section.make_ready()
@@ -298,13 +303,13 @@ class Sharding:
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle the sections whose backward is over, gather this one again, and start to gather those that were called before it."""
-        if self.gathers_in_forward and torch.is_grad_enabled():
+        if self.lets_go and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters which "
                             "are let go; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self.sections:
-            if not other.calls and _is_over(other, section):
+            if not other.calls and is_over(other, section):
                 self._end(other)
         self._gather(section)
         for previous in self._called_before(section):
@@ -375,18 +380,6 @@ class Sharding:
         self._moment = Moment.AFTER_BACKWARD
         if self.at_end:
             self.at_end()
-
-
-def _is_over(one: Section, other: Section) -> bool:
-    """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
-    if one.first_call is None or other.first_call is None or _is_inside(one, other):
-        return False
-    return one.first_call > other.first_call
-
-
-def _is_inside(one: Section, other: Section) -> bool:
-    """Whether `one` is called while `other` is."""
-    return not other.name or f"{one.name}.".startswith(f"{other.name}.")
 
 
 def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: bool) -> None:

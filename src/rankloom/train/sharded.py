@@ -46,7 +46,7 @@ class Sharded:
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Where a forward gathers parameters or sends rows to experts, a rank without a batch goes along (parallel/follow.py)."""
         pending, sharding = iter(batches), self.sharding
-        if not sharding.gathers_in_forward:   # then all forwards use what is gathered once
+        if not sharding.lets_go:   # then all forwards use what is gathered once
             sharding.make_ready()
         alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
