@@ -20,6 +20,7 @@ from gradients import gradients
 from rankloom.base.errors import UnitError
 from rankloom.comm import choose
 from rankloom.parallel.data import embeddings, trainable
+from rankloom.shard import frames
 
 RTOL = 1e-12   # the same terms in another order: see tests/test_equivalence.py
 expect_equal = partial(expect_equal_to, tolerance=RTOL)
@@ -615,6 +616,23 @@ def test_a_parameter_replaced_after_wrapping_is_an_error():
             square_loss(wrapped, world.rank)
 
     rl.simulate(2, body)
+
+
+def test_a_replica_that_is_compiled_whole_is_compiled_once(monkeypatch):
+    """Also where a forward gives back the memory of gradients, which in a graph would be guards on what gradients there are."""
+    monkeypatch.setattr(frames, "has_allocator", lambda device: True)
+    graphs = []
+
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        compiled = torch.compile(replica, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+        for step in range(4):
+            replica.zero_grad(set_to_none=step != 2)
+            square_loss(compiled, world.rank)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(1, body)[0], plain_gradients(make_layers, square_loss, 1))
+    assert len(graphs) == 1
 
 
 def test_what_was_frozen_when_the_model_was_wrapped_cannot_be_trained_later():

@@ -41,7 +41,8 @@ class DataParallel(nn.Module):
         if self._finish_queued and torch.is_grad_enabled():
             self._finish_queued = False   # the last backward died before its end
             self._reducer.abandon()
-        self._reducer.give_back()
+        if not torch.compiler.is_compiling():   # a graph would be guarded by what gradients there are, and made anew for others
+            self._reducer.give_back()
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
