@@ -636,6 +636,24 @@ def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
     rl.simulate(2, body)
 
 
+class Swish(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_activation_may_be_a_script_and_one_with_parameters_is_refused_by_name(stage):
+    norms, swish = [torch.jit.script(nn.LayerNorm(1)) for _ in range(2)], torch.jit.script(Swish())   # in one thread
+
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="^1 is a TorchScript module with parameters"):
+            prepare(world, nn.Sequential(Line(), norms[world.rank]), stage=stage)
+        return prepare(world, nn.Sequential(swish, Line()), stage=stage).step(rows(4)).step
+
+    assert rl.simulate(2, body) == [1, 1]
+
+
 def test_a_model_that_was_refused_because_of_another_argument_may_be_prepared():
     def body(world):
         model = Line()

@@ -42,14 +42,14 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     `module.compile()` with the same options, and parameters have the plain model's names.
     """
     for module in list(model.modules()):
-        for key, child in module._modules.items():
-            if child is not None and key != WRAPPED:
-                module._modules[key] = _unwrapped(child)
+        for key, child in module.named_children():
+            if key != WRAPPED and (plain := _unwrapped(child)) is not child:
+                module._modules[key] = plain
     return _unwrapped(model)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    inner = module._modules.get(WRAPPED)
+    inner = dict(module.named_children()).get(WRAPPED)   # of a script module, `_modules` is no dict
     if inner is None:
         return module
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)   # type: ignore[assignment, operator]

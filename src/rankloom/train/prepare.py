@@ -230,11 +230,20 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before; prepare a fresh copy")
+    if (script := _script_with_parameters(model)) is not None:
+        raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "
+                          "hooks. Prepare the module that it was made of; compile=True makes blocks faster")
     if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
         raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
                           "use GroupNorm or LayerNorm in place of BatchNorm")
     if settings.accumulate > 1 or settings.leaves:
         _expect_no_frequencies(model)
+
+
+def _script_with_parameters(model: nn.Module) -> str | None:
+    """Activations and other functions may be scripts."""
+    return next((name for name, module in model.named_modules()
+                 if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None), None)
 
 
 def _expect_no_frequencies(model: nn.Module) -> None:
