@@ -4,8 +4,9 @@
     python benchmarks/gpu_sharded.py --parts speed,ranks      # of speed, budget, ranks
     python benchmarks/gpu_sharded.py --small                  # the same script at toy size, on whatever there is
 
-speed    The 1.24B Llama shape, sequence 4096, batch 4, one rank: ours at stage 3; FSDP2 with compiled blocks (parameters freed after
-         forward, and kept; the better one counts); and FSDP2 with our loss in chunks, to see what that alone is worth.
+speed    The 1.24B Llama shape, sequence 4096, batch 4, one rank: ours at stage 3, where backward repeats what is cheap, and where it keeps
+         all; FSDP2 with compiled blocks (parameters freed after forward, and kept, and with a compiled loss; the fastest counts); and
+         FSDP2 with our loss in chunks, to see what that alone is worth.
 budget   A 7B Llama with the allocator limited to 24 GB: stage 3; parameters, gradients and optimizer state in host memory; blocks
          recomputed.
 ranks    Four ranks on the one device at stage 3, and one rank that holds everything: the same global batch.
@@ -31,14 +32,15 @@ import torch
 import torch.distributed as dist
 from common import keep, last_line, machine, show, try_ranks
 from gpu_single import adamw, plain_step, synchronize
-from torch import nn
+from torch import Tensor, nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.models.gpt import GPT, initial_values
-from rankloom.models.loss import language_model_loss, loss_and_gradient
+from rankloom.models.loss import count_targets, language_model_loss, loss_and_gradient, plain_cross_entropy
 
 BUDGET = 24 * 10**9
+CHUNKS, WHOLE, COMPILED = "in chunks", "whole logits", "whole logits, compiled"   # ways to the loss; chunks have a compiled kernel
 WARM_UP = 4
 LLAMA_7B = GPTConfig(width=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab_size=32000, seq_len=4096)
 Step = Callable[[tuple], float]
@@ -53,20 +55,23 @@ class Variant:
     stage: int = 3
     ranks: int = 1
     keeps: bool = False        # FSDP2: parameters after forward
-    chunked: bool = True       # the loss in chunks, by a compiled kernel
-    offload: bool = False      # and recompute, in the budget
+    loss: str = CHUNKS
+    offload: bool = False      # in the budget
+    recompute: str = "none"
 
 
 VARIANTS = {
-    "FSDP2 compiled": Variant("speed", "FSDP2", chunked=False),
-    "FSDP2 compiled, kept": Variant("speed", "FSDP2", keeps=True, chunked=False),
+    "FSDP2 compiled": Variant("speed", "FSDP2", loss=WHOLE),
+    "FSDP2 compiled, kept": Variant("speed", "FSDP2", keeps=True, loss=WHOLE),
+    "FSDP2 and loss compiled": Variant("speed", "FSDP2", loss=COMPILED),
     "FSDP2 compiled, our loss": Variant("speed", "FSDP2"),
-    "ours, stage 3": Variant("speed", "ours"),
-    "7B in 24 GB": Variant("budget", "ours", offload=True),
+    "ours, stage 3": Variant("speed", "ours", recompute="selective"),   # in the compiled graph: outputs of matrix products are kept
+    "ours, stage 3, all kept": Variant("speed", "ours"),
+    "7B in 24 GB": Variant("budget", "ours", offload=True, recompute="full"),
     "1 rank, stage 0": Variant("ranks", "ours", stage=0),
     "4 ranks, stage 3": Variant("ranks", "ours", ranks=4),
 }
-PEERS = ("FSDP2 compiled", "FSDP2 compiled, kept")
+PEERS = ("FSDP2 compiled", "FSDP2 compiled, kept", "FSDP2 and loss compiled")
 
 
 def shape(variant: Variant, small: bool) -> tuple[GPTConfig, int]:
@@ -83,9 +88,9 @@ def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -
     model = GPT(config, device="meta" if variant.offload else world.device)
     if compiled:
         model.loss_kernel = torch.compile(loss_and_gradient)
-    memory = {"offload": True, "recompute": "full", "initialize": initial_values(model, 0)} if variant.offload else {}
+    memory = {"offload": True, "initialize": initial_values(model, 0)} if variant.offload else {}
     engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0, precision="bf16",
-                        compile=compiled, **memory)
+                        compile=compiled, recompute=variant.recompute, **memory)
     return lambda batch: engine.step(batch).loss
 
 
@@ -98,26 +103,16 @@ def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: b
     if compiled:
         for block in model.blocks:
             block.compile()
-        if variant.chunked:
+        if variant.loss == CHUNKS:
             model.loss_kernel = torch.compile(loss_and_gradient)
     for part in (*model.blocks, model):
         fully_shard(part, mp_policy=policy, reshard_after_forward=False if variant.keeps else None)   # None: all but the root's
-    optimizer = adamw(model.parameters())
-    return loop(model, optimizer) if variant.chunked else plain_step(model, optimizer)
+    cross_entropy = torch.compile(plain_cross_entropy) if variant.loss == COMPILED and compiled else plain_cross_entropy
 
+    def whole_logits(model: nn.Module, batch: tuple) -> tuple[Tensor, Tensor]:
+        return cross_entropy(model(batch[0]), batch[1]), count_targets(batch[1])
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """`plain_step` with the loss in chunks."""
-    def step(batch: tuple) -> float:
-        total, count = language_model_loss(model, batch)
-        loss = total / count
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return plain_step(model, adamw(model.parameters()), language_model_loss if variant.loss == CHUNKS else whole_logits)
 
 
 def tokens_of(config: GPTConfig, rows: int, world: rl.World) -> tuple:

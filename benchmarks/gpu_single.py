@@ -7,7 +7,7 @@ Every variant runs in a process of its own, one after another, so that peak memo
 Model TFLOP/s count 6 x parameters + causal attention, once per token: work done again (recompute) does not count.
 The share is of the rate that a large bf16 matrix product reaches on the same device in the same run.
 
-    ours             rl.prepare, bf16 with fp32 masters, each block compiled, cross-entropy in chunks
+    ours             rl.prepare, bf16 with fp32 masters, each block compiled, cheap operations repeated in backward, cross-entropy in chunks
     FSDP2 eager      fully_shard per block, bf16 compute, fp32 parameters
     FSDP2 compiled   the same with each block compiled
     compile          torch.compile of the whole model and its loss as one, under autocast, no wrapper
@@ -49,10 +49,9 @@ def ours(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[t
     """A step of `rl.prepare`."""
     model = GPT(config, device=device)
     if compiled:
-        for block in model.blocks:
-            block.compile()
         model.loss_kernel = torch.compile(loss_and_gradient)
-    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=rl.init(device=device.type), clip=1.0, precision="bf16")
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=rl.init(device=device.type), clip=1.0, precision="bf16",
+                        compile=compiled, recompute="selective" if compiled else "none")
     return lambda batch: engine.step(batch).loss
 
 
