@@ -184,6 +184,25 @@ def test_a_step_begins_without_the_memory_of_gradients_where_a_device_can_use_it
             assert counted == sum((held.parameters, held.gathered, held.gradients, held.optimizer)), moment
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_lies_in_new_memory_of_gradients_is_never_read(stage, options, monkeypatch):
+    """Not between tensors either, where norms read."""
+    def body(world):
+        engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
+        batches = [tuple(t[6 * world.rank:][:6] for t in turn) for turn in make_turns()[:3]]
+        return [(report.loss, report.grad_norm) for report in map(engine.step, batches)]
+
+    def open_with_nan(self) -> None:
+        opened(self)
+        self.tensor.fill_(torch.nan)
+
+    expected, opened = rl.simulate(2, body), frames.Fresh.open
+    monkeypatch.setattr(frames, "has_allocator", lambda device: True)
+    monkeypatch.setattr(frames.Fresh, "open", lambda self: None if self.held else open_with_nan(self))
+    assert rl.simulate(2, body) == expected
+
+
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
 def test_in_a_loop_of_ones_own_a_forward_gives_back_gradients_that_the_optimizer_has_forgotten(wrap, monkeypatch):
     monkeypatch.setattr(frames, "has_allocator", lambda device: True)
