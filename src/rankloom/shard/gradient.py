@@ -190,7 +190,7 @@ class Gradient:
 
     def give_back(self) -> None:
         """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
-        if self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
+        if self.flying or self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
             return
         for window in filter(None, (self._kept, self._apart)):
             window.close()
