@@ -1,6 +1,5 @@
 """Groups on several hosts, pretended by threads: each bit, what travels between hosts, and life. test_namespaces.py has real ones."""
 
-import signal
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bell import Bell, bell_once_inside
 from conformance.cases import Case, random_case
 from conformance.faults import KINDS, Injection, Pool, inject
 from conformance.ranks import Ranks, seconds
@@ -25,6 +25,7 @@ from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.levels import Levels
 from rankloom.world.transport.lines import HEAD
+from rankloom.world.transport.turns import Turns
 from rankloom.world.transport.wire import LEAVING, NEWS, PART, Wire
 from world.transport.test_kernel import in_child
 
@@ -339,24 +340,12 @@ def test_several_threads_of_a_rank_may_ask_at_once_what_the_others_do(ranks, mon
     assert told == [["S"] * 5] * 8 and time.monotonic() - begin < AT_ONCE
 
 
-class Bell(Exception):
-    """Raised by a signal's handler."""
-
-
 def test_a_call_that_is_interrupted_while_it_waits_for_its_turn_is_never_made(ranks):
     """Its memory may be another's by then."""
-    def ring(number, frame):
-        raise Bell
-
-    world, before = ranks("ab"), signal.signal(signal.SIGUSR1, ring)
-    try:
-        first = world.groups[0].allreduce([torch.ones(4)])   # in the background, and rank 1 is late
-        alarm = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-        alarm.start()
-        with pytest.raises(Bell):
-            Group(world.groups[0]).all_reduce(torch.ones(4))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    world = ranks("ab")
+    first = world.groups[0].allreduce([torch.ones(4)])   # in the background, and rank 1 is late
+    with pytest.raises(Bell), bell_once_inside(Turns.wait):
+        Group(world.groups[0]).all_reduce(torch.ones(4))
     for wait in (first.wait, world.groups[1].allreduce([torch.ones(4)]).wait):
         with pytest.raises(RankLost, match="lost rank 0: it was interrupted"):
             wait()

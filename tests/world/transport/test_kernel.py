@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bell import Bell, bell_once_inside
 from patience import AT_ONCE
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport import codes, fallback, fallback_peers, operands
@@ -631,16 +632,9 @@ def test_abort_ends_every_wait_of_every_rank(kernel):
         assert send(team.links[1], x[0], 0) == -ABORTED
 
 
-class Bell(Exception):
-    """Raised by a signal's handler."""
-
-
 @both_kernels
 @pytest.mark.parametrize("what", ["run", "wait", "receive", "settle"])
 def test_a_signal_handler_that_raises_ends_the_call_and_the_others_waits(kernel, what):
-    def ring(number, frame):
-        raise Bell
-
     x = np.zeros(4, np.uint8)
     calls = {
         "run": lambda link: run(link, BARRIER),
@@ -648,20 +642,14 @@ def test_a_signal_handler_that_raises_ends_the_call_and_the_others_waits(kernel,
         "receive": lambda link: receive(link, x, 1),
         "settle": lambda link: link.settle(link.post(0, at(x), 4, 1, 0), LONG),
     }
-    before = signal.signal(signal.SIGUSR1, ring)
     whys: list[int] = []
-    try:
-        with Team(kernel, 3) as team:
-            waiting = threading.Thread(target=lambda: whys.append(run(team.links[2], BARRIER)))
-            waiting.start()
-            alarm = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-            alarm.start()
-            with pytest.raises(Bell):
-                calls[what](team.links[0])
-            waiting.join(AT_ONCE)
-            assert whys == [INTERRUPTED] and team.links[2].status()[:2] == (INTERRUPTED, 0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with Team(kernel, 3) as team:
+        waiting = threading.Thread(target=lambda: whys.append(run(team.links[2], BARRIER)))
+        waiting.start()
+        with pytest.raises(Bell), bell_once_inside(calls[what]):
+            calls[what](team.links[0])
+        waiting.join(AT_ONCE)
+        assert whys == [INTERRUPTED] and team.links[2].status()[:2] == (INTERRUPTED, 0)
 
 
 @both_kernels
