@@ -308,19 +308,19 @@ def monitored_barrier(group, timeout):
 
 @pytest.mark.parametrize("call", [barrier, monitored_barrier, all_reduce], ids=lambda f: f.__name__)
 def test_a_time_out_names_all_that_did_not_come_and_comes_neither_early_nor_late(ranks, call):
-    world, timeout = ranks(4), 0.3
+    world, timeout = ranks(4), 2.0
     errors, took = raised(world, lambda group: call(group, timeout=timeout), lambda group: None, lambda group: call(group, timeout=timeout),
                           lambda group: None)
     for rank in (0, 2):
         told = str(errors[rank]).removeprefix(f"rank {rank}: ")
         assert isinstance(errors[rank], CollectiveTimeout) and "rank 1" in told and "rank 3" in told and f"rank {2 - rank}" not in told
-    assert timeout <= max(took) < timeout + AT_ONCE and min(took[0], took[2]) > timeout - 0.1
+    assert timeout <= max(took) < timeout + AT_ONCE and min(took[0], took[2]) > timeout / 2, "whichever came first"
 
 
 def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
-    world = ranks(2, timeout=0.4)
+    world = ranks(2, timeout=1.0)
     errors, took = raised(world, all_reduce, lambda group: None)
-    assert isinstance(errors[0], CollectiveTimeout) and 0.4 <= took[0] < 0.4 + AT_ONCE
+    assert isinstance(errors[0], CollectiveTimeout) and 1.0 <= took[0] < 1.0 + AT_ONCE
     world = ranks(2)
     world.groups[0].set_timeout(seconds(0.2))
     errors, took = raised(world, partial(recv, frm=1), lambda group: None)
@@ -328,7 +328,7 @@ def test_the_time_out_of_the_group_holds_where_a_call_has_none(ranks):
 
 
 def test_a_receive_from_anyone_that_times_out_blames_all_who_might_have_sent_and_not_its_own_rank(ranks):
-    world = ranks(3, timeout=0.4)
+    world = ranks(3, timeout=2.0)
 
     def body(rank):
         group = world.groups[rank]
