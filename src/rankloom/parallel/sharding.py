@@ -28,6 +28,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.calls import Calls
 from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
 from rankloom.parallel.sections import Section, is_inside, is_over, make_gradients
@@ -97,9 +98,8 @@ class Sharding:
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
-        self.syncing: bool | None = True       # see `sync`; None: a backward reduces nothing
-        self._order: list[Section] = []        # of the calls of this pass
-        self._last_order: list[Section] = []   # of those of the pass before
+        self.syncing: bool | None = True   # see `sync`; None: a backward reduces nothing
+        self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
         self.guide = Guide(experts.together if experts else group)   # of those who follow a forward
@@ -136,18 +136,22 @@ class Sharding:
             gradient.abandon()
         for section in self.sections:
             section.forget_pass()
+        self._calls.gathered = 0
         self.release()
 
     def agree(self, totals: Tensor | None = None) -> Tensor | None:
         """After the last backward of a step: parameters that no rank used get no gradient, the others' is where it stays. A collective.
 
         totals: fp64 numbers to sum over all ranks on the way; returned
+        raises: UnitError, on all ranks, when some have gathered other sections than others
         """
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [float(name in used) for name in names]
-        for group in (self.group, self.replicas):
-            flags, totals = largest_and_total(flags, totals, group)
+        gathered = float(self._calls.gathered)
+        (most, least, *flags), totals = largest_and_total([gathered, -gathered, *flags], totals, self.group)
+        (differ, *flags), totals = largest_and_total([float(most != -least), *flags], totals, self.replicas)
+        self._calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():
             gradient.keep_used(anywhere)
@@ -215,7 +219,7 @@ class Sharding:
         """Ranks have seen different passes: none of them may tell what to gather ahead."""
         if self.gathering.let_go:
             self.release()
-        self._order, self._last_order = [], []
+        self._calls = Calls()
 
     def begin_pass(self) -> None:
         """The root is called, or will be: after a backward, or a forward without one, calls are noted anew."""
@@ -226,7 +230,7 @@ class Sharding:
         if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
             for section in self.sections:
                 section.forget_pass()
-            self._last_order, self._order = self._order or self._last_order, []
+            self._calls.begin_pass()
         self._moment = Moment.FORWARD
 
     @property
@@ -266,21 +270,21 @@ class Sharding:
         section.is_ahead = False
         if self._moment is Moment.BACKWARD:   # recomputed
             return
-        section.first_call = len(self._order) if section.first_call is None else section.first_call
-        self._order.append(section)
-        at = len(self._order)
-        following = [] if self.guide.leads else self._last_order[at : at + self.gathering.ahead]
+        self._calls.note(section)
+        following = [] if self.guide.leads else self._calls.following(self.gathering.ahead)
         for other in self.sections:
             if other.is_ahead and other not in following:   # the calls come in another order than last time
                 other.release()
                 other.is_ahead = False
         for other in following:
+            self._calls.note_gather(other)
             other.gather_ahead()
 
     def _gather(self, section: Section) -> None:
         """Wait until the section is here; who follows this forward is told, for a gather is a collective."""
         if section.is_away:
             self.guide.tell_section(self.sections.index(section))
+            self._calls.note_gather(section)
         section.make_ready()
 
     def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
@@ -312,8 +316,9 @@ class Sharding:
             if not other.calls and is_over(other, section):
                 self._end(other)
         self._gather(section)
-        for previous in self._called_before(section):
+        for previous in self._calls.before(section, self.gathering.ahead):
             if not (previous.settled and previous.may_go_early) and not self.guide.leads:
+                self._calls.note_gather(previous)
                 previous.start_gather()
 
     def _end(self, section: Section) -> None:
@@ -322,12 +327,6 @@ class Sharding:
             self._settle(section)
         if self.gathering.let_go:
             section.release()
-
-    def _called_before(self, section: Section) -> list[Section]:
-        """What backward comes to next, as much as is gathered ahead; it goes through the calls of a section from the last to the first."""
-        places = [at for at, called in enumerate(self._order) if called is section] or [0]
-        at = places[min(section.calls, len(places) - 1)]
-        return self._order[max(0, at - self.gathering.ahead) : at]
 
     def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
         """Backward has left a gradient in `param.grad`; the last one of a section settles it."""

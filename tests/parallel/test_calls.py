@@ -1,0 +1,94 @@
+"""Where a call gathers parameters, ranks call the same blocks in the same order, or learn that they have not."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.base.errors import UnitError
+
+WIDTH = 4
+
+
+class Branches(nn.Module):
+    """Two blocks alike, of which a batch goes through one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        draw = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=draw))
+
+    def forward(self, x, branch):
+        return self.blocks[branch](x)
+
+
+def batch(branch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(2 * WIDTH, dtype=torch.float64).view(2, WIDTH) / WIDTH + branch, torch.full((2,), branch)
+
+
+def loss(model, given):
+    x, branch = given
+    return model(x, int(branch[0])).square().sum(), x.numel()
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def trained(world, steps, **options):
+    """steps: for each, the branch of each rank of the data axes"""
+    engine = rl.prepare(Branches().double(), loss=loss, optimizer=sgd, world=world, **options)
+    for branches in steps:
+        engine.step(batch(branches[world.rank]))
+    return engine.full_state_dict()["model"]
+
+
+def expect_right(found, steps):
+    model = Branches().double()
+    update = sgd(list(model.parameters()))
+    for branches in steps:
+        update.zero_grad()
+        parts = [loss(model, batch(branch)) for branch in branches]
+        (sum(total for total, _ in parts) / sum(count for _, count in parts)).backward()
+        update.step()
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_call_other_blocks_all_raise_and_nothing_has_changed():
+    def body(world):
+        engine = rl.prepare(Branches().double(), loss=loss, optimizer=sgd, world=world, stage=3)
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: not all .* the last pass, root, blocks\.{world.rank}\. .*layerdrop at 0"):
+            engine.step(batch(world.rank))
+        engine.step(batch(1))
+        return engine.full_state_dict()["model"]
+
+    for found in rl.simulate(2, body, backend="gloo"):
+        expect_right(found, [(1, 1)])
+
+
+def test_so_do_those_that_call_them_in_another_micro_batch():
+    def body(world):
+        engine = rl.prepare(Branches().double(), loss=loss, optimizer=sgd, world=world, stage=3, accumulate=2, ahead=0)
+        with pytest.raises(UnitError, match="not all ranks have called the same blocks"):
+            engine.step([batch(world.rank), batch(1)])
+
+    rl.simulate(2, body, backend="gloo")
+
+
+def test_so_do_those_in_a_loop_of_ones_own():
+    def body(world):
+        model = rl.fully_shard(Branches(), world)
+        with pytest.raises(UnitError, match="not all ranks have called the same blocks"):
+            model(torch.ones(2, WIDTH), world.rank).sum().backward()
+
+    rl.simulate(2, body, backend="gloo")
+
+
+@pytest.mark.parametrize("ranks, backend, stage", [(2, "gloo", 2), (2, "rankloom", 3), (rl.Mesh(replicate=2, shard=2), "gloo", 3)])
+def test_where_no_call_needs_the_others_ranks_may_have_branches_of_their_own(ranks, backend, stage):
+    steps = [(0, 1), (1, 0), (1, 1)] if ranks == 2 else [(0, 0, 1, 1), (1, 1, 0, 0)]   # shards of one replica go together
+    for found in rl.simulate(ranks, lambda world: trained(world, steps, stage=stage), backend=backend):
+        expect_right(found, steps)
