@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, STARTED, wait_until
 from rankloom import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
@@ -205,7 +205,8 @@ def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, nu
     words = ["train", "train.toml", "--run.name", "long", "--train.steps", "1000000", "--mesh.replicate", str(ranks)]
     start = time.monotonic()
     with subprocess.Popen([*RANKLOOM, *words], stdout=subprocess.PIPE, text=True) as child:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, child)
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: child.poll() is not None or (metrics.exists() and metrics.stat().st_size), STARTED)
         child.send_signal(number)
         asked = time.monotonic()
         text, _ = child.communicate()
@@ -214,14 +215,6 @@ def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, nu
     assert text.count("run folder: runs/long") == 2 and text.endswith("run folder: runs/long\n"), "at the start, and as the last line"
     assert (run / "model.safetensors").exists()
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == number
-
-
-def wait_for(condition, child):
-    deadline = time.monotonic() + 5 * AT_ONCE
-    while not condition():
-        assert time.monotonic() < deadline, "the run did not take its first step"
-        assert child.poll() is None, "the run ended before it was asked to"
-        time.sleep(0.05)
 
 
 def test_a_mistake_that_the_ranks_find_is_one_message_too(folder, here):

@@ -1,7 +1,6 @@
 """Every collective, dtype, operation, layout, world size and way of waiting against the oracle: each bit, and none besides."""
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from conformance.cases import COLLECTIVES, LAYOUTS, WAITS, Arena, Case, Held, begin, random_case, same_bits, same_numbers, values
 from conformance.oracle import FLOAT4, MOVED, OPS, REDUCED, Answer, Given, Nodes, has_meaning, nodes_of
 from conformance.ranks import BACKENDS, Ranks, make_ranks, seconds
-from patience import AT_ONCE
+from patience import wait_until
 
 SIZES = range(2, 9)
 LATE_OR_NOT = list(zip(WAITS, (False, False, True, True, True)))   # how, and whether after all other calls
@@ -87,10 +86,7 @@ def run_program(ranks: Ranks, program: list[list[Part]]) -> None:
 def finish(work: Any, how: str) -> None:
     """Wait for a call in one of the ways there are."""
     if how == "poll":
-        deadline = time.monotonic() + AT_ONCE
-        while not work.is_completed():
-            assert time.monotonic() < deadline, "never completed"
-            time.sleep(0)
+        wait_until(work.is_completed)
     if how == "future":
         work.get_future().wait()
     elif how == "wait with a time-out":

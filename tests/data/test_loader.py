@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from patience import AT_ONCE
+from patience import wait_until
 from rankloom.base.errors import BatchError, DataError
 from rankloom.data.loader import Loader, TokenSamples, evaluation_batches
 from rankloom.data.order import samples_of_step
@@ -39,13 +39,6 @@ class Watched:
 
 def loader_threads():
     return [t for t in threading.enumerate() if t.name == "rankloom-loader"]
-
-
-def eventually(condition):
-    end = time.monotonic() + AT_ONCE
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
 
 
 def test_a_sample_is_asked_for_the_token_after_each_of_its_own():
@@ -103,11 +96,11 @@ def test_resuming_on_another_number_of_ranks_gives_the_batches_that_would_have_c
 def test_it_runs_ahead_but_only_as_far_as_told():
     source = Watched()
     with Loader(source, global_batch=2, ahead=3) as loader:
-        assert eventually(lambda: len(source.asked) == 3)
+        wait_until(lambda: len(source.asked) == 3)
         time.sleep(0.05)
         assert len(source.asked) == 3
         next(loader)
-        assert eventually(lambda: len(source.asked) == 4)
+        wait_until(lambda: len(source.asked) == 4)
 
 
 def test_closing_ends_the_thread_even_while_it_waits_for_room():
@@ -126,7 +119,7 @@ def test_a_loader_that_is_forgotten_ends_its_thread():
     next(loader)
     del loader
     gc.collect()
-    assert eventually(lambda: len(loader_threads()) == before)
+    wait_until(lambda: len(loader_threads()) == before)
 
 
 def test_an_error_in_the_thread_comes_out_in_its_step_and_names_the_sample():

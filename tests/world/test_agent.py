@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, STARTED, wait_until
 from rankloom.world import agent
 from rankloom.world.agent import StopRequests, Watch, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
@@ -94,13 +94,6 @@ def line_of(text, body=JOB):
 
 def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + AT_ONCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------- ranks with a world
@@ -411,7 +404,7 @@ def test_ranks_end_when_their_launcher_is_killed(platform, monkeypatch):
     Path("leash.py").write_text(leash)
     launcher = LAUNCHER.replace("try:", "import rankloom.world.agent as agent; agent.LEASH = Path('leash.py')\ntry:")
     with subprocess.Popen([sys.executable, "-c", launcher, "job.py"]) as child:
-        wait_until(lambda: all(Path(name).exists() and Path(name).read_text() for name in "01"))
+        wait_until(lambda: all(Path(name).exists() and Path(name).read_text() for name in "01"), STARTED)
         pids = [int(Path(name).read_text()) for name in "01"]
         assert not any(map(gone, pids))
         child.kill()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, STARTED, wait_until
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
             "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS")
@@ -206,14 +206,7 @@ subprocess.run([sys.executable, "-c", rank], env={**os.environ, "RANK": "0", "WO
 def test_a_rank_of_torchrun_does_not_outlive_it(tmp_path):
     file = tmp_path / "rank"
     with subprocess.Popen([sys.executable, "-S", "-c", AGENT], cwd=tmp_path) as agent:
-        wait_until(lambda: file.exists() and file.read_text())
+        wait_until(lambda: file.exists() and file.read_text(), STARTED)
         rank = psutil.Process(int(file.read_text()))
         agent.kill()
     wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 2 * AT_ONCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

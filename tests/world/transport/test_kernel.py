@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bell import Bell, bell_once_inside
-from patience import AT_ONCE
+from patience import AT_ONCE, wait_until
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport import codes, fallback, fallback_peers, operands
 from rankloom.world.transport.codes import (
@@ -145,13 +145,6 @@ def rows(*table: list[int]) -> bytes:
 
 def numbers_of(rank: int, n: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(-(1 << 30), 1 << 30, n, np.int32)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + AT_ONCE
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.001)
 
 
 # ------------------------------------------------------------------ collectives against numpy
@@ -760,7 +753,7 @@ def test_a_rank_killed_inside_a_call_is_noticed_while_another_is_late(kernel):
     pid = team.in_process(2, lambda link: run(link, BARRIER) or run(link, BARRIER))
     with team:
         assert team.each(lambda link, r: run(link, BARRIER)) == [FINE] * 2
-        wait_for(lambda: team.links[0].status()[2][2] == 2)
+        wait_until(lambda: team.links[0].status()[2][2] == 2)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         begin = time.monotonic()
