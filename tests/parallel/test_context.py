@@ -272,6 +272,11 @@ def test_a_sequence_with_fewer_tokens_than_ranks_is_refused():
     rl.simulate(3, body)
 
 
+class OtherNames(torch.nn.Module):
+    def forward(self, input_ids, part=None):
+        return input_ids
+
+
 def test_what_cannot_be_is_refused_with_the_reason():
     def body(world):
         model = GPT(CONFIG)
@@ -279,6 +284,8 @@ def test_what_cannot_be_is_refused_with_the_reason():
             context_parallel(model, world, "rng")
         with pytest.raises(ConfigError, match="Linear.forward takes no `part`"):
             context_parallel(torch.nn.Linear(2, 2), world)
+        with pytest.raises(ConfigError, match="OtherNames.forward takes no `tokens`, .* it takes input_ids, part"):
+            context_parallel(OtherNames(), world)
         with pytest.raises(ConfigError, match=r"embedding_dropout draws its mask by how many tokens are here, .* let rl.prepare draw"):
             context_parallel(GPT(dataclasses.replace(CONFIG, dropout=0.1)), world)
         context_parallel(model, world, "all_to_all")

@@ -11,6 +11,7 @@ import rankloom as rl
 from rankloom.models.generate import generate
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context import KINDS, context_parallel, own_tokens
 
 RTOL = 1e-12   # fp64: the same terms in another order
@@ -119,6 +120,31 @@ def test_logits_are_those_of_the_own_tokens_and_generation_stays_whole():
         assert torch.equal(generate(mine, tokens[:, :3], max_new_tokens=5, temperature=0), text)
 
     rl.simulate(3, body)
+
+
+class OwnModel(torch.nn.Module):
+    """Has no config, and takes whatever else it is given by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(37, 8, dtype=torch.float64)
+
+    def forward(self, tokens, part=WHOLE, **more):
+        heads = self.embedding(tokens).unflatten(-1, (2, 4))
+        return part.attend(heads, heads, heads) * more["weights"][..., None, None] * more["factor"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_the_users_own_is_given_what_it_takes_by_other_names_cut_too(kind):
+    model, (tokens, _) = OwnModel(), batch_of()
+    more = {"weights": torch.arange(tokens.numel(), dtype=torch.float64).view(tokens.shape), "factor": 2.0}
+    truth = model(tokens, **more)
+
+    def body(world):
+        mine = context_parallel(copy.deepcopy(model), world, kind)
+        torch.testing.assert_close(mine(tokens, **more), own_tokens(truth, world, kind), rtol=RTOL, atol=RTOL)
+
+    rl.simulate(2, body)
 
 
 def test_a_copy_of_the_model_has_the_same_peers_and_may_be_wrapped():

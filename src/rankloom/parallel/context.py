@@ -44,19 +44,23 @@ TellPositions = Callable[[Spans, int], None]   # is told the positions of the to
 def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: TellPositions | None = None) -> nn.Module:
     """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
 
-    model: one whose forward takes `tokens` [B, T], `targets` and a `part`, as models/gpt.py does; logits and (sum, count) that it
-           returns are those of this rank's tokens. It takes `documents` too (see `document_cuts`): attention then stays inside them
+    model: one whose forward takes `tokens` [B, T] and a `part`, as models/gpt.py does; tensors beside the tokens, such as targets, are
+           [B, T, ...] and cut like these; what it returns is of this rank's tokens. Rows longer than its `config.seq_len`, if it has
+           one, are refused. It takes `documents` too (see `document_cuts`): attention then stays inside them
     kind:  "ring" or "all_to_all"
     tell:  called before every forward. Whoever lets ranks draw by position (`rl.prepare`) gives it, and may have `nn.Dropout` in the model
     sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
-    raises: ConfigError for another kind, for a model without a `part` or with dropout, and the second time; on a call, DataError for
-           a row that is longer than the model reads, or shorter than there are ranks
+    raises: ConfigError for another kind, for a model without `tokens` or a `part` or with dropout, and the second time; on a call,
+           DataError for a row that is longer than the model reads, or shorter than there are ranks
     """
     expect_kind(kind)
     signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
     if "part" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
                           "attention about tokens on other ranks; see SequencePart in models/sequence_part.py")
+    if "tokens" not in signature.parameters:
+        raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `tokens`, the name of the rows "
+                          f"[B, T] that are cut over ranks; it takes {', '.join(signature.parameters)}")
     expect_no_dropout(model, group, but=() if tell is None else KEYED_DROPOUT)
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
@@ -102,14 +106,14 @@ class _OwnTokens:
             return args, kwargs
         documents = kwargs.pop("documents", None)
         given = self.signature.bind(*args, **kwargs).arguments
-        length, limit = given["tokens"].shape[1], model.config.seq_len   # type: ignore[union-attr]
-        if length > limit:   # type: ignore[operator]
+        length, limit = given["tokens"].shape[1], getattr(getattr(model, "config", None), "seq_len", None)
+        if limit is not None and length > limit:
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
         if self.tell:
             self.tell(part.spans[self.group.rank], length)
-        cut = {name: part.own(value) if isinstance(value, Tensor) else value for name, value in given.items()}
-        return (), {**cut, "part": part}
+        cut = [part.own(value) if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        return tuple(cut[:len(args)]), {**dict(zip(kwargs, cut[len(args):])), "part": part}
 
 
 @dataclass(frozen=True)

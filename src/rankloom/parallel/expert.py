@@ -38,6 +38,7 @@ TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them se
 class SpreadableLayer(Protocol):
     """What a layer of experts must have to be spread: `MoE` of models/moe.py has it."""
 
+    config: Any      # its `experts` says how many there are on all ranks
     experts: Any     # a module with `held`, `keep(first, count)` and `forward(rows sorted by expert, counts)`
     dispatch: Any    # called with the experts, rows sorted by expert, and how many each has
     routed: Tensor | None
@@ -45,6 +46,9 @@ class SpreadableLayer(Protocol):
 
     def rebalance(self, routed: Tensor) -> None:
         """Given how many tokens went to each expert on all ranks."""
+
+
+PARTS = (*SpreadableLayer.__annotations__, "rebalance")   # isinstance, from Python 3.12 on, does not see what a module registers
 
 
 def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
@@ -57,7 +61,9 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     """
     layers = expert_layers(model)
     if not layers:
-        raise ConfigError(f"{group.where('expert_parallel')}: {type(model).__name__} has no layers of experts to spread")
+        raise ConfigError(f"{group.where('expert_parallel')}: {type(model).__name__} has no layers of experts to spread: modules with "
+                          f"{', '.join(PARTS)}, as MoE of models/moe.py has them. Experts of other models may be cut along the mesh axis "
+                          "tensor, by a plan; those of `transformers` bring one")
     for name, layer in layers.items():
         if isinstance(layer.dispatch, SpreadDispatch):
             raise ConfigError(f"{group.where('expert_parallel')}: the experts of {name} are spread already")
@@ -74,8 +80,7 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
     """The layers of experts in a model, by name."""
-    parts = (*SpreadableLayer.__annotations__, "rebalance")   # isinstance, from Python 3.12 on, does not see what a module registers
-    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in parts)}
+    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in PARTS)}
 
 
 @dataclass(frozen=True)
