@@ -158,8 +158,9 @@ def test_a_block_that_does_not_fit_in_one_graph_is_told_with_selective_and_broke
         compile_blocks(model, blocks=(Breaking,), backend="eager")
         x = torch.ones(2, 4, requires_grad=True)
         if policy == "selective":
-            with pytest.raises(torch._dynamo.exc.Unsupported):
+            with pytest.raises(torch._dynamo.exc.Unsupported) as told:
                 model[0](x)
+            assert "the forward of a Breaking in one graph" in told.value.__notes__[-1] and 'recompute="full"' in told.value.__notes__[-1]
         else:
             model[0](x).sum().backward()
             torch.testing.assert_close(x.grad, model[0][0].linear.weight.sum(0).expand(2, 4), rtol=0, atol=0)

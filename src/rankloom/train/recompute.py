@@ -156,7 +156,12 @@ class RecomputedForward(Wrapped):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.choice == SELECTIVE and self._in_graph:
-            return self._in_graph(*args, **kwargs)
+            try:
+                return self._in_graph(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                error.add_note(f'(recompute="selective" with compile=True wants the forward of a {type(self.block).__name__} in one graph; '
+                               'where it does not fit, as loops over experts, take recompute="full", or leave one of the two out)')
+                raise
         if self.choice != UNDECIDED:
             return self.run(self.inner, self.choice, Replay(self.block), args, kwargs)
         replay = Replay(self.block, self._decide)
