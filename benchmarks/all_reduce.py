@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import RESULTS, busy_cores, keep, machine, show
+from common import RESULTS, Words, busy_cores, keep, machine, show
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -219,7 +219,7 @@ def run(ranks: int, args: argparse.Namespace) -> dict[Case, Times]:
 
 def main() -> None:
     """Measure, print the tables, keep them in benchmarks/results/ with a picture for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--ranks", default="2")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--loops", type=int, default=5, help="of one turn")
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--huge-pages", action="store_true")
     parser.add_argument("--libraries", default="gloo,Open MPI,rankloom", type=lambda text: text.split(","))
     parser.add_argument("--name", default="all_reduce", help="of the files in benchmarks/results/")
-    args = parser.parse_args()
+    args = parser.read()
     if "Open MPI" in args.libraries:
         make_open_mpi()
     warning, where = busy_cores(), machine()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import busy_cores, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, busy_cores, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from data_parallel import CLIP, adamw, make_plain_step
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +55,7 @@ class Bench:
         self.worlds = {backend: rl.init(backend=backend) for backend in BACKENDS}
         self.worlds[""] = alone()
         self.config, self.precision = preset("27M", vocab_size=8192, seq_len=ROW), args.precision
-        text = torch.randint(0, 8192, (args.tokens // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
+        text = torch.randint(0, 8192, (int(args.tokens) // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
         self.batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         self.size = size
 
@@ -147,19 +147,13 @@ def table(found: dict, args: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__, worker)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="fp32,bf16")
     parser.add_argument("--tokens", default="128,1024", help="per rank and step")
     parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--name", default="backend_step", help="of the files in benchmarks/results/")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        args.tokens = int(args.tokens)
-        worker(args)
-        return
+    args = parser.read()
     warning, where, rows = busy_cores(), machine(), []
     print(warning)
     cases = [(precision, int(tokens)) for precision in args.precision.split(",") for tokens in args.tokens.split(",")]

@@ -1,5 +1,6 @@
 """What the benchmarks share: start ranks under torchrun, take turns, show and keep tables."""
 
+import argparse
 import datetime
 import json
 import os
@@ -19,6 +20,33 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 COUNTED = 2   # steps of a turn
+
+
+class Words(argparse.ArgumentParser):
+    """The command line of a benchmark, whose text about itself is the help.
+
+    worker: what the processes do that `run_ranks` and `run_alone` start; it writes what it found to `args.out`
+    gpu:    it measures one CUDA device, unless --small is given
+    """
+
+    def __init__(self, text: str | None, worker: Callable[[argparse.Namespace], None] | None = None, *, gpu: bool = False):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._worker, self._gpu = worker, gpu
+        if gpu:
+            self.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+        if worker:
+            self.add_argument("--worker", nargs="?", const=True, help=argparse.SUPPRESS)
+            self.add_argument("--out", help=argparse.SUPPRESS)
+
+    def read(self) -> argparse.Namespace:
+        """What was given. A process that was started to work does that, and ends here."""
+        args = self.parse_args()
+        if self._worker and args.worker:
+            self._worker(args)
+            raise SystemExit
+        if self._gpu and not args.small and not torch.cuda.is_available():
+            raise SystemExit(f"{self.prog} measures one CUDA device, and there is none here; --small runs the script at toy size")
+        return args
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
@@ -63,6 +91,17 @@ def pin_to_core(rank: int) -> None:
     """One thread for each rank, on one core: what moves between runs is then the code."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+
+
+def the_device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a clock read before that measures nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def take_turns(steps: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], object], warm_up: int = 2) -> dict[str, dict]:

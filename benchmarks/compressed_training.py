@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, keep, machine, show
+from common import RESULTS, Words, keep, machine, show
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -73,7 +73,7 @@ def sent(compress: str, args: argparse.Namespace) -> int:
 
 def main() -> None:
     """Train with each compression, print the table, keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--compress", default=",".join(CASES))
     parser.add_argument("--add", action="store_true", help="to the rows of results/compressed_training.json")
     parser.add_argument("--ranks", type=int, default=2)
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rows", type=int, default=16, help="of 128 tokens, in the global batch")
     parser.add_argument("--lr", type=float, default=3e-3)
-    args = parser.parse_args()
+    args = parser.read()
     rows = json.loads((RESULTS / "compressed_training.json").read_text())["rows"] if args.add else []
     where, exact = machine(), rows[0]["validation loss"] if rows else 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import torch
-from common import keep, machine, pin_to_core, run_ranks, show
+from common import Words, keep, machine, pin_to_core, run_ranks, show
 
 import rankloom as rl
 from rankloom.models.gpt import GPT, GPTConfig
@@ -54,17 +54,12 @@ def worker(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure one process, then the ranks, print the table, keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__, worker)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048, help="tokens that one process reads")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kind", default="ring", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
+    args = parser.read()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"   # for the ranks: larger tensors go back to the system when they are freed
     where = machine()
     rows: list[dict] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -45,17 +45,12 @@ def worker(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure for each number of ranks, print the table, keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__, worker)
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--model", default="11M")
     parser.add_argument("--rows", type=int, default=8, help="of 128 tokens, in the global batch")
     parser.add_argument("--repeat", type=int, default=8)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
+    args = parser.read()
     where, rows = machine(), []
     for ranks in map(int, args.ranks.split(",")):
         times = run_ranks(__file__, ranks, ["--model", args.model, "--rows", str(args.rows), "--repeat", str(args.repeat)])

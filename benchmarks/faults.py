@@ -9,13 +9,12 @@ the group's time-out of 0.4 s, and not before), when the survivors can build a n
 nothing is left behind: descriptors, threads, mappings, files in /dev/shm. See tests/conformance/faults.py.
 """
 
-import argparse
 import random
 import statistics
 import sys
 from pathlib import Path
 
-from common import keep, machine, show
+from common import Words, keep, machine, show
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from conformance.faults import KINDS, Injection, Outcome, Pool, inject
@@ -41,10 +40,10 @@ def row_of(kind: str, outcomes: list[Outcome]) -> dict:
 
 def main() -> None:
     """Run them all, print the table and every problem, keep it in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.read()
     where, pool, rng = machine(), Pool(), random.Random(args.seed)
     outcomes = []
     for number in range(args.count):

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import keep, machine, run_alone, show
+from common import Words, keep, machine, run_alone, show, synchronize, the_device
 
 import rankloom as rl
 from rankloom.data.text import documents
@@ -51,7 +51,7 @@ def text(size: int) -> torch.Tensor:
 
 def worker(args: argparse.Namespace) -> None:
     """One variant, in this process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = the_device()
     torch.set_float32_matmul_precision("high")
     config, rows = shape(args.small)
     model = GPT(config, device=device)
@@ -83,12 +83,6 @@ def worker(args: argparse.Namespace) -> None:
     Path(args.out).write_text(json.dumps(found))
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; a clock read before that measures nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(variant: str, args: argparse.Namespace) -> dict:
     """Run one variant in a process of its own; what it found, or why it could not run."""
     return run_alone(__file__, variant, ["--steps", str(args.steps), *["--small"] * args.small, *["--eager"] * args.eager])
@@ -96,19 +90,11 @@ def measure(variant: str, args: argparse.Namespace) -> dict:
 
 def main() -> None:
     """Every variant, each compared with the first; print the table and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--variants", default=",".join(RECIPES), help="the first is what the others are compared with")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
-    if not args.small and not torch.cuda.is_available():
-        raise SystemExit("gpu_fp8.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    args = parser.read()
     where, (config, rows) = machine(), shape(args.small)
     tokens = rows * config.seq_len
     print(f"{where}\n{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens, {args.steps} steps", flush=True)

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import keep, last_line, machine, show, try_ranks
-from gpu_single import adamw, plain_step, synchronize
+from common import Words, keep, last_line, machine, show, synchronize, try_ranks
+from gpu_single import adamw, plain_step
 from torch import Tensor, nn
 
 import rankloom as rl
@@ -237,21 +237,13 @@ def verdicts(found: dict[str, dict]) -> list[str]:
 
 def main() -> None:
     """Run the parts asked for, print as they come, keep all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="speed,budget,ranks")
-    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--parts", default="speed,budget,ranks")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
-    if not args.small and not torch.cuda.is_available():
-        raise SystemExit("gpu_sharded.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    args = parser.read()
     where, found, table = machine(), {}, []
     print(where, flush=True)
     for name in (name for name, variant in VARIANTS.items() if variant.part in args.parts.split(",")):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import busy_cores, keep, machine, show, try_ranks
+from common import Words, busy_cores, keep, machine, show, synchronize, the_device, try_ranks
 
 import rankloom as rl
 from rankloom.world.connect import connect
@@ -79,12 +79,6 @@ def variants(world: rl.World, gloo: Group, nbytes: int) -> dict[str, tuple[Call,
     }
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; a clock read before that measures nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def seconds_of(call: Call, world: rl.World, times: int) -> float:
     """Of one call, when `times` are made in a row."""
     world.barrier()
@@ -98,7 +92,7 @@ def seconds_of(call: Call, world: rl.World, times: int) -> float:
 
 def worker(args: argparse.Namespace) -> None:
     """One number of ranks: every size, every variant, in turns."""
-    world, rows = rl.init(device=args.device, backend="rankloom"), []
+    world, rows = rl.init(device=the_device().type, backend="rankloom"), []
     pg = connect(dist.PrefixStore("gloo", world._store), world.rank, world.size, world.device, timeout=300.0, loopback=True, own_gpu=False)
     gloo = Group(pg, world.rank, range(world.size), name="gloo", device=world.device)
     for nbytes in SMALL_SIZES if args.small else SIZES:
@@ -122,24 +116,15 @@ def worker(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Every number of ranks in processes of its own; print the table and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
-    if not args.small and args.device != "cuda":
-        raise SystemExit("gpu_shared.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    args = parser.read()
     where = machine()
     table: list[dict] = []
     print(f"{where}\n{busy_cores()}", flush=True)
     for ranks in args.ranks.split(","):
-        rows = try_ranks(__file__, int(ranks), ["--repeat", str(args.repeat), "--device", args.device, *["--small"] * args.small])
+        rows = try_ranks(__file__, int(ranks), ["--repeat", str(args.repeat), *["--small"] * args.small])
         if "error" in rows:
             print(f"{ranks} ranks could not run: {rows['error']}", flush=True)
             continue

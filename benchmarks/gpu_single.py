@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import keep, machine, run_alone, show
+from common import Words, keep, machine, run_alone, show, synchronize, the_device
 from torch import Tensor, nn
 
 import rankloom as rl
@@ -97,7 +97,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss
 
 def worker(args: argparse.Namespace) -> None:
     """One variant, in this process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = the_device()
     torch.set_float32_matmul_precision("high")
     config, rows = shape(args.small)
     make = {"ours": ours, "compile": whole_compile}.get(args.worker, fsdp2)
@@ -118,15 +118,9 @@ def worker(args: argparse.Namespace) -> None:
     Path(args.out).write_text(json.dumps(found))
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device; a clock read before that measures nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def matmul_rate(n: int) -> float:
     """TFLOP/s of a bf16 matrix product of random n x n matrices: the ceiling of everything below."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = the_device()
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(12):
@@ -146,19 +140,11 @@ def measure(variant: str, args: argparse.Namespace) -> dict:
 
 def main() -> None:
     """Measure the device's ceiling, then every variant; print the table and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
+    parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
-    if not args.small and not torch.cuda.is_available():
-        raise SystemExit("gpu_single.py measures one CUDA device, and there is none here; --small runs the script at toy size")
+    args = parser.read()
     where, (config, rows) = machine(), shape(args.small)
     ceiling, tokens = matmul_rate(512 if args.small else 8192), rows * config.seq_len
     size = f"{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens"

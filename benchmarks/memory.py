@@ -10,7 +10,6 @@ N ranks, Adam) say something else by more than padding, a hundredth, that stands
 The second counts what autograd saves of a block, beside the formula for it. The third is arithmetic: both formulas for Llama 7B.
 """
 
-import argparse
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, machine, show
+from common import Words, keep, machine, show
 from torch import Tensor
 
 import rankloom as rl
@@ -225,13 +224,13 @@ def put(page: Path, name: str, table: str) -> None:
 
 def main() -> None:
     """Count, compute, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--precision", default=f"{FP32},{BF16}")
     parser.add_argument("--gpus", type=int, default=8, help="of the table for 7B")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank, in the table for 7B")
     parser.add_argument("--no-docs", dest="docs", action="store_false")
-    args = parser.parse_args()
+    args = parser.read()
     config = preset("1M", vocab_size=512, seq_len=64, layers=24)
     saved, seven = saved_rows(preset("11M"), 256), seven_billion(args.gpus, args.tokens)
     stages = [row for precision in args.precision.split(",") for ranks in args.ranks.split(",")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
@@ -163,7 +163,7 @@ def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict]
 
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__, worker)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--models", default="11M")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "rankloom"])
@@ -173,12 +173,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results/")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
+    args = parser.read()
     where = machine()
     rows: list[dict] = []
     bubbles: list[dict] = []

@@ -7,14 +7,13 @@ validation loss with those of one rank. In the free order sums are added in anot
 training lets the difference grow; deterministic, it must be 0.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from common import keep, machine, show
+from common import Words, keep, machine, show
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,10 +33,10 @@ def losses(ranks: int, steps: int, deterministic: bool, folder: Path) -> list[fl
 
 def main() -> None:
     """Run all, print the table, keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--steps", type=int, default=60)
-    args = parser.parse_args()
+    args = parser.read()
     where, rows = machine(), []
     with tempfile.TemporaryDirectory() as folder:
         for deterministic in (False, True):

@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common import busy_cores, keep, machine, median_ms, median_ratio, show
+from common import Words, busy_cores, keep, machine, median_ms, median_ratio, show
 from pool import Pool
 
 HERE = Path(__file__).parent
@@ -271,7 +271,7 @@ def judge(text: str, met: bool) -> str:
 
 def main() -> None:
     """Measure, print the tables, keep them in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", default="fp32,bf16")
     parser.add_argument("--model", default="27M")
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--memory-ranks", default="1,2,4")
     parser.add_argument("--name", default="sharded", help="of the files in benchmarks/results/; empty: keep nothing")
-    args = parser.parse_args()
+    args = parser.read()
     wanted = lambda variant: any(part in variant.name for part in args.variants)
     warning, where, rows, tables = busy_cores(), machine(), [], []
     print(warning, file=sys.stderr)

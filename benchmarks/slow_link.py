@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from common import keep, machine, median_ratio, show
+from common import Words, keep, machine, median_ratio, show
 
 import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
@@ -199,18 +199,13 @@ def rows_of(found: dict[str, dict], rate: str, ranks_per_host: int, mib: int) ->
 
 def main() -> None:
     """Measure at each rate, print the table, keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__, worker)
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--side", type=int, default=4096, help="the buffer is a matrix of side x side fp32 numbers")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ranks-per-host", default="1,2")
     parser.add_argument("--keep", default="slow_link", help="name of the files in benchmarks/results")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker(args)
-        return
+    args = parser.read()
     if reason := why_not():
         print(f"skipped: {reason}")
         return

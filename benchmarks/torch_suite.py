@@ -9,7 +9,6 @@ profiler, and DistributedDataParallel with its hooks and its uneven inputs. They
 Tests that want GPUs, or that torch itself has turned off, are skipped on both.
 """
 
-import argparse
 import datetime
 import fnmatch
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from common import keep, machine, show
+from common import Words, keep, machine, show
 from pool import Pool
 from serve import serve
 
@@ -93,10 +92,10 @@ def verdict(answers: list[list[str]]) -> list[str]:
 
 def main() -> None:
     """Run every test on both, print what did not pass on one of them, and keep the counts in benchmarks/results/."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Words(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tests", default="*")
-    args = parser.parse_args()
+    args = parser.read()
     os.environ.update(TORCHS_ENVIRONMENT | {"WORLD_SIZE": str(args.ranks)})
     where, tests = machine(), fnmatch.filter(torchs_tests(), args.tests)
     with tempfile.TemporaryDirectory() as scratch:
