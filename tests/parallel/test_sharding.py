@@ -1,6 +1,7 @@
 """Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
 
 import copy
+import time
 from collections import OrderedDict
 
 import pytest
@@ -455,6 +456,23 @@ def test_a_loss_that_uses_a_parameter_which_is_away_is_told_so(penalty, model_fi
         return away.requires_grad, away.dtype, away.grad, away.shape, away.size(0), sum(param.numel() for param in model.parameters())
 
     assert rl.simulate(2, body) == [(True, torch.float32, None, (4, 4), 4, 40)] * 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("read", [lambda m: m.state_dict().items(), nn.Module.named_parameters])
+def test_parameters_that_are_on_their_way_after_a_step_are_waited_for_by_whoever_reads_them(stage, read):
+    """An average of weights, or a checkpoint, would be of old values beside new ones."""
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=stage)
+        publish = engine.placement.publish
+        engine.placement.publish = lambda: (time.sleep(0.2 * world.rank), publish())   # rank 0 is done before rank 1 has sent
+        engine.step(ROWS)
+        seen = {name: value.clone() for name, value in read(engine.model)}
+        whole = engine.full_state_dict()["model"]
+        return all(torch.equal(seen[name], whole[name]) for name in seen) and len(seen) == len(whole)
+
+    assert rl.simulate(2, body) == [True, True]
 
 
 def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():

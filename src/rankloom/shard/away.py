@@ -1,11 +1,12 @@
-"""Parameters that are away: whoever computes with one is told so, where torch would take it for an empty tensor.
+"""Parameters that are away: whoever computes with one is told so, where torch would take it for an empty tensor. And parameters that are
+on their way, into memory where the old values lie: whoever reads one waits for the new.
 
 While a unit is released its parameters are of the class `Away`, and every operation on them is an error. Modules do not notice: they
 are called when their parameters are back. What only looks (a dtype, `.grad`, a hook) goes through; shapes and sizes are those that the
 parameter has when it is here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from rankloom.base.errors import UnitError
 
 WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit, and a tensor of its shape without memory
+ARRIVE = "_rankloom_arrive"   # another: what waits until it is here
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})   # attributes that are tensors
 SIZES = frozenset({"shape", "ndim", "nbytes", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous"})
-LOOKS = frozenset({
-    "__repr__", "__format__", "element_size", "storage_offset", "is_floating_point", "is_complex", "data_ptr", "untyped_storage",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"})
+SHOWS = frozenset({"__repr__", "__format__", "data_ptr", "untyped_storage"})   # by which values may be read, if there are any
+LOOKS = SHOWS | {"element_size", "storage_offset", "is_floating_point", "is_complex",
+                 "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 
 
 class Away(nn.Parameter):
@@ -36,6 +38,20 @@ class Away(nn.Parameter):
                 f"rank {rank}: {name} was used ({_asked(func)}) while it is away: unit {unit} is in memory only while its module runs (the "
                 "root, which has what no other unit has, from the model's forward to the end of its backward). Use it there, cut the "
                 "model by other `units`, or keep parameters: a stage below 3")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class OnItsWay(nn.Parameter):
+    """A parameter whose memory is being written: other ranks send their slices of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Wait, where the values are asked for; that takes nothing from other ranks, who have sent them already."""
+        if _asked(func) in SHOWS or not (_only_looks(func) or _asked(func) in SIZES):
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, OnItsWay):   # no more, once another of its unit has waited
+                    getattr(value, ARRIVE)()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -62,7 +78,14 @@ def leave(param: nn.Parameter) -> None:
         param.__class__ = Away
 
 
+def set_out(param: nn.Parameter, arrive: Callable[[], None]) -> None:
+    """New values are on their way. arrive: waits for them, and calls `come_back`"""
+    if type(param) is nn.Parameter:
+        setattr(param, ARRIVE, arrive)
+        param.__class__ = OnItsWay
+
+
 def come_back(param: nn.Parameter) -> None:
     """They are here again."""
-    if type(param) is Away:
+    if type(param) in (Away, OnItsWay):
         param.__class__ = nn.Parameter   # type: ignore[assignment]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
-from rankloom.shard.away import come_back, leave, mark
+from rankloom.shard.away import come_back, leave, mark, set_out
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
@@ -143,6 +143,8 @@ class Unit:
         else:
             self.window.open()
             self._pending = self.host.beside(self._send) if self.host else self._send().wait
+            for param in self.params.values() if self.stays else ():
+                set_out(param, self.wait)
 
     def _send(self) -> Handle:
         if not self.stays and self._near is None:
@@ -158,7 +160,10 @@ class Unit:
             self._pending()
             self._pending = None
         self._near = None
-        if not self.stays:
+        if self.stays:
+            for param in self.params.values():
+                come_back(param)
+        else:
             self._show()
             _move_versions(self._read_in_backward(), -1)
         self.state = State.GATHERED
