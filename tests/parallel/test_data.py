@@ -618,6 +618,18 @@ def test_a_parameter_replaced_after_wrapping_is_an_error():
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap):
+    def body(world):
+        wrapped = wrap(make_layers(), world)
+        square_loss(wrapped, world.rank)
+        wrapped.module.append(torch.nn.Linear(3, 3))
+        with pytest.raises(UnitError, match=r"6.weight came after the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
+
+
 def test_a_replica_that_is_compiled_whole_is_compiled_once(monkeypatch):
     """Also where a forward gives back the memory of gradients, which in a graph would be guards on what gradients there are."""
     monkeypatch.setattr(frames, "has_allocator", lambda device: True)

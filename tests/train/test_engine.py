@@ -698,6 +698,25 @@ def test_a_parameter_replaced_after_prepare_is_an_error_at_every_stage(stage):
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_comes_after_prepare_is_an_error_at_every_stage_wherever_it_hangs(stage):
+    def body(world):
+        model = Line()
+        engine = prepare(world, model, stage=stage)
+        model.watched = torch.nn.Identity()
+        engine.step(rows(4))
+        model.watched.more = torch.nn.Linear(2, 2)
+        with pytest.raises(UnitError, match="watched.more.weight came after the model was prepared: nobody sums its gradient"):
+            engine.step(rows(4))
+        del model.watched
+        engine.step(rows(4))
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        with pytest.raises(rl.ConfigError, match="has 2 groups of parameters and had 1 when the engine was made: nobody sums"):
+            engine.step(rows(4))
+
+    rl.simulate(2, body)
+
+
 def test_batch_norm_is_refused_where_bits_must_not_depend_on_ranks_and_the_model_may_then_be_prepared_otherwise():
     def body(world):
         model = nn.Sequential(nn.BatchNorm1d(2), Line())

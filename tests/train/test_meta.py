@@ -56,8 +56,8 @@ def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def engine_of(world: rl.World, model: nn.Module, stage: int, **options) -> rl.Engine:
     """With AdamW, clipping, and where there are stages 1f1b."""
     pipe = {"pipe": "1f1b", "accumulate": 2} if world.mesh.pipe > 1 else {}
-    return rl.prepare(model, loss=language_model_loss, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
-                      world=world, stage=stage, clip=0.5, **pipe, **options)
+    chosen = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1), **pipe, **options}
+    return rl.prepare(model, loss=language_model_loss, world=world, stage=stage, clip=0.5, **chosen)
 
 
 def train(engine: rl.Engine) -> tuple[list[tuple[float, float]], dict]:
@@ -167,6 +167,24 @@ def prepared(world: rl.World, stage: int, model: nn.Module | None = None, **opti
 
 
 CUTS = [rl.Mesh(tensor=2), rl.Mesh(tensor=3), rl.Mesh(pipe=2), rl.Mesh(pipe=2, shard=2, tensor=2), rl.Mesh(shard=2, tensor=2)]
+
+
+@pytest.mark.parametrize("mesh, stage", MESHES, ids=str)
+def test_attributes_of_parameters_reach_the_optimizers_function_on_every_axis(mesh, stage):
+    def body(world):
+        model, seen = GPT(shape(tie=True, experts=True), device="meta"), []
+        names = [name for name, _ in model.named_parameters()]
+        for name, param in model.named_parameters():
+            param.called = name
+
+        def optimizer(params):
+            seen.extend(param.called for param in params)
+            return torch.optim.AdamW(params)
+
+        engine_of(world, model, stage, optimizer=optimizer, initialize=initial_values(model, seed=7))
+        return sorted(seen) == sorted(names)
+
+    assert all(rl.simulate(mesh, body))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -49,7 +49,9 @@ class Experts(nn.Module):
     def keep(self, first: int, count: int) -> None:
         """Forget all experts but `count` from number `first` of those held; the others' memory is freed."""
         for name, whole in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(whole.detach()[first:first + count].clone(), requires_grad=whole.requires_grad))
+            part = nn.Parameter(whole.detach()[first:first + count].clone(), requires_grad=whole.requires_grad)
+            vars(part).update(vars(whole))   # attributes of the user's
+            setattr(self, name, part)
         self.first += first
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -47,7 +47,12 @@ class FullySharded(nn.Module):
         guard_owners(self._owners.values(), sharding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
+        """The model's own forward.
+
+        raises: UnitError when a parameter has come since the model was wrapped
+        """
+        for running in self._running:
+            running.expect_no_more()
         return self.module(*args, **kwargs)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

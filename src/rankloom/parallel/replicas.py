@@ -86,6 +86,7 @@ def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
                               "rank: leave them out, or train it on one rank")
 
 
+LOAD = "Load values with `load_full_state_dict` of the engine (`load_state_dict` of what is wrapped, in a loop of one's own)"
 Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had been written
 
 
@@ -95,7 +96,8 @@ class BufferKeeper:
     Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
     some ranks changed is no hang. Constants (rotary tables) never travel, and a cache that is not alike on all ranks, or that only some
     have made, is left to each.
-    It also knows the parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is thawed later.
+    It also knows the modules and parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is
+    thawed later.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -104,16 +106,28 @@ class BufferKeeper:
         self._own = self._common = list(self._before)   # names here, and everywhere, when ranks last told each other
         self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
                         for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
+        self._sizes = [(part, len(part)) for module in model.modules() for part in (module._parameters, module._modules)]
 
     def expect_parameters(self) -> None:
-        """Before a step: raise UnitError when another parameter is in the place of one, ConfigError when one is frozen no more."""
+        """Before a step: raise UnitError when another parameter is in the place of one, or one has come; ConfigError when one is frozen
+        no more."""
+        self.expect_no_more()
         for place, key, name, param, trained in self._places:
             if place.get(key) is not param:
-                raise UnitError(f"{name} was replaced after the model was prepared: nobody sums the gradient of the new tensor. Load its "
-                                "values with a state dict, or replace it before")
+                raise UnitError(f"{name} was replaced after the model was prepared: nobody sums the gradient of the new tensor. "
+                                f"{LOAD}, or replace it before")
             if param.requires_grad and not trained:
                 raise ConfigError(f"{name} was frozen when the model was prepared, and is to be trained now: its gradient would be summed "
                                   "by nobody. Prepare the model with all that will be trained, and freeze parts of it afterwards")
+
+    def expect_no_more(self) -> None:
+        """Raise UnitError when a parameter has come that was not there before."""
+        if all(len(part) == size for part, size in self._sizes):
+            return
+        known = {param for *_, param, _ in self._places}
+        if new := [name for name, param in self.model.named_parameters() if param not in known]:
+            raise UnitError(f"{new[0]} came after the model was prepared: nobody sums its gradient, and no state holds it. Prepare the "
+                            "model with all its parts")
 
     def average_changed(self) -> list[str]:
         """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import UnitError
+from rankloom.parallel.replicas import LOAD
 from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
@@ -104,13 +105,13 @@ class Section:
         for module, key, param, unit, name, version, address in self._places:
             if module._parameters.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
-                                "Load its values with a state dict, or replace it before sharding")
+                                f"{LOAD}, or replace it before sharding")
             if address is not None and param.data_ptr() != address:
                 raise UnitError(f"{name} was cast or moved after the model was sharded: what computes is no longer what is trained. "
                                 "Do it before sharding, or give `precision`")
             if unit.version(name) != version:
                 raise UnitError(f"{name} was changed in place after the model was sharded: what is written there is lost, or reaches the "
-                                "other ranks too. Load its values with a state dict, or change the slices, which the optimizer updates")
+                                f"other ranks too. {LOAD}, or change the slices, which the optimizer updates")
 
     def expect_gathered(self) -> None:
         """Raise when a module inside is called while its parameters are not here."""

@@ -89,3 +89,4 @@ def come_back(param: nn.Parameter) -> None:
     """They are here again."""
     if type(param) in (Away, OnItsWay):
         param.__class__ = nn.Parameter   # type: ignore[assignment]
+        vars(param).pop(ARRIVE, None)   # a copy, or a pickle, would take the unit along

@@ -111,7 +111,7 @@ class Engine:
                 length: a list of `accumulate` tuples or dicts of tensors, or an iterator over as many batches
         raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
                 deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more; UnitError when one was
-                replaced
+                replaced, or came
         """
         begin = time.perf_counter()
         self._running.expect_parameters()
@@ -201,7 +201,8 @@ class Engine:
         """
         world, owners, pieces = self.settings.world, self.placement.owners, self.placement.pieces()
         lacks = " and ".join(key for key in ("model", "optimizer") if not state.get(key))
-        problem = f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only?" if lacks else None
+        problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
+                   "optimizer's, as of a plain model, are loaded into the model before `rl.prepare`") if lacks else None
         world.agree(problem, error=ModelMismatch, label="load a state")
         parts = {name: {key: self.placement.part(name, value) for key, value in held.items()}
                  for name, held in state["optimizer"].get("state", {}).items()}
@@ -359,6 +360,10 @@ class Engine:
             return torch.stack([self._forward_backward(piece, self.group.rank) for piece in pieces]).sum(0)
 
     def _set_learning_rate(self) -> float:
+        if len(self.optimizer.param_groups) != len(self._base_lrs):
+            raise ConfigError(f"rank {self.world_rank}: the optimizer has {len(self.optimizer.param_groups)} groups of parameters and had "
+                              f"{len(self._base_lrs)} when the engine was made: nobody sums the gradients of those that came. Prepare the "
+                              "model with all that will be trained, and freeze parts of it afterwards")
         if self.settings.schedule:
             lr = self.settings.schedule(self.steps_done)
             if not (isinstance(lr, Real | Tensor) and lr >= 0):   # nor NaN

@@ -62,7 +62,8 @@ class Offload:
 
     def visit(self, given: Any) -> "Visit":
         """A forward of a block begins, with the arguments `given`; the one before the last must be out by now."""
-        stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+        with torch._C.DisableTorchFunctionSubclass():   # of what is on its way, too: to look at where it lies is not to wait for it
+            stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
         stay |= {t.untyped_storage()._cdata for t in tree_leaves(given) if _plain(t) and not t.requires_grad}
         visit = Visit(self, stay, self._recent[-1] if self._recent else None)
         self._recent.append(ref(visit))

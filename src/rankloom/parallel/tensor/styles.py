@@ -87,6 +87,7 @@ class Cutting:
             raise ConfigError(f"{self._place_of(source)}: its {name} has hooks, which would be lost: each rank gets a part; put them on "
                               "that afterwards")
         part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
+        vars(part).update(vars(param))   # attributes of the user's, by which optimizers may tell parameters apart
         self.new[id(param)] = (param, part, holding)
         return part
 
