@@ -1,6 +1,7 @@
 """Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
 
 import copy
+import pickle
 import time
 from collections import OrderedDict
 
@@ -460,7 +461,10 @@ def test_a_loss_that_uses_a_parameter_which_is_away_is_told_so(penalty, model_fi
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("read", [lambda m: m.state_dict().items(), nn.Module.named_parameters])
+@pytest.mark.parametrize("read", [
+    lambda m: m.state_dict().items(), nn.Module.named_parameters, lambda m: copy.deepcopy(dict(m.named_parameters())).items(),
+    lambda m: [(name, pickle.loads(pickle.dumps(param))) for name, param in m.named_parameters()],
+], ids=["state", "names", "copies", "pickles"])
 def test_parameters_that_are_on_their_way_after_a_step_are_waited_for_by_whoever_reads_them(stage, read):
     """An average of weights, or a checkpoint, would be of old values beside new ones."""
     def body(world):

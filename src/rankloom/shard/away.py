@@ -6,6 +6,7 @@ are called when their parameters are back. What only looks (a dtype, `.grad`, a 
 parameter has when it is here.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +55,16 @@ class OnItsWay(nn.Parameter):
                     getattr(value, ARRIVE)()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Of the new values, and of a parameter that is here."""
+        getattr(self, ARRIVE)()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For a pickle, as for a copy."""
+        getattr(self, ARRIVE)()
+        return self.__reduce_ex__(protocol)
 
 
 def _only_looks(func: Any) -> bool:
