@@ -1,6 +1,7 @@
 """Cutting and dealing rows: nothing lost, nothing twice, in order, whatever the nesting."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -37,6 +38,22 @@ def test_kinds_of_dicts_keep_what_they_know_beside_their_items(batch):
     assert type(doubled) is type(batch) and rows_of(doubled, 0) == 2
     assert getattr(doubled, "default_factory", list) is list and getattr(doubled, "kind", "fast") == "fast"
     assert doubled["x"].tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    kind: str
+    twice: torch.Tensor = field(init=False)
+
+
+def test_a_dataclass_is_a_batch_whatever_it_does_when_it_is_made():
+    sample = Sample(torch.arange(3), "even")
+    object.__setattr__(sample, "twice", sample.x * 2)
+    first, second = cut_batch(sample, 2, 0)
+    assert (first.x.tolist(), first.twice.tolist(), first.kind) == ([0, 1], [0, 2], "even")
+    assert (second.x.tolist(), second.twice.tolist(), second.kind) == ([2], [4], "even")
+    assert isinstance(as_given([first, second], 2, 0), MicroBatches) and sample.x.tolist() == [0, 1, 2]
 
 
 def test_rows_are_counted_along_dim_0():

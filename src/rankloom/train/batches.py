@@ -1,12 +1,13 @@
 """Cut a batch in micro-batches, and deal its rows over ranks.
 
-A batch is a tensor, or tuples, lists and dicts of tensors, nested as you like; every tensor has one row per sample along dim 0.
-What is not a tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
+A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested as you like; every tensor has one row per sample along
+dim 0. What is not a tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
 """
 
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
         if len(pieces) != accumulate:
             raise BatchError(f"rank {rank}: the iterator given to a step has {len(pieces)} micro-batches, but accumulate={accumulate}")
         return pieces if accumulate > 1 else pieces[0]
-    nested = isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) for piece in batch)
+    nested = isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) or is_dataclass(piece) for piece in batch)
     return MicroBatches(batch) if nested and len(batch) == accumulate > 1 else batch
 
 
@@ -48,6 +49,11 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
         return type(batch)(*(map_tensors(change, value) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_tensors(change, value) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        twin = copy.copy(batch)
+        for field in fields(batch):
+            object.__setattr__(twin, field.name, map_tensors(change, getattr(batch, field.name)))   # frozen ones, too
+        return twin
     return batch
 
 
@@ -60,7 +66,7 @@ def rows_of(batch: Any, rank: int) -> int:
     map_tensors(lambda t: lengths.append(t.shape[0] if t.dim() else -1), batch)
     if not lengths or -1 in lengths or len(set(lengths)) > 1:
         raise BatchError(f"rank {rank}: a batch must hold tensors with one row per sample along dim 0, all equally long; "
-                         f"found lengths {lengths} in a {type(batch).__name__}")
+                         f"found lengths {lengths} in a {type(batch).__name__}; looked for in tuples, lists, dicts and dataclasses")
     return lengths[0]
 
 
