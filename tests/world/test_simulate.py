@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, wait_until
 from rankloom.world.simulate import _resolve_operators
 
 
@@ -90,22 +90,22 @@ def test_whatever_the_others_wait_in_they_are_set_free_with_rank_lost(wait):
     told = {}
 
     def body(world):
-        group = world.group("shard")
-        group.barrier()
-        if world.rank == 0:
-            raise Mine(1, "")
-        x = torch.zeros(3)
+        group, x = world.group("shard"), torch.zeros(3)
         waits = {"all_reduce": lambda: world.all_reduce(x), "all_gather": lambda: world.all_gather(x),
                  "broadcast": lambda: world.broadcast(x), "recv": lambda: world.recv(x, 0),
                  "barrier": world.barrier, "sub-group": lambda: group.all_reduce(x),
                  "handle": lambda: world.all_reduce(x, async_op=True).wait()}
         try:
+            group.barrier()   # of which a slow rank may see no more than that the other is gone
+            if world.rank == 0:
+                raise Mine(1, "")
             waits[wait]()
         except rl.RankLost as error:
             told[world.rank] = str(error)
             raise
 
     quickly(rl.Mesh(shard=2), body, Mine)
+    wait_until(lambda: told)
     assert told[1].startswith("rank 1: ") and "lost its connection" in told[1]
 
 
@@ -116,17 +116,18 @@ def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_t
     def body(world):
         done = world.all_reduce(torch.zeros(3), async_op=True)
         done.wait()
-        coming = world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
-        if world.rank == 0:
-            raise Mine(1, coming.label)
         try:
+            coming = world.recv(torch.zeros(3), 1 - world.rank, async_op=True)   # the other may be gone by now
+            if world.rank == 0:
+                raise Mine(1, coming.label)
             world.barrier()
         except rl.RankLost as error:
             told[world.rank] = error
             raise
 
     quickly(2, body, Mine)
-    assert list(told) == [1], "rank 1 was left behind instead of being set free"
+    wait_until(lambda: told)   # rank 1 is not left behind; on a busy machine simulate does not wait so long
+    assert list(told) == [1]
 
 
 def wait_for_a_message(world):
@@ -205,7 +206,7 @@ def test_a_failed_simulation_leaves_no_thread_behind():
 
     before = threading.active_count()
     quickly(3, body, Mine)
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
@@ -221,7 +222,7 @@ def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         rl.simulate(3, body, backend=backend)
-    assert not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before]
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before])
 
 
 def test_a_rank_that_makes_no_call_does_not_keep_an_interrupt_waiting():
