@@ -196,11 +196,15 @@ class Noise(nn.Module):
 
 
 def one_step(layer: nn.Module, **how) -> int:
+    return steps(1, layer, **how)
+
+
+def steps(count: int, layer: nn.Module, **how) -> int:
     def body(world):
         model = nn.Sequential(nn.Linear(4, 4), layer)
         engine = rl.prepare(model, loss=lambda m, x: (m(x).square().sum(), len(x)), world=world,
                             optimizer=lambda params: torch.optim.SGD(params, lr=0.1), **how)
-        return engine.step(torch.ones(8, 4)).step
+        return [engine.step(torch.ones(8, 4)).step for _ in range(count)][-1]
 
     return rl.simulate(1, body)[0]
 
@@ -243,14 +247,24 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("buffer", ["1.calls", "1.seen", "1.parametrizations.weight.0._u"])
+@pytest.mark.parametrize("buffer", ["calls", "seen"])
 def test_a_forward_that_changes_a_buffer_is_refused_where_bits_must_not_depend_on_ranks(buffer):
-    def make():
-        return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) if "weight" in buffer else Counting(buffer[2:])
+    with pytest.raises(rl.ConfigError, match=f"rank 0: the forward has changed the buffer 1.{buffer}, .*deterministic"):
+        one_step(Counting(buffer), deterministic=True)
+    assert one_step(Counting(buffer)) == 1
 
-    with pytest.raises(rl.ConfigError, match=f"rank 0: the forward has changed the buffer {buffer}, .*deterministic"):
-        one_step(make(), deterministic=True)
-    assert one_step(make()) == 1
+
+@pytest.mark.parametrize("found", [False, True], ids=["still looked for", "found"])
+def test_a_spectral_norm_is_refused_also_where_its_vector_has_been_found_for_the_first_weights(found):
+    def make():
+        linear = nn.Linear(4, 4)
+        linear.weight.data = torch.diag(torch.tensor([1.0, 0.0, 0.0, 0.0] if found else [1.0, 0.9, 0.8, 0.7]))
+        return nn.utils.parametrizations.spectral_norm(linear)
+
+    assert one_step(make(), deterministic=True) == 1 if found else True
+    with pytest.raises(rl.ConfigError, match="rank 0: the forward has changed the buffer 1.parametrizations.weight.0._u, .*deterministic"):
+        steps(2 if found else 1, make(), deterministic=True)
+    assert steps(2, make()) == 2
 
 
 @pytest.mark.parametrize("buffer", ["none", "cache"])

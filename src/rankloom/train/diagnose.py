@@ -73,7 +73,7 @@ def runs_compiled(model: nn.Module) -> bool:
 class KeyedDrawsOnly(TorchDispatchMode):
     """Inside, an operation that draws from torch's own generator raises ConfigError: its state differs between processes.
 
-    It sees each operation, also those inside of torch's own modules, so it is for one step, not for all.
+    It sees each operation, also those inside of torch's own modules, so it is for the first steps, not for all.
     """
 
     def __init__(self, rank: int):
@@ -91,7 +91,7 @@ class KeyedDrawsOnly(TorchDispatchMode):
 
 @contextmanager
 def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
-    """For one step: a forward inside that draws from torch's own generator, or leaves other values in a buffer, raises ConfigError.
+    """For the first steps: a forward inside that draws from torch's own generator, or leaves other values in a buffer, raises ConfigError.
 
     How often a rank runs forward depends on the number of ranks, and so does what forwards hand on to each other.
     """

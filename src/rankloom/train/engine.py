@@ -266,8 +266,9 @@ class Engine:
     def _forward_backward(self, piece: Any, index: int) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
         self._dropout.move_to(self.steps_done, index)
-        once = self.settings.leaves and not self.steps_done and not runs_compiled(self.model)
-        with alike_on_any_ranks(self.model, self.world_rank) if once else nullcontext():
+        # the second step too: for the first weights, what a buffer holds may have settled when the model was made
+        looked_at = self.settings.leaves and self.steps_done < 2 and not runs_compiled(self.model)
+        with alike_on_any_ranks(self.model, self.world_rank) if looked_at else nullcontext():
             loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
