@@ -636,6 +636,32 @@ def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
     rl.simulate(2, body)
 
 
+class Weighted(nn.Module):
+    """A loss that learns how much it weighs, as a multi-task loss does."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def forward(self, model, x):
+        return (model(x).square() * torch.exp(-self.log_variance) + self.log_variance).sum(), len(x)
+
+
+def test_a_loss_with_parameters_that_nobody_would_train_is_refused_and_one_whose_parameters_are_the_models_is_not():
+    def body(world):
+        for loss in (Weighted(), Weighted().forward):
+            with pytest.raises(rl.ConfigError, match="the loss has a parameter of its own, log_variance, which nobody would train"):
+                rl.prepare(Line(), loss=loss, optimizer=torch.optim.SGD, world=world)
+        rl.prepare(Line(), loss=Weighted().requires_grad_(False), optimizer=torch.optim.SGD, world=world)
+        model = nn.Sequential(Line())
+        model.criterion = Weighted()
+        engine = rl.prepare(model, loss=lambda m, x: m.criterion(m[0], x), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world)
+        engine.step(rows(4))
+        return engine.full_state_dict()["model"]["criterion.log_variance"].item()
+
+    assert 0.0 not in rl.simulate(2, body)
+
+
 class Swish(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(x)

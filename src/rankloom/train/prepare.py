@@ -228,6 +228,7 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
     _check_numbers(settings)
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    _expect_all_in_model(settings.loss, model)
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before; prepare a fresh copy")
     if (script := _script_with_parameters(model)) is not None:
@@ -238,6 +239,16 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
                           "use GroupNorm or LayerNorm in place of BatchNorm")
     if settings.accumulate > 1 or settings.leaves:
         _expect_no_frequencies(model)
+
+
+def _expect_all_in_model(loss: Loss, model: nn.Module) -> None:
+    """A loss may be a module, or a method of one."""
+    owner, held = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None), set(model.parameters())
+    name = next((name for name, param in owner.named_parameters() if param.requires_grad and param not in held),
+                None) if isinstance(owner, nn.Module) else None
+    if name is not None:
+        raise ConfigError(f"the loss has a parameter of its own, {name}, which nobody would train: make it a part of the "
+                          "model, whose forward computes with it, or freeze it (`requires_grad_(False)`)")
 
 
 def _script_with_parameters(model: nn.Module) -> str | None:
