@@ -1,8 +1,10 @@
-"""What users have hooked on modules and parameters that are about to be replaced."""
+"""Hooks on modules and parameters: those that users have made on what is about to be replaced, and ours on gradients."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
@@ -21,3 +23,33 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
 def is_hooked(param: nn.Parameter) -> bool:
     """Whether something waits for the parameter's gradient."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str | int) -> None:
+    """Have `method(*args, param)` called whenever backward has added to the parameter's gradient, for as long as the method's object lives.
+
+    Torch does not show the garbage collector what hangs on a parameter: a hook that leads back to it, as ours do, would hold it, its
+    model and its engine for good. So the parameter keeps no more than a weak reference.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(param: Tensor) -> None:
+        if (method := weak()) is not None:
+            method(*args, param)
+
+    param.register_post_accumulate_grad_hook(call)
+
+
+class Kept(list[Any]):
+    """What lives as long as the module that it is an attribute of. A copy or a pickle of the module starts with none of it."""
+
+    def __deepcopy__(self, memo: Any) -> "Kept":
+        return Kept()
+
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+
+def keep_with(module: nn.Module, what: Any) -> None:
+    """Let something live as long as a module does."""
+    vars(module).setdefault("_kept_by_rankloom", Kept()).append(what)

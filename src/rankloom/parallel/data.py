@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.gradients import GradientReducer
@@ -30,7 +31,8 @@ class DataParallel(nn.Module):
         self._finish_queued = False
         for param in module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._queue_finish)
+                hook_gradient(param, self._queue_finish)
+        keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.

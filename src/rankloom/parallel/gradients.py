@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.hooks import hook_gradient
 from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
@@ -147,7 +148,7 @@ class GradientReducer:
         self._launched = 0
         self._worker = Worker("all-reduce") if self.summing.in_python and group.device.type == "cpu" else None
         for name, param in params.items():
-            param.register_post_accumulate_grad_hook(partial(self._land, name))
+            hook_gradient(param, self._land, name)
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether backward passes inside launch full buckets; without, gradients only accumulate."""

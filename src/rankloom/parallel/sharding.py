@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import largest_and_total
@@ -254,9 +255,9 @@ class Sharding:
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # who has called `module.compile()`?
         section.module.register_forward_pre_hook(partial(before, section))
         section.module.register_forward_hook(partial(after, section))
-        for gradient in section.gradients:
+        for number, gradient in enumerate(section.gradients):
             for name, param in gradient.unit.params.items():
-                param.register_post_accumulate_grad_hook(partial(self._landed, section, gradient, name))
+                hook_gradient(param, self._landed, self.sections.index(section), number, name)
         for part in section.holders:
             part.register_forward_pre_hook(partial(_expect_gathered, section))
             part.register_state_dict_pre_hook(partial(_expect_values, section))
@@ -328,12 +329,13 @@ class Sharding:
         if self.gathering.let_go:
             section.release()
 
-    def _landed(self, section: Section, gradient: Gradient, name: str, param: nn.Parameter) -> None:
-        """Backward has left a gradient in `param.grad`; the last one of a section settles it."""
+    def _landed(self, at: int, number: int, name: str, param: nn.Parameter) -> None:
+        """Backward has left a gradient in `param.grad`, one of `sections[at].gradients[number]`; the last one of a section settles it."""
         self._enter_backward()
+        section = self.sections[at]
         if section.settled:
             raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced")
-        gradient.land(name, param)
+        section.gradients[number].land(name, param)
         section.waiting_for.discard(name)
         if not section.waiting_for:
             self._settle(section)   # its parameters stay: backward may still go through a use of them that has no gradient

@@ -10,7 +10,6 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
+from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
@@ -186,7 +186,7 @@ class ShardedStages(ShardedParts):
             for name, param in gradient.unit.params.items():
                 self._tied |= {name: gradient} if len(local.where[name]) > 1 and param.requires_grad else {}
                 if name in self._tied or param.dtype != gradient.unit.formats.reduce:
-                    param.register_post_accumulate_grad_hook(partial(gradient.land, name))
+                    hook_gradient(param, gradient.land, name)
 
     @property
     def pipe(self) -> Group:
