@@ -565,6 +565,61 @@ def test_a_rank_that_still_reads_does_not_see_the_update_of_one_that_is_ahead(si
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
+def sharpness_aware(model, optimizer, x, after_update):
+    """SAM with the sign of the gradient: two passes, the second at other weights."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        params = [param for param in model.parameters() if param.grad is not None]
+        moves = [param.grad.sign() * 0.05 for param in params]
+        with torch.no_grad():
+            torch._foreach_add_(params, moves)
+        after_update()
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+        after_update()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_slices_may_be_changed_by_what_is_no_optimizer(options):
+    plain = made()
+    expected = sharpness_aware(plain, adamw(plain.parameters()), inputs(), lambda: None)
+
+    def body(world):
+        model = rl.fully_shard(made(), world, **options)
+        return sharpness_aware(model, adamw(model.parameters()), inputs().chunk(world.size)[world.rank], model.after_update)
+
+    for size, backend in RANKS:
+        for state in rl.simulate(size, body, backend=backend):
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend, options", [("gloo", {"reshard_after_forward": False}), ("rankloom", {})])
+def test_slices_that_were_changed_without_a_word_are_an_error_and_so_is_one_that_was_replaced(backend, options):
+    """Some ranks would compute with old values, others with new ones."""
+    def body(world):
+        model = rl.fully_shard(made(), world, **options)
+        model(inputs())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.1, 0.1)
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: slices of unit .* were changed, and by no torch optimizer"):
+            model(inputs())
+        model.after_update()
+        model(inputs())
+        for param in model.parameters():
+            param.data = param.data.clone()
+        with pytest.raises(UnitError, match=r"the slice of .* was replaced"):
+            model(inputs())
+
+    rl.simulate(2, body, backend=backend)
+
+
 # ---------------------------------------------------------------------- state
 
 def test_a_state_dict_goes_from_any_number_of_ranks_to_any_other_and_to_a_plain_model():

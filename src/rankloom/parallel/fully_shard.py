@@ -49,10 +49,13 @@ class FullySharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
-        raises: UnitError when a parameter has come since the model was wrapped
+        raises: UnitError when a parameter has come since the model was wrapped, or slices were changed and nobody told
         """
         for running in self._running:
             running.expect_no_more()
+        for section in self._sharding.sections:
+            for unit in section.units:
+                unit.expect_told()
         return self.module(*args, **kwargs)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -88,7 +91,11 @@ class FullySharded(nn.Module):
         return norm
 
     def after_update(self) -> None:
-        """Tell that slices have changed, where no torch optimizer has changed them. A collective."""
+        """Tell that slices have changed, where no torch optimizer has changed them. A collective.
+
+        Where ranks share memory they read the slices where they lie: whoever changes them after a forward that no backward followed lets
+        all ranks end it first, `group.barrier()`.
+        """
         self._sharding.publish()
 
     def state_dict(self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> Any:

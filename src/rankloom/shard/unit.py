@@ -87,6 +87,7 @@ class Unit:
         self.window.open()
         self.state = State.GATHERED
         self._pending: Callable[[], object] | None = None   # waits for what is on its way
+        self._told = 0   # how often the slice had been written when the whole was last made of it
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
         mark(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
@@ -137,7 +138,7 @@ class Unit:
         sent: n(p-1)/p compute elements; nothing where the pages are common
         """
         self._expect(State.SHARDED)
-        self.state = State.GATHERING
+        self.state, self._told = State.GATHERING, self.own._version
         if self.common:
             self.group.barrier(label=f"parameters of {self.name}")
         else:
@@ -188,7 +189,7 @@ class Unit:
         """-> SHARDED: `own` has changed. Where the whole is kept, this rank's span of it follows."""
         if self.state is State.GATHERING:
             self.wait()
-        self._near = None
+        self._near, self._told = None, self.own._version
         if self.stays:
             if self.own.data_ptr() != self._span().data_ptr():
                 self._write_slice(self._own_here(), self._span())
@@ -231,6 +232,18 @@ class Unit:
     def expect_gathered(self) -> None:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
+
+    def expect_told(self) -> None:
+        """Raise UnitError when slices have been changed and the whole, which is here or on its way, is of the old ones; or replaced."""
+        moved = [name for name, owner in self.owners.items()
+                 if owner.numel() and owner.data_ptr() != self.slice_view(self.own, name).data_ptr()]
+        if moved:
+            raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
+                            "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
+        is_old = self.state is not State.SHARDED and self._told != self.own._version
+        if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
+            raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and by no torch optimizer, so ranks "
+                            "would compute with old values beside new ones: call `after_update()` of the sharded model after the change")
 
     def publish_bill(self) -> Bill:
         """What this rank sends after each update, beyond the gather."""
