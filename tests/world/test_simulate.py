@@ -1,6 +1,8 @@
 """Ranks as threads: results, the first failure, and that nobody is left waiting because of it."""
 
 import _thread
+import subprocess
+import sys
 import threading
 import time
 
@@ -247,6 +249,27 @@ def test_two_simulations_at_once_do_not_disturb_each_other():
     for thread in outer:
         thread.join()
     assert results == {1: [2, 2], 10: [20, 20]}
+
+
+BYTES_MOVED_BY = """
+import os, torch, rankloom as rl
+
+def body(world):
+    world.twin().barrier()
+    return world.all_reduce(torch.ones(1)).item()
+
+assert rl.simulate(3, body) == [3.0] * 3
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+assert names.count("gloo_tcp_loop") == 1, names
+child = os.fork()
+if child == 0:
+    os._exit(rl.simulate(3, body) != [3.0] * 3)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_one_thread_moves_the_bytes_of_all_groups_of_a_process_and_a_fork_has_its_own():
+    subprocess.run([sys.executable, "-c", BYTES_MOVED_BY], check=True)
 
 
 def test_operators_of_torch_have_their_python_objects_before_there_are_threads():

@@ -3,10 +3,12 @@
 Every group has its own prefix in the store, which carries the generation: a rebuilt group never reads an old address.
 """
 
+import os
 import socket
 import sys
 import weakref
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +85,7 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     group = dist.ProcessGroup(store, rank, size)
     options = dist.ProcessGroupGloo._Options()   # type: ignore[attr-defined]
     options._timeout = seconds(timeout)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK if loopback else own_address(store))]
+    options._devices = [_gloo_device(os.getpid(), LOOPBACK if loopback else own_address(store))]
     try:
         gloo = dist.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
@@ -100,6 +102,14 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     elif device.type == "cuda":
         group._register_backend(cuda, dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
+
+
+@cache
+def _gloo_device(process: int, address: str) -> Any:
+    """What moves the bytes of all of a process's groups, in one thread: with a thread for each group they would take turns on the cores,
+    and whoever closes one would wait for its end. A fork has none of its parent's threads, so it makes its own.
+    """
+    return dist.ProcessGroupGloo.create_device(hostname=address)
 
 
 def as_mesh(ranks: int | Mesh) -> Mesh:

@@ -71,10 +71,12 @@ class _Simulation:
             for thread in threads:
                 self._join(thread)
             raise
-        # Only now: a rank that ended early may still be read from by a slower one.
-        for world, has_ended in zip(self.worlds, ended):
-            if world is not None and has_ended:
-                world.close()
+        # Only now: a rank that ended early may still be read from by a slower one. Gloo waits a moment for each connection, so all at once.
+        closing = [threading.Thread(target=world.close) for world, has_ended in zip(self.worlds, ended) if world is not None and has_ended]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         if self.failed:
             rank, error = self.failed
             error.add_note(f"(rank {rank} of {self.size} failed first; the others were stopped because of it)")
