@@ -47,6 +47,48 @@ def test_without_a_precision_the_model_stays_as_it_is():
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
 
 
+@torch.no_grad()
+def clamped(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.01, 0.01)
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def replaced(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 2
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+@pytest.mark.parametrize("change", [clamped, loaded, replaced])
+def test_values_that_were_put_into_a_model_with_masters_are_an_error_and_not_lost(name, change):
+    def body(world):
+        engine, _ = train(world, name, steps=2)
+        batch = share(make_batches(1)[0], world.rank, world.size)
+        change(engine.model)
+        with pytest.raises(rl.UnitError, match="was changed in the model, and what is trained is a copy in torch.float32"):
+            engine.step(batch)
+        engine.load_full_state_dict(train(world, name, steps=2)[0].full_state_dict())
+        engine.step(batch)
+
+    rl.simulate(2, body)
+
+
+def test_values_that_are_put_away_and_back_are_no_change():
+    """As an average of weights is swapped in for an evaluation."""
+    def body(world):
+        engine, _ = train(world, "bf16", steps=2)
+        before = {name: param.clone() for name, param in engine.model.state_dict().items()}
+        loaded(engine.model)
+        engine.model.load_state_dict(before)
+        return engine.step(share(make_batches(1)[0], world.rank, world.size)).loss
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("p", [1, 3])
 @pytest.mark.parametrize("name", SIXTEEN)
 def test_model_weights_are_the_rounded_masters_and_the_optimizer_keeps_32_bits(name, p):

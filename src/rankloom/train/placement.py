@@ -51,7 +51,7 @@ class Placement(Protocol):
         """The batches of a forward-only pass; ranks may bring different numbers of them."""
 
     def abandon(self) -> None:
-        """Forget all gradients, and whatever a failed step left behind."""
+        """Forget all gradients, and whatever a failed step left behind; raises UnitError when what computes is not what is trained."""
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether the backward inside is the step's last."""
@@ -122,6 +122,7 @@ class Whole:
 
     def abandon(self) -> None:
         """Forget all gradients."""
+        self._masters.expect_own_values()
         self._reducer.abandon()
 
     def sync(self, on: bool) -> AbstractContextManager[None]:

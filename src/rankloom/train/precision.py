@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
@@ -150,6 +150,7 @@ class MasterWeights:
             raise ConfigError(f"precision {precision.name!r} reduces in {precision.reduce}: that is for stages 1 to 3; at stage 0 "
                               "gradients are summed in the master format, or travel compressed: compress='bf16'")
         cast_activations(model, precision)
+        self._rounded: dict[str, tuple[int, int]] = {}   # parameters that have a master, as they were left
         if precision.master is None:
             if precision.compute is not None:
                 cast_floats(model, precision.compute)
@@ -160,13 +161,27 @@ class MasterWeights:
                        for name, param in self.params.items()}
         for name, param in named.items():   # those that are full too: their model may have come in 16 bits
             param.data = param.data.to(wanted[name].compute)
+        self._rounded = {name: self._mark(name) for name, owner in self.owners.items() if owner is not self.params[name]}
+
+    def _mark(self, name: str) -> tuple[int, int]:
+        """Changes when somebody writes into the parameter, or puts other memory in its place."""
+        return self.params[name]._version, self.params[name].data_ptr()
+
+    def expect_own_values(self) -> None:
+        """Raise UnitError when the model has other values than its masters, which the next step would put back."""
+        for name, mark in self._rounded.items():
+            param = self.params[name]
+            if self._mark(name) != mark and not torch.equal(param, self.owners[name].to(param)):   # put away and back is no change
+                raise UnitError(f"{name} was changed in the model, and what is trained is a copy in {self.owners[name].dtype}: the change "
+                                "would be lost. Load values with `engine.load_full_state_dict`; a bound on a parameter goes into the "
+                                "forward (`scale.clamp(max=...)`)")
 
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: round the masters into the model."""
-        pairs = [(param, self.owners[name]) for name, param in self.params.items() if self.owners[name] is not param]
-        if pairs:
-            torch._foreach_copy_([param for param, _ in pairs], [owner for _, owner in pairs])
+        if self._rounded:
+            torch._foreach_copy_([self.params[name] for name in self._rounded], [self.owners[name] for name in self._rounded])
+            self._rounded = {name: self._mark(name) for name in self._rounded}
 
     def full_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `state` (a model's state dict), with master values in place of rounded ones."""
