@@ -618,6 +618,23 @@ def test_a_parameter_replaced_after_wrapping_is_an_error():
     rl.simulate(2, body)
 
 
+def prepared(model, world):
+    return rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, prepared])
+def test_a_model_that_is_averaged_already_is_refused_and_a_copy_of_it_is_not(wrap):
+    """As when the cell of a notebook runs again: each of two would sum, and divide."""
+    def body(world):
+        model = make_layers()
+        rl.data_parallel(model[0], world)
+        with pytest.raises(rl.ConfigError, match="0 has been wrapped by data_parallel before"):
+            wrap(model, world)
+        wrap(copy.deepcopy(model), world)
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
 def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap):
     def body(world):
@@ -625,6 +642,10 @@ def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap):
         square_loss(wrapped, world.rank)
         wrapped.module.append(torch.nn.Linear(3, 3))
         with pytest.raises(UnitError, match=r"6.weight came after the model was prepared"):
+            square_loss(wrapped, world.rank)
+        del wrapped.module[6]
+        wrapped.module[0] = torch.nn.Linear(4, 3).double()
+        with pytest.raises(UnitError, match=r"0.weight came after the model was prepared"):
             square_loss(wrapped, world.rank)
 
     rl.simulate(2, body)

@@ -725,6 +725,21 @@ def test_a_parameter_replaced_after_prepare_is_an_error_at_every_stage(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_module_put_in_the_place_of_another_after_prepare_is_an_error_if_it_has_parameters(stage):
+    """As a head for other classes is: it would never be trained."""
+    def body(world):
+        model = torch.nn.Sequential(Line(), torch.nn.Tanh())
+        engine = prepare(world, model, stage=stage)
+        model[1] = torch.nn.Identity()
+        engine.step(rows(4))
+        model[0] = Line()
+        with pytest.raises(UnitError, match="0.w came after the model was prepared: nobody sums its gradient"):
+            engine.step(rows(4))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_comes_after_prepare_is_an_error_at_every_stage_wherever_it_hangs(stage):
     def body(world):
         model = Line()

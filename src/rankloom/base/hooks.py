@@ -53,3 +53,8 @@ class Kept(list[Any]):
 def keep_with(module: nn.Module, what: Any) -> None:
     """Let something live as long as a module does."""
     vars(module).setdefault("_kept_by_rankloom", Kept()).append(what)
+
+
+def keeps(module: nn.Module) -> bool:
+    """Whether something lives as long as the module does."""
+    return bool(vars(module).get("_kept_by_rankloom"))

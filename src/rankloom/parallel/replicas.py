@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 from rankloom.base.expect import expect_type
+from rankloom.base.hooks import keeps
 from rankloom.world.group import Group
 
 
@@ -22,9 +23,18 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expect_model_and_group(model: Any, group: Any) -> None:
-    """raises: ConfigError when one of them is something else"""
+    """raises: ConfigError when one of them is something else, or the model is averaged already"""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
+    expect_not_averaged(model)
+
+
+def expect_not_averaged(model: nn.Module) -> None:
+    """Raise ConfigError when `data_parallel` has wrapped the model or a part of it: two who sum a gradient sum it twice."""
+    for name, module in model.named_modules():
+        if keeps(module):
+            raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and whatever became of the wrapper, its "
+                              "gradients are averaged: take a fresh copy (`copy.deepcopy(model)`)")
 
 
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
@@ -106,7 +116,7 @@ class BufferKeeper:
         self._own = self._common = list(self._before)   # names here, and everywhere, when ranks last told each other
         self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
                         for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
-        self._sizes = [(part, len(part)) for module in model.modules() for part in (module._parameters, module._modules)]
+        self._parts = self._all_parts()
 
     def expect_parameters(self) -> None:
         """Before a step: raise UnitError when another parameter is in the place of one, or one has come; ConfigError when one is frozen
@@ -121,13 +131,18 @@ class BufferKeeper:
                                   "by nobody. Prepare the model with all that will be trained, and freeze parts of it afterwards")
 
     def expect_no_more(self) -> None:
-        """Raise UnitError when a parameter has come that was not there before."""
-        if all(len(part) == size for part, size in self._sizes):
+        """Raise UnitError when a parameter has come that was not there before, alone or in a module that is new."""
+        if all(list(module._modules.values()) == parts and len(module._parameters) == size for module, parts, size in self._parts):
             return
         known = {param for *_, param, _ in self._places}
         if new := [name for name, param in self.model.named_parameters() if param not in known]:
             raise UnitError(f"{new[0]} came after the model was prepared: nobody sums its gradient, and no state holds it. Prepare the "
                             "model with all its parts")
+        self._parts = self._all_parts()
+
+    def _all_parts(self) -> list[tuple[nn.Module, list[nn.Module | None], int]]:
+        """Each module, what is in it, and how many parameters it has."""
+        return [(module, list(module._modules.values()), len(module._parameters)) for module in self.model.modules()]
 
     def average_changed(self) -> list[str]:
         """After a step: the names of the buffers that changed on any rank, now equal on all. Every rank must call it."""

@@ -30,7 +30,7 @@ from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.replicas import expect_same_tensors, make_replicas_equal
+from rankloom.parallel.replicas import expect_not_averaged, expect_same_tensors, make_replicas_equal
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
 from rankloom.shard.optimizer import Build
@@ -231,6 +231,7 @@ def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str 
     _expect_all_in_model(settings.loss, model)
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before; prepare a fresh copy")
+    expect_not_averaged(model)
     if (script := _script_with_parameters(model)) is not None:
         raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "
                           "hooks. Prepare the module that it was made of; compile=True makes blocks faster")
