@@ -113,6 +113,19 @@ def test_tensors_that_require_gradients_travel_as_others_do(name, backend):
     results = rl.simulate(2, lambda world: COLLECTIVES[name](world, tensor_of(world.rank, 4).requires_grad_()), backend=backend)
     assert all(torch.equal(*each) for each in zip(results, expected(name, 2, torch.float32)))
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_tensor_that_gradients_come_back_to_is_refused_for_they_would_end_there(name, backend):
+    """Silently: a contrastive loss over gathered rows, or a matrix that ranks have summed, was trained with a part of its gradient."""
+    def body(world):
+        computed = tensor_of(world.rank, 4).requires_grad_() * 1
+        with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: {name}.* has a graph.*x\.detach\(\)"):
+            COLLECTIVES[name](world, computed)
+        with torch.no_grad():
+            return COLLECTIVES[name](world, computed)
+
+    assert all(torch.equal(*each) for each in zip(rl.simulate(2, body, backend=backend), expected(name, 2, torch.float32)))
+
 
 @pytest.mark.parametrize("p", RANKS)
 def test_all_to_all_deals_uneven_shares(p):

@@ -29,7 +29,7 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, expect_movable, expect_rank, expect_tag, untouched
+from rankloom.world.transport.operands import OPS, expect_movable, expect_operand, expect_rank, expect_tag, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -342,7 +342,7 @@ class Group:
         """Check, enter into the ledger, start; the common part of all collectives."""
         if self.size == 1:
             return Handle(self, label, (), finish) if async_op else finish()
-        self._require_movable(x, label or op)
+        expect_operand(x, self.device, self.where(label or op))
         self._connected(label or op)
         if self._inspector:
             shown = str(list(x.shape if shape is None else shape))

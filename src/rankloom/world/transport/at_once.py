@@ -14,7 +14,7 @@ from rankloom.base.cost import all_reduce_bill
 from rankloom.world.ledger import Ledger
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, SUM
-from rankloom.world.transport.operands import NUMBERS, is_lazy, is_tag
+from rankloom.world.transport.operands import NUMBERS, expects_gradient, is_lazy, is_tag
 
 
 class AtOnce:
@@ -27,7 +27,7 @@ class AtOnce:
     def all_reduce(self, x: Tensor, op: int, label: str) -> bool:
         """Combine over the ranks, in place; op: the kernel's number for it."""
         number = NUMBERS.get(x.dtype)
-        if number is None or not _is_plain(x):
+        if number is None or not _is_plain(x) or expects_gradient(x):
             return False
         address, nbytes = x.data_ptr(), x.nbytes
         self._call(ALL_REDUCE, number, op, (address, address, nbytes), label)
@@ -62,7 +62,7 @@ class AtOnce:
         home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share
         """
         number = NUMBERS.get(x.dtype)
-        if out is None or number is None or not _is_plain(x):
+        if out is None or number is None or not _is_plain(x) or expects_gradient(x):
             return None
         source, target = x.data_ptr(), out.data_ptr()
         behind = target - source

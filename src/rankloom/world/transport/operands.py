@@ -41,6 +41,11 @@ def is_lazy(x: Tensor) -> bool:
     return x.is_conj() or x.is_neg()
 
 
+def expects_gradient(x: Tensor) -> bool:
+    """Whether gradients come back through it to what it was computed from. They would end at a collective, and nobody would be told."""
+    return x.grad_fn is not None and torch.is_grad_enabled()
+
+
 def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory is not its values in their order.
 
@@ -55,6 +60,14 @@ def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     if not x.is_contiguous():
         raise NotContiguous(f"{where}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, expected a contiguous one; "
                             "pass x.contiguous()")
+
+
+def expect_operand(x: Tensor, device: torch.device, where: str) -> None:
+    """Refuse what a collective would misread, and what gradients should come back to; raises as `expect_movable`, and ConfigError."""
+    expect_movable(x, device, where)
+    if expects_gradient(x):
+        raise ConfigError(f"{where}: a tensor of shape {tuple(x.shape)} has a graph, and gradients do not go back through a collective: "
+                          "pass x.detach(), or call it in a torch.autograd.Function that sends them back (docs/start.md)")
 
 
 def dense(x: Tensor, label: str) -> Tensor:
