@@ -136,17 +136,19 @@ def grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
 
 
 class Done:
-    """A call of NCCL: done on a stream of its own, for which `wait` lets the current one wait."""
+    """A call of NCCL: done on a stream of its own, for which `wait` lets the current one wait. Until it is over `held` has its tensors."""
 
-    def __init__(self, event: torch.Event, tensors: Sequence[torch.Tensor], work: Any):
-        self.event, self.tensors, self.work, self.device = event, tensors, work, tensors[0].device
+    def __init__(self, event: torch.Event, tensors: Sequence[torch.Tensor], work: Any, held: dict[torch.Event, Sequence[torch.Tensor]]):
+        self.event, self.work, self.device, self.held = event, work, tensors[0].device, held
+        held[event] = tensors
 
     def wait(self, timeout: Any = None) -> bool:
         """Also until the bytes are there, for they come by gloo."""
         if self.work is not None:
             self.work.wait()
         current_stream(self.device).wait_event(self.event)
-        self.work, self.tensors = None, ()
+        self.work = None
+        self.held.pop(self.event, None)
         return True
 
     def is_completed(self) -> bool:
@@ -163,6 +165,13 @@ class NcclLike(dist.ProcessGroup):
         self._stream: torch.Stream | None = None
         self._together: list[Done] | None = None
         self._lock = threading.Lock()
+        self._held: dict[torch.Event, Sequence[torch.Tensor]] = {}
+
+    def shutdown(self) -> None:
+        """Nobody waits for what is under way: its tensors go when it is over."""
+        for event in self._held:
+            event.synchronize()
+        self._held.clear()
 
     def rank(self) -> int:
         """In the group."""
@@ -190,7 +199,7 @@ class NcclLike(dist.ProcessGroup):
             for t in writes:
                 device_c.touch(t, True, f"NCCL's {op}")
             event = self._stream.record_event()
-        done = Done(event, tensors, start(device_c.on_cpu))
+        done = Done(event, tensors, start(device_c.on_cpu), self._held)
         if self._together is not None:
             self._together.append(done)
         return done
