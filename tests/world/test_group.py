@@ -127,6 +127,17 @@ def test_a_tensor_that_gradients_come_back_to_is_refused_for_they_would_end_ther
     assert all(torch.equal(*each) for each in zip(rl.simulate(2, body, backend=backend), expected(name, 2, torch.float32)))
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_loss_may_be_summed_with_its_graph_to_be_shown(backend):
+    def body(world):
+        weight = torch.ones(3, requires_grad=True)
+        loss = (weight * (world.rank + 1)).sum()
+        loss.backward()
+        return world.all_reduce(loss).item(), weight.grad.tolist()
+
+    assert rl.simulate(2, body, backend=backend) == [(9.0, [1.0] * 3), (9.0, [2.0] * 3)]
+
+
 @pytest.mark.parametrize("p", RANKS)
 def test_all_to_all_deals_uneven_shares(p):
     """Rank r deals (r + s) % 3 rows to rank s, each row labelled (from, to)."""

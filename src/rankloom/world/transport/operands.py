@@ -42,8 +42,11 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def expects_gradient(x: Tensor) -> bool:
-    """Whether gradients come back through it to what it was computed from. They would end at a collective, and nobody would be told."""
-    return x.grad_fn is not None and torch.is_grad_enabled()
+    """Whether gradients come back through it to what it was computed from. They would end at a collective, and nobody would be told.
+
+    Not of one number: that is a loss, mostly, which is summed to be shown.
+    """
+    return x.grad_fn is not None and x.numel() > 1 and torch.is_grad_enabled()
 
 
 def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
