@@ -479,6 +479,34 @@ def test_parameters_that_are_on_their_way_after_a_step_are_waited_for_by_whoever
     assert rl.simulate(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("backend", "precision"), [("rankloom", None), ("rankloom", "bf16"), ("gloo", "bf16")])
+def test_a_write_by_data_that_is_lost_or_done_once_by_every_rank_is_an_error(backend, precision, stage):
+    """Autograd does not count it; merging adapters, a bound or a decay of weights, and many an average are written so."""
+    def body(world):
+        engine = rl.prepare(two_layers(), loss=squares, optimizer=adamw, world=world, stage=stage, precision=precision)
+        engine.step(torch.ones(2, 4))
+        engine.model[1].weight.data.sum()   # looking is allowed, where it is here
+        engine.step(torch.ones(2, 4))
+        engine.model[1].weight.data.mul_(0.5)
+        engine.step(torch.ones(2, 4))
+
+    with pytest.raises(UnitError, match=r"1.weight was (changed in place after the model was sharded|used \(data\) while it is away)"):
+        rl.simulate(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda param: pickle.loads(pickle.dumps(param))], ids=["copy", "pickle"])
+def test_a_copy_of_a_parameter_whose_writes_are_counted_is_a_plain_one(copied):
+    def body(world):
+        engine = rl.prepare(two_layers(), loss=squares, optimizer=adamw, world=world, stage=1)
+        param = engine.model[1].weight
+        param.data.sum()
+        made = copied(param)
+        return type(made) is nn.Parameter and torch.equal(made.data, param.data) and made.data_ptr() != param.data_ptr()
+
+    assert all(rl.simulate(2, body, backend="rankloom"))
+
+
 def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():
     def body(world):
         engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=3)

@@ -57,13 +57,18 @@ def loaded(model: nn.Module) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
+def by_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(2)
+
+
 def replaced(model: nn.Module) -> None:
     for param in model.parameters():
         param.data = param.data * 2
 
 
 @pytest.mark.parametrize("name", SIXTEEN)
-@pytest.mark.parametrize("change", [clamped, loaded, replaced])
+@pytest.mark.parametrize("change", [clamped, loaded, by_data, replaced])
 def test_values_that_were_put_into_a_model_with_masters_are_an_error_and_not_lost(name, change):
     def body(world):
         engine, _ = train(world, name, steps=2)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
-from rankloom.shard.away import come_back, leave, mark, set_out
+from rankloom.shard.away import come_back, leave, mark, set_out, watch, writes
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
@@ -97,6 +97,9 @@ class Unit:
         self.own = self._span() if in_place else host.empty(size, formats.master) if host else torch.zeros(
             size, dtype=formats.master, device=group.device)
         self._take_over(fill)
+        if self.stays and (self.common or not in_place):   # else what all ranks write to the whole is in their slices, too
+            for param in self.params.values():
+                watch(param)
         self.publish()
 
     @property
@@ -222,7 +225,7 @@ class Unit:
     def version(self, name: str) -> int:
         """How often a parameter has been written, as autograd counts; that it goes and comes is none of it."""
         away = not self.stays and self.state is not State.GATHERED
-        return self.params[name]._version - away
+        return writes(self.params[name]) - away
 
     @property
     def trainable(self) -> bool:

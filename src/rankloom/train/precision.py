@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
+from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
 
@@ -161,11 +162,14 @@ class MasterWeights:
                        for name, param in self.params.items()}
         for name, param in named.items():   # those that are full too: their model may have come in 16 bits
             param.data = param.data.to(wanted[name].compute)
-        self._rounded = {name: self._mark(name) for name, owner in self.owners.items() if owner is not self.params[name]}
+        rounded = [name for name, owner in self.owners.items() if owner is not self.params[name]]
+        for name in rounded:
+            watch(self.params[name])
+        self._rounded = {name: self._mark(name) for name in rounded}
 
     def _mark(self, name: str) -> tuple[int, int]:
         """Changes when somebody writes into the parameter, or puts other memory in its place."""
-        return self.params[name]._version, self.params[name].data_ptr()
+        return writes(self.params[name]), self.params[name].data_ptr()
 
     def expect_own_values(self) -> None:
         """Raise UnitError when the model has other values than its masters, which the next step would put back."""
