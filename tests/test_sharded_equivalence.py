@@ -146,3 +146,21 @@ def test_two_optimizers_one_of_them_for_whole_matrices_equal_one_process():
             # Muon orthogonalises in bf16, so that rounding of its input may turn a bf16 digit: 2**-8 of an update of 0.01, five times.
             for name, value in expected["params"].items():
                 torch.testing.assert_close(mine["params"][name], value, rtol=0, atol=5 * 1e-2 * 2**-8)
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2, "accumulate": 3}, {"stage": 3}, {"stage": 3, "offload": True}], ids=str)
+def test_gradients_that_a_hook_of_the_optimizer_clips_tensor_by_tensor_equal_one_process(options):
+    """It is given whole tensors: of slices, each rank would clip by a norm of its own."""
+    def clip_each(optimizer, *_):
+        for param in optimizer.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad.mul_((0.01 / (param.grad.norm() + 1e-6)).clamp(max=1.0))
+
+    def hooked(params):
+        made = adamw(params)
+        made.register_step_pre_hook(clip_each)
+        return made
+
+    expected = train_blocky_plainly(None, hooked)
+    for mine in rl.simulate(3, lambda world: train(world, optimizer=hooked, clip=None, **options)):
+        expect_equal(mine, expected)

@@ -114,6 +114,16 @@ def test_only_the_tensors_of_the_optimizer_that_needs_them_are_whole():
     assert needs_whole_matrices(make_optimizer(by_dims, params), params) == set()
 
 
+@pytest.mark.parametrize("hooks", ["register_step_pre_hook", "register_step_post_hook"])
+def test_tensors_of_an_optimizer_with_hooks_are_whole_unless_it_says_that_they_need_not_be(hooks):
+    params = {name: nn.Parameter(value) for name, value in draw(0).items()}
+    hooked = optim.AdamW(params.values())
+    getattr(hooked, hooks)(lambda *_: None)
+    assert needs_whole_matrices(hooked, params) == params.keys()
+    hooked.elementwise = True
+    assert needs_whole_matrices(hooked, params) == set()
+
+
 def test_a_cut_tensor_is_not_given_to_an_optimizer_that_needs_it_whole():
     stand_ins = {"w": stand_in(torch.zeros(4, 4))}
     optimizer = make_optimizer(optim.Muon, stand_ins)

@@ -87,6 +87,38 @@ def test_the_fused_way_leaves_the_same_parameters_and_the_same_mean_clipped_grad
         assert norm == pytest.approx(clip, rel=1e-5), "gradients are left as they were clipped"
 
 
+class Clipping(torch.optim.AdamW):
+    """Looks at gradients before torch does."""
+
+    def step(self, closure=None):
+        clip_each(self)
+        return super().step(closure)
+
+
+def clip_each(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_whoever_reads_gradients_before_a_fused_step_reads_the_mean(derived):
+    """They were sums, as the kernel takes them: what clips each gradient clipped nearly all of it. A hook may come later, too."""
+    found = {}
+    for fused in (False, True):
+        params, flats = make()
+        optimizer = (Clipping if derived else torch.optim.AdamW)(params, lr=0.1, fused=fused)
+        for step in range(3):
+            if step == 1 and not derived:
+                optimizer.register_step_pre_hook(clip_each)
+            for param, flat in zip(params, flats):
+                param.grad = flat
+            fill(flats, step)
+            apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)
+        found[fused] = params
+    for one, other in zip(found[False], found[True]):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # two roundings of 2**-24 a step, and Adam's quotient
+
+
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
 def test_the_norm_is_that_of_the_mean_gradient_whatever_the_loss_scale(scale):
     params, flats = make(torch.float64)

@@ -83,7 +83,7 @@ class Optimizers:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:   # the name by which torch's own optimizers tell
-        return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
+        return all(takes_factor(part) for part in self.parts)
 
     def step(self) -> None:
         """One step of each part."""
@@ -149,19 +149,40 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     Known of torch's own, and of what is derived from them with their very `step`: LARS may be derived from SGD. Another class says so
     with an attribute `elementwise = True`; else it gets whole tensors, which is right for every optimizer that treats each by itself.
     """
-    kind = type(optimizer)
-    torchs = next((base for base in kind.__mro__ if base in ELEMENTWISE), None)
-    known = torchs is not None and unwrap(kind.step) is unwrap(torchs.step)   # torch wraps the steps of optimizers that have been made
-    return bool(getattr(optimizer, "elementwise", known))
+    base = _base_of_torch(optimizer)
+    return bool(getattr(optimizer, "elementwise", base is not None and _steps_as(optimizer, base)))
+
+
+def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step multiplies gradients by a factor on the way (a fused one), and nobody reads them before: no hook, no `step` that a
+    class of the user's has put around torch's.
+    """
+    base = _base_of_torch(optimizer)
+    return (getattr(optimizer, "_step_supports_amp_scaling", False) and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            and (base is None or _steps_as(optimizer, base)))
+
+
+def _base_of_torch(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    return next((base for base in type(optimizer).__mro__ if base in ELEMENTWISE), None)
+
+
+def _steps_as(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]) -> bool:
+    return unwrap(type(optimizer).step) is unwrap(base.step)   # torch wraps the steps of optimizers that have been made
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
 
 
 def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> set[str]:
-    """The names of those `params` that must not be cut: the optimizer that updates them is not elementwise (Muon, Adafactor).
+    """The names of those `params` that must not be cut: the optimizer that updates them is not elementwise (Muon, Adafactor), or has
+    hooks, which may look at a tensor as a whole, too (clip each, bound the norm of each), and does not say that it is.
 
     params: what the optimizer was built from, by name
     """
     names = {id(param): name for name, param in params.items()}
-    return {names[id(param)] for part in parts_of(optimizer) if not is_elementwise(part)
+    return {names[id(param)] for part in parts_of(optimizer)
+            if not is_elementwise(part) or (_has_hooks(part) and not hasattr(part, "elementwise"))
             for group in part.param_groups for param in group["params"]}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
-from rankloom.shard.optimizer import Optimizer, parts_of
+from rankloom.shard.optimizer import Optimizer, parts_of, takes_factor
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, one more message costs more than the pass over memory that it saves
@@ -48,7 +48,7 @@ def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor,
         factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)
     bad = ~(torch.isfinite(norm) & torch.isfinite(total) & (count > 0))
     known = [len(part.state) for part in parts_of(optimizer)]
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and all(flat.dtype == torch.float32 for flat in flats):
+    if all(map(takes_factor, parts_of(optimizer))) and all(flat.dtype == torch.float32 for flat in flats):
         # Setting these two is the interface that torch's own gradient scaler uses.
         optimizer.grad_scale, optimizer.found_inf = (1.0 / factor).to(torch.float32), bad.to(torch.float32)   # type: ignore[union-attr]
         optimizer.step()
@@ -56,6 +56,8 @@ def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor,
         exact = factor.item()   # not in the gradients' own format, which may round it to nothing
         for flat in flats:
             flat.mul_(exact)
+        if getattr(optimizer, "grad_scale", None) is not None:   # from before it had a hook
+            optimizer.grad_scale = optimizer.found_inf = None   # type: ignore[union-attr]
         optimizer.step()
     values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
     if values[3]:
