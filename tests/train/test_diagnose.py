@@ -2,6 +2,8 @@
 
 import copy
 import math
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -270,3 +272,30 @@ def test_a_spectral_norm_is_refused_also_where_its_vector_has_been_found_for_the
 @pytest.mark.parametrize("buffer", ["none", "cache"])
 def test_a_buffer_that_keeps_its_values_or_grows_passes(buffer):
     assert one_step(Counting(buffer), deterministic=True) == 1
+
+
+# ---------------------------------------------------------------------- noise
+
+def warnings_of_noise(world: rl.World, apart: bool) -> list[str]:
+    """What a rank is told while it trains with noise that it draws itself."""
+    torch.manual_seed(0)
+    engine = rl.prepare(nn.Linear(2, 2), loss=lambda m, x: (m(x + torch.randn_like(x)).square().sum(), len(x)), optimizer=torch.optim.AdamW,
+                        world=world)
+    if apart:
+        torch.manual_seed(world.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.step(torch.ones(4, 2))
+    return [str(warning.message) for warning in caught if "torch.manual_seed(" in str(warning.message)]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_that_draw_the_same_noise_for_different_rows_are_told_once(apart):
+    """Every rank seeds its model alike, as it has to, and time steps of a diffusion were the same on all of them."""
+    mine, others = rl.spawn(2, partial(warnings_of_noise, apart=apart))
+    assert len(mine) == (not apart) and others == []
+
+
+def test_simulated_ranks_share_a_generator_and_are_not_told():
+    assert rl.simulate(2, partial(warnings_of_noise, apart=False)) == [[], []]

@@ -1,4 +1,5 @@
-"""Find what is wrong with a step: a mean that should be a sum, what no other rank could repeat, the source of a NaN or an infinity.
+"""Find what is wrong with a step: a mean that should be a sum, what no other rank could repeat, noise that is the same on all ranks,
+the source of a NaN or an infinity.
 
 A mean returned with a count is the one mistake that no type shows: training goes on with a gradient that is too
 small by the count. So before the first step the loss of a batch is compared with those of its two halves.
@@ -7,6 +8,11 @@ Looking for a NaN in every step would cost a pass over the gradients; so the nor
 step, and then runs this: the same micro-batches again on each rank alone, gradient by gradient.
 """
 
+import hashlib
+import os
+import secrets
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +28,7 @@ from rankloom.train.compiled import is_compiled
 from rankloom.world.group import Group
 
 MEAN_IF_WITHIN = 0.5    # of 2: the halves of a batch have means of their own
+PROCESS = secrets.token_hex(8)   # with its number: simulated ranks share both, and torch's generator
 SAME_IF_WITHIN = 1e-2   # of a loss: 16 bits and kernels without a fixed order leave less between two runs
 
 
@@ -104,6 +111,25 @@ def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
             raise ConfigError(f"rank {rank}: the forward has changed the buffer {name}, and ranks run forward for their own rows only, so "
                               "deterministic training would depend on the number of ranks. Leave out what keeps statistics or counts in "
                               "forward (spectral_norm, codebooks ...), or fill the buffer when the model is made")
+
+
+@contextmanager
+def told_of_equal_draws(group: Group) -> Iterator[None]:
+    """For the first step: warn when ranks draw the same from torch's own generator inside, for rows of their own. A collective."""
+    before = _generator_now(group.device)
+    yield
+    drew = _generator_now(group.device) != before
+    here = f"{PROCESS} {os.getpid()}"
+    at = {tuple(each) for each in group.all_gather_object([here, before] if drew else None, label="random numbers") if each}
+    if group.rank == 0 and max(Counter(state for _, state in at).values(), default=0) > 1:
+        warnings.warn("the loss or the model draws from torch's own generator (noise, time steps, dropout that is no nn.Dropout), which "
+                      "has the same seed on several ranks: they draw the same for different rows. Call `torch.manual_seed(seed + "
+                      "engine.group.rank)` after `rl.prepare`", stacklevel=5)   # of `engine.step`
+
+
+def _generator_now(device: torch.device) -> str:
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

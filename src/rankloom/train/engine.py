@@ -36,7 +36,7 @@ from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
-from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, runs_compiled
+from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, runs_compiled, told_of_equal_draws
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
@@ -232,9 +232,10 @@ class Engine:
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        for at, piece in enumerate(pieces):
-            with self.placement.sync(at == len(pieces) - 1):
-                totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
+        with nullcontext() if self.steps_done else told_of_equal_draws(self.group):
+            for at, piece in enumerate(pieces):
+                with self.placement.sync(at == len(pieces) - 1):
+                    totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
         return self.placement.finish(totals)
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
