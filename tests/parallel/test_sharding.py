@@ -5,6 +5,7 @@ import pickle
 import time
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -505,6 +506,31 @@ def test_a_copy_of_a_parameter_whose_writes_are_counted_is_a_plain_one(copied):
         return type(made) is nn.Parameter and torch.equal(made.data, param.data) and made.data_ptr() != param.data_ptr()
 
     assert all(rl.simulate(2, body, backend="rankloom"))
+
+
+def by_inputs_twice(model, x):
+    """As an equation's loss has it: second derivatives by the inputs."""
+    return torch.func.vmap(torch.func.hessian(lambda row: torch.sin(model(row)).sum()))(x).square().sum(), len(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_of_derivatives_that_torch_func_takes_is_that_of_one_process(stage):
+    def body(world, stage):
+        engine = rl.prepare(drawn(Line()), loss=by_inputs_twice, optimizer=adamw, world=world, stage=stage)
+        return [(report.loss, report.grad_norm) for report in (engine.step(ROWS) for _ in range(3))]
+
+    expected = rl.simulate(1, lambda world: body(world, 0))[0]   # one rank: torch keeps one level of forward derivatives for all threads
+    assert np.allclose(rl.simulate(1, lambda world: body(world, stage))[0], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: lambda x: torch.func.vjp(f, x)[1](x)[0]])
+def test_torch_func_around_a_model_whose_parameters_are_let_go_is_an_error_in_words(transform):
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=lambda m, x: (transform(m)(x).sum(), len(x)), optimizer=adamw, world=world, stage=3)
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: the model is called inside of torch.func .* a stage below 3"):
+            engine.step(ROWS)
+
+    rl.simulate(2, body, backend="gloo")
 
 
 def test_a_plain_state_dict_of_parameters_that_are_away_is_an_error_and_not_empty():

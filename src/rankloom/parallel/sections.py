@@ -144,8 +144,13 @@ def is_inside(one: Section, other: Section) -> bool:
     return not other.name or f"{one.name}.".startswith(f"{other.name}.")
 
 
+def inside_of_transform() -> bool:
+    """Whether torch.func (grad, vjp, jvp, vmap ...) calls what runs now: it wraps tensors, and keeps a graph of its own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _will_get_gradient(param: nn.Parameter) -> bool:
-    if not param.requires_grad:   # it has been frozen since
+    if not param.requires_grad or inside_of_transform():   # it has been frozen since, or gets none from that graph
         return False
     with torch._C.DisableTorchFunctionSubclass():   # it may be away; its values are not read
         node = torch.autograd.graph.get_gradient_edge(param).node

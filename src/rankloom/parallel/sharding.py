@@ -32,7 +32,7 @@ from rankloom.parallel.agree import largest_and_total
 from rankloom.parallel.calls import Calls
 from rankloom.parallel.follow import ENDED, LAYER, Guide
 from rankloom.parallel.queue import Queue
-from rankloom.parallel.sections import Section, is_inside, is_over, make_gradients
+from rankloom.parallel.sections import Section, inside_of_transform, is_inside, is_over, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -267,6 +267,9 @@ class Sharding:
         if section is self.sections[0]:
             self.begin_pass()
         section.expect_own_parameters()
+        if (self.lets_go or section.is_away) and inside_of_transform():
+            raise UnitError(f"rank {self.group.world_rank}: the model is called inside of torch.func (vjp, jvp, vmap ...), whose graph "
+                            "reads parameters which are let go; keep them: a stage below 3")
         self._gather(section)
         section.is_ahead = False
         if self._moment is Moment.BACKWARD:   # recomputed
