@@ -113,21 +113,21 @@ def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
                               "forward (spectral_norm, codebooks ...), or fill the buffer when the model is made")
 
 
-@contextmanager
-def told_of_equal_draws(group: Group) -> Iterator[None]:
-    """For the first step: warn when ranks draw the same from torch's own generator inside, for rows of their own. A collective."""
-    before = _generator_now(group.device)
-    yield
-    drew = _generator_now(group.device) != before
-    here = f"{PROCESS} {os.getpid()}"
-    at = {tuple(each) for each in group.all_gather_object([here, before] if drew else None, label="random numbers") if each}
+def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:
+    """After the first step: warn when ranks drew the same from torch's own generator, for rows of their own. A collective.
+
+    drew_from: how the generator stood before this rank drew; None, where it drew nothing
+    """
+    mine = drew_from and [f"{PROCESS} {os.getpid()}", drew_from]
+    at = {tuple(each) for each in group.all_gather_object(mine, label="random numbers") if each}
     if group.rank == 0 and max(Counter(state for _, state in at).values(), default=0) > 1:
         warnings.warn("the loss or the model draws from torch's own generator (noise, time steps, dropout that is no nn.Dropout), which "
                       "has the same seed on several ranks: they draw the same for different rows. Call `torch.manual_seed(seed + "
-                      "engine.group.rank)` after `rl.prepare`", stacklevel=5)   # of `engine.step`
+                      "engine.group.rank)` after `rl.prepare`", stacklevel=4)   # of `engine.step`
 
 
-def _generator_now(device: torch.device) -> str:
+def generator_now(device: torch.device) -> str:
+    """How torch's own generators stand."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 

@@ -36,7 +36,7 @@ from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
-from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, runs_compiled, told_of_equal_draws
+from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, generator_now, runs_compiled, warn_of_equal_draws
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
@@ -232,11 +232,15 @@ class Engine:
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        with nullcontext() if self.steps_done else told_of_equal_draws(self.group):
-            for at, piece in enumerate(pieces):
-                with self.placement.sync(at == len(pieces) - 1):
-                    totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
-        return self.placement.finish(totals)
+        before = None if self.steps_done else generator_now(self.group.device)
+        for at, piece in enumerate(pieces):
+            with self.placement.sync(at == len(pieces) - 1):
+                totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
+        drew = before and generator_now(self.group.device) != before
+        totals = self.placement.finish(totals)
+        if before:   # after all that is under way
+            warn_of_equal_draws(self.group, before if drew else None)
+        return totals
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
         mine, leaves = deal_leaves(batch, self.group, self.settings.leaves)
