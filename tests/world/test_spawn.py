@@ -30,10 +30,6 @@ def whoami(world):
     return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
 
 
-def has_the_compiler(world):
-    return "torch._dynamo" in sys.modules
-
-
 def is_debugged(world):
     return world.debug
 
@@ -158,9 +154,22 @@ def test_results_come_in_rank_order_each_from_a_process_of_its_own(p):
     assert len({pid for _, _, pid, _ in results} | {os.getpid()}) == p + 1
 
 
-def test_a_rank_starts_with_what_the_first_optimizer_would_import():
-    """In each of them that would take as long as the import of torch."""
+HAS_THE_COMPILER = """
+import sys
+import rankloom as rl
+
+def has_the_compiler(world):
+    return "torch._dynamo" in sys.modules
+
+if __name__ == "__main__":
     assert rl.spawn(2, has_the_compiler) == [True, True]
+"""
+
+
+def test_a_rank_starts_with_what_the_first_optimizer_would_import(tmp_path):
+    """In each of them that would take as long as the import of torch. A process has one fork-server, so this one is new."""
+    (tmp_path / "job.py").write_text(HAS_THE_COMPILER)
+    subprocess.run([sys.executable, "job.py"], cwd=tmp_path, check=True)
 
 
 def test_the_body_may_carry_arguments_as_a_partial_function():
