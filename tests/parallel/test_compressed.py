@@ -1,5 +1,7 @@
 """Gradients that travel compressed: state for each bucket and rank, no strays, embeddings, accumulation, combinations that are refused."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -216,6 +218,41 @@ def test_an_embedding_goes_by_rows_exactly_where_that_is_cheaper_and_else_compre
         assert lossy[0] < exact[0] / 2 and not torch.equal(lossy[1], exact[1])
     else:
         assert lossy[0] == exact[0] and torch.equal(lossy[1], exact[1])
+
+
+class Late(torch.autograd.Function):
+    """The sum over ranks, of values and of gradients; backward comes to its sum later on each rank than on the one before."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, world: rl.World) -> torch.Tensor:
+        ctx.world = world
+        return world.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(0.05 * ctx.world.rank)   # so that another thread comes before it on some ranks, and behind it on others
+        return ctx.world.all_reduce(gradient.clone()), None
+
+
+@pytest.mark.parametrize("how", [{"compress": name} for name in NAMES] + [{"all_reduce": "ring"}, {"all_reduce": "hierarchical"}], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_backward_may_have_sums_of_its_own_and_end_in_two_models_while_buckets_are_summed(backend, how):
+    def body(world):
+        models = [nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2)]
+        for at, param in enumerate(param for model in models for param in model.parameters()):
+            nn.init.normal_(param.data, generator=torch.Generator().manual_seed(at))
+        reducers = [GradientReducer(named(model), world, bucket_bytes=1, **how) for model in models]
+        for step in range(3):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            for layer in (layer for pair in zip(*models) for layer in pair):
+                x = Late.apply(layer(x), world).tanh()
+            x.square().sum().backward()
+            for reducer in reducers:
+                reducer.finish()
+        return [reducer.flat_gradients() for reducer in reducers]
+
+    first, *others = rl.simulate(2, body, backend=backend)
+    assert all(torch.equal(a, b) for other in others for mine, its in zip(first, other) for a, b in zip(mine, its))
 
 
 def test_rows_are_compared_with_what_the_compressed_sum_costs():

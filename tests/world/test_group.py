@@ -490,20 +490,14 @@ def test_groups_are_made_once_and_know_their_ranks():
     assert results[3][2:] == ("Group('shard', rank 1 of 2)", 0)
 
 
-def test_a_group_of_the_backend_that_keeps_directions_apart_is_its_own_twin():
-    def body(world):
-        group = world.group("shard")
-        return world.twin() is world and group is not world and group.twin() is group
-
-    assert all(rl.simulate(rl.Mesh(replicate=2, shard=2), body, backend="rankloom"))
-
-
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("axis", ["shard", ""])
-def test_a_twin_is_another_connection_of_the_same_ranks_which_is_closed_with_the_world(axis):
+def test_a_twin_is_another_connection_of_the_same_ranks_which_is_closed_with_the_world(axis, backend):
     def body(world):
         group = world.group(axis) if axis else world
         twin, other = group.twin(), (group.rank + 1) % group.size
         assert twin is group.twin() and twin is not group and (twin.rank, twin.ranks) == (group.rank, group.ranks)
+        assert twin.ledger is group.ledger
         # Of one tag, and received the other way round.
         sent = [lane.send(torch.tensor([lane is twin]), other, async_op=True) for lane in (group, twin)]
         came = [lane.recv(torch.zeros(1, dtype=torch.bool), other).item() for lane in (twin, group)]
@@ -515,7 +509,7 @@ def test_a_twin_is_another_connection_of_the_same_ranks_which_is_closed_with_the
             twin.barrier()
         return came
 
-    assert rl.simulate(rl.Mesh(shard=2), body) == [[True, False]] * 2
+    assert rl.simulate(rl.Mesh(shard=2), body, backend=backend) == [[True, False]] * 2
 
 
 def test_errors_in_a_sub_group_name_the_rank_of_the_world():

@@ -34,7 +34,7 @@ from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import largest_and_total
-from rankloom.parallel.worker import Worker
+from rankloom.parallel.worker import worker_beside
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
 from rankloom.shard.frames import Standing, between_steps
 from rankloom.world.group import Group
@@ -146,7 +146,7 @@ class GradientReducer:
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
         self._launched = 0
-        self._worker = Worker("all-reduce") if self.summing.in_python and group.device.type == "cpu" else None
+        self._worker = worker_beside(group) if self.summing.in_python and group.device.type == "cpu" and group.size > 1 else None
         for name, param in params.items():
             hook_gradient(param, self._land, name)
 
@@ -232,7 +232,7 @@ class GradientReducer:
         if algorithm is None:
             return self.group.all_reduce(bucket.flat, label=label, async_op=True).wait   # type: ignore[no-any-return]
         if self._worker is not None:
-            return self._worker.submit(partial(algorithm, bucket.flat, self.group))
+            return self._worker.submit(partial(algorithm, bucket.flat, self._worker.group))
         algorithm(bucket.flat, self.group)
         return lambda: None   # its kernels are in the GPU's queue, where the stream keeps the order
 
@@ -311,7 +311,8 @@ class GradientReducer:
                     self._add_bucket(names)
 
     def _add_bucket(self, names: list[str]) -> None:
-        bucket = Bucket({name: self.owners[name] for name in names}, self.group, self.summing)
+        group = self._worker.group if self._worker else self.group
+        bucket = Bucket({name: self.owners[name] for name in names}, group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)
 

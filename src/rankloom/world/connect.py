@@ -19,6 +19,7 @@ from rankloom.base.topology import Topology
 from rankloom.base.units import seconds
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
+from rankloom.world.ledger import Ledger
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.process_group import build
@@ -164,10 +165,10 @@ class World(Group):
             group.close()
         super().close()
 
-    def _connect(self, ranks: tuple[int, ...], name: str, purpose: str = "group") -> Group:
+    def _connect(self, ranks: tuple[int, ...], name: str, purpose: str = "group", ledger: Ledger | None = None) -> Group:
         pg, inspector = self._join(ranks, self.rank, self.device, self.timeout, purpose)
         return Group(pg, ranks.index(self.rank), ranks, name=name, device=self.device, timeout=self.timeout, one_host=self.one_host,
-                     inspector=inspector, topology=self.topology.among(ranks), twin=partial(_twin, weakref.ref(self), ranks))
+                     inspector=inspector, topology=self.topology.among(ranks), twin=partial(_twin, weakref.ref(self), ranks), ledger=ledger)
 
     def _join(self, ranks: tuple[int, ...], me: int, device: torch.device, timeout: float,
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
@@ -188,8 +189,9 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     home = world()
     if home is None:
         raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
-    if home.backend == SHARED:   # it keeps the directions of messages apart itself (nccl.py)
-        return home if ranks == home.ranks else home._groups[ranks]
+    group = home if ranks == home.ranks else home._groups[ranks]
+    if home.backend == SHARED and home.device.type == "cuda":   # it keeps the directions of messages apart itself (nccl.py)
+        return group
     if ranks not in home._twins:
-        home._twins[ranks] = home._connect(ranks, "twin", "twin")
+        home._twins[ranks] = home._connect(ranks, group.name, "twin", group.ledger)
     return home._twins[ranks]

@@ -72,19 +72,20 @@ class Group:
 
     `rank` and `ranks` left out are the process group's own; `ranks` are numbers in the world, for messages. `device` is where this
     rank's tensors live; `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out;
-    `twin()` gives another connection of the same ranks, whose messages do not queue with those of this one.
+    `twin()` gives another connection of the same ranks, whose calls do not queue with those of this one; both enter into one `ledger`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,
                  name: str = "world", device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
-                 inspector: Inspector | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None):
+                 inspector: Inspector | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None,
+                 ledger: Ledger | None = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
         self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
         self.name, self.one_host, self.device, self.timeout = name, one_host, torch.device(device), seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self._process_group, self._inspector, self.twin = process_group, inspector, twin
         # Debug mode compares every call before it is made, which the short way leaves out.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
@@ -260,7 +261,7 @@ class Group:
         if self._at_once and not async_op and self._at_once.send(x, to, tag, label):
             return x
         peer = self._peer(to, tag)
-        self._require_movable(x, label or "send")
+        expect_movable(x, self.device, self.where(label or "send"))
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
         return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
@@ -270,7 +271,7 @@ class Group:
         if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
             return into
         peer = self._peer(frm, tag)
-        self._require_movable(into, label or "recv")
+        expect_movable(into, self.device, self.where(label or "recv"))
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
@@ -279,7 +280,7 @@ class Group:
             return into
         pg = self._connected(label or "exchange")
         self._peer(to, tag)   # before anything is begun
-        self._require_movable(out, label or "exchange")
+        expect_movable(out, self.device, self.where(label or "exchange"))
         out = untouched(out, into)   # by what arrives before it has left
         if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
@@ -291,7 +292,7 @@ class Group:
 
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
-        self._require_movable(into, label)
+        expect_movable(into, self.device, self.where(label))
         pg, device = self._connected(label), into.device
         self.ledger.add(Bill(sent=out.nbytes, messages=1))
         pg._start_coalescing(device)
@@ -372,7 +373,7 @@ class Group:
             return x.new_empty(shape) if self.size > 1 else x
         if out.shape != shape or out.dtype != x.dtype:
             raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
-        self._require_movable(out, label)
+        expect_movable(out, self.device, self.where(label))
         return out if self.size > 1 else out.copy_(x)
 
     def _connected(self, label: str) -> dist.ProcessGroup:
@@ -391,9 +392,6 @@ class Group:
             raise ShapeMismatch(f"{self.where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
                                 "equal slices along dim 0; pad it")
         return x.shape[0] // self.size
-
-    def _require_movable(self, x: Tensor, label: str) -> None:
-        expect_movable(x, self.device, self.where(label))
 
     def where(self, label: str) -> str:
         """This rank, a label and the group, as messages begin."""

@@ -208,9 +208,7 @@ def _second_connection(group: Group) -> Group:
     if group.twin is None:
         raise ConfigError(f"{group.where('pipeline')}: its backend delivers messages in one order only, and stages need a second "
                           "connection, which a process group made elsewhere cannot give; take the group from rl.init")
-    twin = group.twin()
-    twin.ledger = group.ledger
-    return twin
+    return group.twin()
 
 
 def _receiver(sent: Action) -> Action:
