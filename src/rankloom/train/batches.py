@@ -90,6 +90,13 @@ def expect_rows(rows: int, pieces: int, rank: int) -> None:
                          "give it at least one row for each, or accumulate less")
 
 
+def laid_out_anew(x: Tensor) -> Tensor:
+    """A copy without gaps, at an address of its own: on other addresses and strides kernels may round otherwise, and where a rank's rows
+    begin depends on how many its neighbours have.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _rows(x: Tensor, first: int, end: int) -> Tensor:
     return x[first:end]
 

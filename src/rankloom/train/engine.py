@@ -35,7 +35,7 @@ from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, laid_out_anew, map_tensors, rows_of
 from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, generator_now, runs_compiled, warn_of_equal_draws
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
@@ -248,7 +248,7 @@ class Engine:
         self.placement.begin_leaves(leaves)
         for leaf, piece in zip(run, cut_batch(mine, len(run), self.world_rank), strict=True):
             with self.placement.sync(False):
-                self.placement.take_leaf(leaf, self._forward_backward(piece, leaf))
+                self.placement.take_leaf(leaf, self._forward_backward(map_tensors(laid_out_anew, piece), leaf))
         return self.placement.finish(None)
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
