@@ -8,7 +8,7 @@
     powersgd             matrices as products of rank 4                      comm/power.py
     powersgd:16          ... of rank 16
 
-All but the first remember what they have lost and add it to the next buffer (error feedback), so each buffer has its own object.
+All remember what they have lost and add it to the next buffer (error feedback), so each buffer has its own object.
 """
 
 from collections.abc import Callable

@@ -109,29 +109,41 @@ INT8, INT4, ONE_BIT = Blocks(8, 256), Blocks(4, 128), Blocks(1, 256)
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """Every value in a float format of its own, summed in fp32. What rounding to 16 bits loses is small, and not remembered."""
+    """Every value in a float format of its own, summed in fp32."""
 
     dtype: torch.dtype
     block: int = 128
-    remembers: bool = False
 
     @property
     def record(self) -> int:
         """Bytes of a block."""
         return self.block * self.dtype.itemsize
 
+    @property
+    def remembers(self) -> bool:
+        """Whether anything is lost: fp32 is what values come in."""
+        return self.dtype.itemsize < torch.float32.itemsize
+
     def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
-        """See Format; `error` is left as it is."""
+        """See Format. A value that is not finite, or too large for the format, leaves its error as it is."""
         out[-1:].zero_()
-        out.view(self.dtype).view(-1)[: x.numel()].copy_(x)
+        sent = out.view(self.dtype).view(-1)[: x.numel()]
+        if error is None:
+            sent.copy_(x)
+            return
+        wanted = x + error
+        left = wanted.sub_(sent.copy_(wanted).float())
+        if x.device.type != "cpu" or not left.sum().isfinite():   # to choose for each value takes a CPU ten times as long as all else
+            left = torch.where(left.isfinite(), left, error)
+        error.copy_(left)
 
     def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
-        """See Format; `error` is left as it is."""
+        """See Format."""
         floats = inbox.view(self.dtype)
         total = floats[0].float()
         for addend in floats[1:]:
             total += addend
-        out.view(self.dtype).copy_(total)
+        self.quantise(total.view(-1), error, out)
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
         """See Format."""
