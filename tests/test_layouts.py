@@ -134,7 +134,7 @@ def test_slices_that_lie_on_the_host_are_said_to():
 
 @pytest.mark.parametrize(("words", "options", "message"), [
     (["--mesh.tenosr", "2"], {}, "--mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
-    (["--mesh.tensor", "3"], {}, "32 query heads do not divide by 3 ranks, and a head is never cut; choose tensor = 1, 2, 4, 8, 16 or 32"),
+    (["--mesh.tensor", "3"], {}, "[model] heads = 32 cannot be shared evenly by [mesh] tensor 3: 32 / 3 = 10.67"),
     (["--mesh.pipe", "40"], {}, "40 stages for a model of 34 pieces"),
     (["--mesh.tensor", "0"], {}, "--mesh.tensor: tensor = 0: must be greater than or equal to 1"),
     (["--mesh.expert", "2"], {}, "give --model.moe.experts"),

@@ -40,7 +40,7 @@ def test_a_minimal_file_gets_the_defaults(file):
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("axis", ["pipe", "context", "tensor"])
 def test_every_precision_goes_with_every_axis_as_in_prepare(file, axis, precision):
-    config = load_config(file(), [f"--mesh.{axis}", "2", "--train.precision", precision])
+    config = load_config(file(), ["--model.preset", "1M", f"--mesh.{axis}", "2", "--train.precision", precision])
     assert config.train.precision == precision
 
 
@@ -127,10 +127,11 @@ def test_a_mistake_in_an_override_names_the_flag(file, flags, message):
 
 
 def test_several_keys_of_a_section_may_stand_in_one_word(file):
-    apart = load_config(file(), ["--mesh.context", "2", "--mesh.tensor", "2", "--train.steps", "7", "--optimizer.betas", "[0.8,0.9]"])
+    text = MINIMAL + "[model]\npreset = '1M'\n"
+    apart = load_config(file(text), ["--mesh.context", "2", "--mesh.tensor", "2", "--train.steps", "7", "--optimizer.betas", "[0.8,0.9]"])
     for words in (["--mesh", "context=2,tensor=2", "--train", "steps=7", "--optimizer", "betas=[0.8,0.9]"],
                   ["--mesh=tensor=2,context=2", "--train.steps=7", "--optimizer=betas=[0.8,0.9]"]):
-        assert load_config(file(), words) == apart
+        assert load_config(file(text), words) == apart
 
 
 def test_every_wrong_key_has_its_line_in_the_one_error(file):
@@ -187,6 +188,24 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
 def test_an_option_that_would_have_no_effect_is_refused(file, flags):
     with pytest.raises(ConfigError):
         load_config(file(), flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh.tensor=2"], "[model] heads = 3 cannot be shared evenly by [mesh] tensor 2: 3 / 2 = 1.5 on each rank; the axis must"),
+        (["--mesh.tensor=2", "--model.heads=6", "--model.kv_heads=3"], "[model] kv_heads = 3 and [mesh] tensor 2: one must divide by the"),
+        (["--mesh.tensor=3", "--model.ffn=64"], "[model] ffn = 64 cannot be shared evenly by [mesh] tensor 3: 64 / 3 = 21.33"),
+        (["--mesh.pipe=7", "--model.layers=4"], "[mesh] pipe 7 needs 7 stages for a model of 6 pieces: the embedding, 4 layers"),
+        (["--mesh.pipe=4", "--model.layers=4", "--train.pipe=interleaved"], "pipe 4 needs 8 stages for a model of 6 pieces"),
+        (["--mesh.pipe=2", "--train.pipe=1f1v"], "--train.pipe: pipe = '1f1v': there is no schedule '1f1v'. Did you"),
+        (["--mesh.context=5", "--train.seq_len=4"], "[train] seq_len = 4 leaves some of [mesh] context 5 ranks without a token"),
+    ],
+)
+def test_a_mesh_that_cannot_cut_the_model_is_refused_with_the_numbers_before_any_rank_starts(file, flags, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(), ["--model.width=48", *flags])
+    assert message in str(caught.value)
 
 
 def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():
@@ -262,11 +281,11 @@ def test_a_given_shard_leaves_the_other_ranks_to_replicate(file):
 
 
 def test_rows_are_dealt_over_the_data_axes_only(file):
-    config = with_ranks(load_config(file(), ["--mesh.tensor", "2", "--mesh.context", "2", "--train.stage", "3"]), 8)
+    config = with_ranks(load_config(file(), ["--model.preset", "1M", "--mesh.tensor", "2", "--mesh.context", "2", "--train.stage", "3"]), 8)
     assert config.mesh.as_mesh() == Mesh(shard=2, context=2, tensor=2)
     assert config.batch().local == 4
-    with pytest.raises(MeshError, match="tensor 3 does not divide the 8 ranks"):
-        with_ranks(load_config(file(), ["--mesh.tensor", "3"]), 8)
+    with pytest.raises(MeshError, match="context 3 does not divide the 8 ranks"):
+        with_ranks(load_config(file(), ["--mesh.context", "3"]), 8)
 
 
 def test_experts_that_do_not_divide_and_an_axis_without_experts_are_told_with_the_arithmetic(file):

@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rankloom.base.compression import EXACT, expect_compression, expect_exact_steps, split_compression
-from rankloom.base.errors import ConfigError, MeshError
+from rankloom.base.errors import ConfigError, MeshError, did_you_mean
 from rankloom.base.mesh import Mesh
 from rankloom.base.units import LONGEST_TIMEOUT, parse_size
 from rankloom.models.config import GPTConfig, MoEConfig, preset
+from rankloom.parallel.pipeline.schedules import SCHEDULES
+from rankloom.parallel.pipeline.search import SEARCHED, stages_a_rank
 from rankloom.train.batch_size import LOGICAL_SHARDS, Batch, solve_batch
 from rankloom.train.budget import CHOICES, NONE
 
@@ -187,6 +189,13 @@ class Train(ConfigSection):
             raise ValueError("must be 'none', 'selective', 'full', or the bytes that activations may take, such as '24 GiB'")
         return policy
 
+    @field_validator("pipe")
+    @classmethod
+    def _known_schedule(cls, name: str | None) -> str | None:
+        if name not in (None, *SCHEDULES, *SEARCHED):
+            raise ValueError(f"there is no schedule {name!r}. {did_you_mean(str(name), [*SCHEDULES, *SEARCHED])}")
+        return name
+
     def logical_shards(self) -> int:
         """Into how many a batch is cut so that bits do not depend on the ranks; 0 where they may."""
         return LOGICAL_SHARDS if self.deterministic is True else int(self.deterministic)
@@ -291,10 +300,10 @@ class Config(ConfigSection):
                              f"{self.train.steps}")
         if self.data.baseline and not self.train.evaluate:
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
-        self.gpt(self.data.vocab_size or BYTES_VOCAB)
         self._expect_stage_and_shard_fit()
         self._expect_split_fits()
         self._expect_experts_for(self.mesh.expert)
+        self._expect_axes_fit(self.gpt(self.data.vocab_size or BYTES_VOCAB))
         if self.mesh.is_known() or self.mesh.shard is not None:
             self.batch()
             self._expect_shards_for(self.mesh.as_mesh().size)
@@ -334,9 +343,23 @@ class Config(ConfigSection):
         if ranks > 1 and moe is None:
             raise ValueError(f"[mesh] expert {ranks} spreads experts over ranks, and without [model.moe] there are none: "
                              "give --model.moe.experts, or --mesh.expert 1")
-        if moe is not None and moe.experts % ranks:
-            raise ValueError(f"[model.moe] experts = {moe.experts} cannot be shared evenly by [mesh] expert {ranks}: "
-                             f"{moe.experts} / {ranks} = {moe.experts / ranks:.4g} on each rank; the axis must divide them")
+        if moe is not None:
+            _expect_shared_evenly("[model.moe] experts", moe.experts, "expert", ranks)
+
+    def _expect_axes_fit(self, shape: GPTConfig) -> None:
+        pipe, context, tensor = self.mesh.pipe, self.mesh.context, self.mesh.tensor
+        _expect_shared_evenly("[model] heads", shape.heads, "tensor", tensor)
+        if shape.kv_heads % tensor and tensor % shape.kv_heads:
+            raise ValueError(f"[model] kv_heads = {shape.kv_heads} and [mesh] tensor {tensor}: one must divide by the other, for a rank's "
+                             "query heads to share its key-value heads")
+        if shape.moe is None:
+            _expect_shared_evenly("[model] ffn", shape.ffn, "tensor", tensor)
+        stages, pieces = pipe * stages_a_rank(self.train.pipe or "1f1b", None), shape.layers + 2
+        if pipe > 1 and stages > pieces:
+            raise ValueError(f"[mesh] pipe {pipe} needs {stages} stages for a model of {pieces} pieces: the embedding, {shape.layers} "
+                             "layers and the output; each stage takes one piece or more")
+        if self.train.seq_len < context:
+            raise ValueError(f"[train] seq_len = {self.train.seq_len} leaves some of [mesh] context {context} ranks without a token")
 
     def _expect_shards_for(self, ranks: int) -> None:
         shards = self.train.logical_shards()
@@ -357,3 +380,9 @@ class Config(ConfigSection):
         return solve_batch(
             self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
         )
+
+
+def _expect_shared_evenly(key: str, count: int, axis: str, ranks: int) -> None:
+    if count % ranks:
+        raise ValueError(f"{key} = {count} cannot be shared evenly by [mesh] {axis} {ranks}: "
+                         f"{count} / {ranks} = {count / ranks:.4g} on each rank; the axis must divide them")
