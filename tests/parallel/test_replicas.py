@@ -27,6 +27,19 @@ def test_equal_models_are_left_alone_and_nobody_is_warned(value):
     assert rl.simulate(3, body) == [[]] * 3
 
 
+@pytest.mark.parametrize("take", [rl.data_parallel, rl.fully_shard, make_replicas_equal])
+def test_one_model_in_the_hands_of_two_ranks_is_an_error_that_says_so(take):
+    shared = make()
+
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=r"rank [12] was given the very object that rank \d has as its model") as found:
+            take(make() if world.rank == 0 else shared, world)
+        return str(found.value)
+
+    assert len(set(rl.simulate(3, body))) == 1
+    rl.simulate(1, lambda world: take(shared, world))   # nothing was changed
+
+
 @pytest.mark.filterwarnings("ignore:the models of ranks")
 def test_models_with_other_values_take_those_of_rank_0_and_say_which_differed():
     def body(world):

@@ -66,8 +66,10 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:
-    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; see `_expect_plain_embeddings` too."""
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError when two ranks have been
+    given one object; see `_expect_plain_embeddings` too."""
     _expect_plain_embeddings(model, group.size)
+    _expect_own(model, group)
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
@@ -81,6 +83,20 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
         differ = [f"the same tensors in another order, {here} here where rank {first} has {there}"]
     problem = f"rank {group.world_rank} holds another model than rank {first}: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
+
+
+def _expect_own(model: nn.Module, group: Group) -> None:
+    """Ranks that are threads may hold the same object by accident, and would write over each other's gradients."""
+    holder = vars(model).setdefault("_held_by_rankloom", group.world_rank)   # in one go: the first of the threads
+    try:
+        holders = group.all_gather_object(holder, label="a model for each rank")
+    finally:
+        vars(model).pop("_held_by_rankloom", None)
+    for rank, holder in zip(group.ranks, holders):
+        if rank != holder:
+            raise ConfigError(f"rank {rank} was given the very object that rank {holder} has as its model: ranks of `rl.simulate` are "
+                              "threads, and each needs a model of its own. Make it inside of the body, or copy it there: "
+                              "`copy.deepcopy(model)`")
 
 
 def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
