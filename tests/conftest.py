@@ -39,6 +39,13 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_earlier_files_left_is_not_looked_at_again():
+    """A full collection takes as long as there are objects, and some tests ask for two."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup():
     """A test that draws without a seed of its own draws the same in any order of tests: a failure comes again."""
     torch.manual_seed(0)
