@@ -6,6 +6,7 @@
 Read train/placement.py before this file, and parallel/zero.py for the stages.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,12 @@ from rankloom.parallel.sharding import Experts, Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.train.alike import expect_alike, numbers_of
 from rankloom.train.engine import Settings
 from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
-from rankloom.train.split import PART_AXES
+from rankloom.train.split import PART_AXES, ROW_AXES
 from rankloom.train.stages import LocalStages, ShardedStages
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -36,7 +38,7 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
     placement = Whole(model, world, settings.precision, leaves=settings.leaves, **summing)
-    return placement, make_optimizer(build, placement.owners)
+    return placement, _made_alike(build, placement.owners, world)
 
 
 def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, strategy: ShardingStrategy, *, fill: FirstValues | None,
@@ -50,7 +52,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     device = torch.device("cpu") if strategy.offload else world.device
     stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
-    optimizer = make_optimizer(build, stand_ins)
+    optimizer = _made_alike(build, stand_ins, world)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
     cast_activations(model, settings.precision)
     if stages is not None:
@@ -72,6 +74,12 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     placement = _placement_of(model, sharding, world, settings, split, stages, stage=strategy.stage)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
+
+
+def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) -> Optimizer:
+    optimizer = make_optimizer(build, params)
+    expect_alike(world.group(*ROW_AXES), "optimizer", numbers_of(optimizer))
+    return optimizer
 
 
 def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,

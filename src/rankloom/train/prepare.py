@@ -35,6 +35,7 @@ from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
 from rankloom.shard.optimizer import Build
 from rankloom.shard.unit import Fill
+from rankloom.train.alike import expect_alike
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.budget import NONE
 from rankloom.train.compiled import compile_blocks, compiled_in_place
@@ -99,7 +100,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     offload_activations: what blocks keep for backward waits in the host's memory
     compile:         blocks go through torch.compile
     sink:            gets a StepDone after each step of this rank
-    raises:          ConfigError; ModelMismatch, on all ranks, when their models differ
+    raises:          ConfigError, on all ranks where they were given another way to train or optimizer; ModelMismatch, on all ranks, when
+                     their models differ
     """
     _check_types(model, world, loss=loss, schedule=schedule, sink=sink)
     model = compiled_in_place(model)
@@ -112,6 +114,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check_sums(world, settings, **summing)
     _check_stage(stage, summing | cutting | ({"units": AUTO} if changes_blocks and _classes(units) else {}))
     expect_kind(context)
+    expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
+                                         "deterministic": settings.leaves, **summing})
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
 
     if settings.leaves:
