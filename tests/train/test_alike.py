@@ -41,6 +41,14 @@ def test_rates_are_compared_at_every_stage(stage):
         rl.simulate(3, lambda world: start(world, rate=0.2 if world.rank == 2 else 0.1, stage=stage))
 
 
+def test_a_rate_that_is_a_tensor_is_compared_by_its_value():
+    """It may lie on the device of its rank."""
+    rate = lambda rank: torch.tensor(0.5, dtype=torch.float32 if rank else torch.float64)
+    rl.simulate(2, lambda world: start(world, rate=rate(world.rank)))
+    with pytest.raises(rl.ConfigError, match="rank 1 was given another optimizer than rank 0: lr of group 0 is 1.5, on rank 0 0.5"):
+        rl.simulate(2, lambda world: start(world, rate=rate(world.rank) + world.rank))
+
+
 def test_ranks_may_cut_their_rows_in_other_numbers_of_micro_batches():
     """One may have less memory than another: sums do not tell."""
     steps = rl.simulate(2, lambda world: start(world, accumulate=1 + world.rank).step(torch.ones(2, 2)).count)

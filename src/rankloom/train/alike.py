@@ -37,7 +37,8 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The rate, the decay ... of each group of parameters."""
+    """The rate, the decay ... of each group of parameters; a rate may be a tensor, on a device of its rank."""
     plain = int | float | str | tuple | list | None
-    return {f"{key} of group {at}": value for at, part in enumerate(optimizer.param_groups) for key, value in part.items()
-            if key not in ("params", "param_names") and (isinstance(value, plain) or (isinstance(value, Tensor) and value.numel() == 1))}
+    parts = [(at, key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+             for at, part in enumerate(optimizer.param_groups) for key, value in part.items() if key not in ("params", "param_names")]
+    return {f"{key} of group {at}": value for at, key, value in parts if isinstance(value, plain)}
