@@ -160,6 +160,74 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum_once(bucket_b
             assert counts[step] == [f"gradients of bucket {n}" for n in range(buckets)]
 
 
+def make_table() -> nn.Embedding:
+    return nn.Embedding.from_pretrained(torch.ones(5, 2, dtype=torch.float64), freeze=False)
+
+
+@pytest.mark.parametrize("make", [make_layers, make_table])
+def test_a_step_by_gradients_that_were_never_averaged_is_an_error(make):
+    def body(world):
+        replica = rl.data_parallel(make(), world)
+        optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+        x = torch.tensor([world.rank]) if isinstance(replica.module, nn.Embedding) else rows_of(world.rank)
+        for _ in range(2):   # in the first backward gradients are not in buckets yet
+            with replica.no_sync():
+                replica(x).sum().backward()
+            with pytest.raises(UnitError, match=rf"rank {world.rank}: .* by the gradient of this rank alone.*outside of `no_sync`"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()   # of nothing
+            with replica.no_sync():
+                replica(x).sum().backward()
+            replica(x).sum().backward()
+            optimizer.step()
+        return [param.detach() for param in replica.parameters()]
+
+    first, *others = rl.simulate(3, body)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_a_step_inside_of_no_sync_is_meant_for_this_rank_alone():
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+        with replica.no_sync():
+            square_loss(replica, world.rank, 0)
+            optimizer.step()
+        return replica.module[0].weight.detach()
+
+    first, second = rl.simulate(2, body)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("hooked", ["before", "after"])
+@pytest.mark.parametrize("engine", [False, True])
+def test_an_optimizer_that_steps_in_a_hook_of_backward_is_an_error(hooked, engine):
+    def body(world):
+        model = make_layers()
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+        def update(param):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        def hook():
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(update)
+
+        if hooked == "before":
+            hook()
+        run = (rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world) if engine
+               else rl.data_parallel(model, world))
+        if hooked == "after":
+            hook()
+        with pytest.raises(UnitError, match=r"rank \d: .*(gradient of this rank alone|a hook has taken the gradient)"):
+            run.step(rows_of(world.rank)) if engine else square_loss(run, world.rank, 0)
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("p", [2, 3])
 def test_two_backward_passes_without_no_sync_add_their_means(p):
     def body(world):

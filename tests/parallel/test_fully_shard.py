@@ -880,6 +880,26 @@ def test_after_an_exception_another_step_goes_as_if_nothing_had_happened(when, a
     expect_as_plain(interrupted, Mortal)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_step_while_gradients_wait_for_their_reduction_is_an_error(p):
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with model.no_sync():
+                mean_square(model, inputs()).backward()
+            with pytest.raises(UnitError, match=rf"rank {world.rank}: an optimizer steps before gradients are reduced"):
+                optimizer.step()
+            mean_square(model, inputs()).backward()
+            optimizer.step()
+        with model.no_sync():
+            mean_square(model, inputs()).backward()
+        model.zero_grad()
+        optimizer.step()
+
+    rl.simulate(p, body)
+
+
 @pytest.mark.parametrize("units", [True, "all", None, [Block], 3.5], ids=str)
 def test_units_that_are_no_policy_are_an_error(units):
     with pytest.raises(ConfigError, match=r"is no way to cut a model"):

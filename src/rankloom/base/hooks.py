@@ -1,7 +1,7 @@
 """Hooks on modules and parameters: those that users have made on what is about to be replaced, and ours on gradients."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,15 @@ def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str |
         if (method := weak()) is not None:
             method(*args, param)
 
+    vars(call)["waits"] = weak
     param.register_post_accumulate_grad_hook(call)
+
+
+def waiting_for(param: Tensor) -> Iterator[Any]:
+    """The objects whose methods `hook_gradient` has hooked on the parameter, as long as they live."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        if (weak := getattr(hook, "waits", None)) is not None and (method := weak()) is not None:
+            yield method.__self__
 
 
 class Kept(list[Any]):

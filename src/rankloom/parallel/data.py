@@ -17,6 +17,7 @@ from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
 from rankloom.world.group import Group
 
@@ -32,6 +33,7 @@ class DataParallel(nn.Module):
         for param in module.parameters():
             if param.requires_grad:
                 hook_gradient(param, self._queue_finish)
+        watch_optimizers()
         keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +50,10 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate; the first one outside reduces the sum."""
+        """Backward passes inside only accumulate; the first one outside reduces the sum.
+
+        An optimizer's step before that is an error outside, and one of this rank alone inside (local SGD).
+        """
         return self._reducer.sync(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

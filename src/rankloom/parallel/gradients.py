@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
@@ -62,6 +62,7 @@ class Bucket:
         self.open()
         self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
         self.waiting_for = set(owners)
+        self.apart = False   # whether it has gradients of this rank alone
         self.wait: Callable[[], Any] | None = None   # for its all-reduce, while that is on its way
         for name, owner in owners.items():
             gradient = gradients.pop(name)
@@ -102,6 +103,7 @@ class Bucket:
         owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
         """
         self.open()
+        self.apart = True
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if self.holds(name, gradient):       # accumulated in place by autograd
@@ -144,7 +146,7 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
-        self._arrivals: dict[str, None] = {}   # an ordered set: the order of the first backward
+        self._arrivals: dict[str, None] = {}   # an ordered set: gradients of this rank alone in no bucket; in the first backward all
         self._launched = 0
         self._worker = worker_beside(group) if self.summing.in_python and group.device.type == "cpu" and group.size > 1 else None
         for name, param in params.items():
@@ -163,6 +165,17 @@ class GradientReducer:
         """Forget all gradients; the next to land overwrites its place."""
         for owner in self.owners.values():
             owner.grad = None
+        self._none_apart()
+
+    def expect_summed(self, param: Tensor) -> None:
+        """Before an optimizer of the user's updates it: raise UnitError when the ranks would part, and nobody has asked for that."""
+        apart = bool(self._arrivals) or any(bucket.apart for bucket in self.buckets)
+        meant = self.scale != 1.0 and not self.syncing   # a step of each rank for itself, inside of `no_sync`
+        if apart and not meant and param.grad is not None and self.group.size > 1:
+            name = next(name for name, owner in self.owners.items() if owner is param)
+            raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
+                            "part: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
+                            "backward outside of `no_sync`; with `rl.prepare` its engine steps")
 
     def abandon(self) -> None:
         """Clear away a backward that died half way, so that the next step starts clean."""
@@ -205,6 +218,9 @@ class GradientReducer:
 
     @torch.no_grad()   # else it is part of a graph, where the backward makes one
     def _land(self, name: str, param: Tensor) -> None:
+        if param.grad is None:
+            raise UnitError(f"rank {self.group.world_rank}: a hook has taken the gradient of {name} away before it was summed over ranks. "
+                            "Hooks may read it or change it; let the optimizer forget it, after its step")
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
             bucket.land(name, param, owner, self.scale if self.syncing else 1.0)
@@ -296,6 +312,12 @@ class GradientReducer:
         self._launched = 0
         for bucket in self.buckets:
             bucket.waiting_for = {slot.name for slot in bucket.slots}
+        self._none_apart()
+
+    def _none_apart(self) -> None:
+        self._arrivals.clear()
+        for bucket in self.buckets:
+            bucket.apart = False
 
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""

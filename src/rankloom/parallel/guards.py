@@ -1,4 +1,6 @@
-"""What an optimizer of one's own must not do to a sharded model, seen just before and after each of its steps.
+"""What an optimizer of one's own must not do to a model of several ranks, seen just before and after each of its steps.
+
+Where gradients have not been summed yet it would part the ranks.
 
 One that was made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them:
 these are errors. Of any other the step waits, where ranks share memory, until all have ended their backward; after it the parameters
@@ -14,6 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankloom.base.errors import UnitError
+from rankloom.base.hooks import waiting_for
+from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
@@ -24,18 +28,19 @@ def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
     """From now on an optimizer of these parameters, which are the model's own and not slices, raises UnitError in its step."""
     for name, param in params.items():
         setattr(param, CUT, name)
-    _watch_optimizers()
+    watch_optimizers()
 
 
 def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """From now on the model's parameters follow these slices after each step of an optimizer of them."""
     for owner in owners:
         setattr(owner, OWNED, sharding)
-    _watch_optimizers()
+    watch_optimizers()
 
 
 @cache
-def _watch_optimizers() -> None:
+def watch_optimizers() -> None:
+    """From now on every optimizer of this process is seen; that suffices for gradients that a `GradientReducer` sums."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -46,13 +51,27 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if name := getattr(param, CUT, None):
                 raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model "
                                 "was sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
+            for reducer in _reducers(param):
+                reducer.expect_summed(param)
     followers = _followers(optimizer)
     if followers and not is_elementwise(optimizer):
         raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but the parameters of a sharded model are flat slices. "
                         "`rl.prepare` gives it whole ones; if what it does to an element depends on that element only, say so by an "
                         "attribute of the class: elementwise = True")
     for sharding in followers:
+        _expect_reduced(sharding)
         sharding.wait_for_readers()
+
+
+def _reducers(param: torch.Tensor) -> list[GradientReducer]:
+    return [who for who in waiting_for(param) if isinstance(who, GradientReducer)]
+
+
+def _expect_reduced(sharding: Sharding) -> None:
+    if sharding.syncing and any(gradient.landed for gradient in sharding.gradients()):
+        raise UnitError(f"rank {sharding.group.world_rank}: an optimizer steps before gradients are reduced, and would find none: the last "
+                        "backward ran inside of `no_sync`, or died. Step after a backward outside of `no_sync`, or forget the gradients: "
+                        "`sharded.zero_grad()`")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

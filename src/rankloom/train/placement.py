@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.values import difference, shapes_in
 from rankloom.shard.optimizer import Optimizer, Piece
@@ -115,6 +116,7 @@ class Whole:
             self._masters.params, group, owners=self.owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
             by_rows=embeddings(model))
         self._reducer.syncing = False   # a backward outside of a step is none of its gradients
+        watch_optimizers()
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """A forward needs nobody else."""
