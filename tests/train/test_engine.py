@@ -680,11 +680,16 @@ def test_an_activation_may_be_a_script_and_one_with_parameters_is_refused_by_nam
     assert rl.simulate(2, body) == [1, 1]
 
 
-def test_a_model_that_was_refused_because_of_another_argument_may_be_prepared():
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"stage": 7}, "stage=7 is none of 0"),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer must be a function of the parameters"),
+    ({"recompute": "full"}, "Line has no blocks that stand in a list"),
+    ({"stage": 3, "units": nn.Conv2d}, "finds no module in this model")])
+def test_a_model_that_was_refused_because_of_another_argument_may_be_prepared(wrong, words):
     def body(world):
         model = Line()
-        with pytest.raises(rl.ConfigError, match="stage=7 is none of 0"):
-            prepare(world, model, stage=7)
+        with pytest.raises(rl.ConfigError, match=words):
+            prepare(world, model, **wrong)
         return prepare(world, model).step(rows(4)).step
 
     assert rl.simulate(2, body) == [1, 1]

@@ -118,15 +118,20 @@ def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.devi
     return made
 
 
+def expect_build(build: Any) -> None:
+    """Raise ConfigError for an optimizer in place of a function that makes one."""
+    if isinstance(build, torch.optim.Optimizer) or not callable(build):
+        raise ConfigError("optimizer must be a function of the parameters, for example `lambda p: torch.optim.AdamW(p, lr=3e-4)`: "
+                          "rankloom decides which tensors it updates")
+
+
 def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> Optimizer:
     """What the user's function makes of `params`: a torch optimizer; of a list of them, `Optimizers`.
 
     params: owners, or stand-ins for them
     raises: ConfigError
     """
-    if isinstance(build, torch.optim.Optimizer) or not callable(build):
-        raise ConfigError("optimizer must be a function of the parameters, for example `lambda p: torch.optim.AdamW(p, lr=3e-4)`: "
-                          "rankloom decides which tensors it updates")
+    expect_build(build)
     made = build(list(params.values()))
     parts = list(made) if isinstance(made, list | tuple) else [made]
     if not parts or not all(hasattr(part, "param_groups") for part in parts):

@@ -31,12 +31,13 @@ from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import expect_not_averaged, expect_same_tensors, make_replicas_equal
-from rankloom.parallel.wrapping import AUTO, Policy
+from rankloom.parallel.wrapping import AUTO, Policy, section_names
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
-from rankloom.shard.optimizer import Build
+from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill
 from rankloom.train.alike import expect_alike
 from rankloom.train.batch_size import LOGICAL_SHARDS
+from rankloom.train.blocks import blocks_of
 from rankloom.train.budget import NONE
 from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
@@ -103,6 +104,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     raises:          ConfigError, on all ranks where they were given another way to train or optimizer; ModelMismatch, on all ranks, when
                      their models differ
     """
+    expect_build(optimizer)
     _check_types(model, world, loss=loss, schedule=schedule, sink=sink)
     model = compiled_in_place(model)
     settings = Settings(loss, accumulate, clip, precision_named(precision), _leaves(deterministic, world, accumulate), schedule, world)
@@ -113,6 +115,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check(model, world, settings, pipe)
     _check_sums(world, settings, **summing)
     _check_stage(stage, summing | cutting | ({"units": AUTO} if changes_blocks and _classes(units) else {}))
+    _check_blocks(model, world, stage, units, changes_blocks)
     expect_kind(context)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
                                          "deterministic": settings.leaves, **summing})
@@ -296,3 +299,11 @@ def _check_stage(stage: int, asked: Mapping[str, Any]) -> None:
         if repr(asked[name]) != repr(default) and stage not in stages:   # 1 is equal to True, and asks for something else
             raise ConfigError(f"{name}={asked[name]!r} has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
+
+
+def _check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool) -> None:
+    """Whether they are found; on a split mesh modules become others first."""
+    if changes_blocks and not is_split(world):
+        blocks_of(model, _classes(units))
+    if stage and not is_split(world):
+        section_names(model, units)
