@@ -108,8 +108,20 @@ def test_a_sum_with_a_count_passes_also_of_one_row_and_with_dropout():
 
 def test_a_sum_of_random_numbers_is_not_taken_for_a_mean():
     """As of a model that adds noise, or of diffusion: here the halves happen to add up to nearly twice the whole."""
-    drawn = iter([25.3, 20.8, 25.3, 31.7])
+    drawn = iter([23.1, 20.8, 25.3, 31.7])
     judge(lambda model, x: (model(x).sum() * 0 + next(drawn), len(x)))
+
+
+def test_a_sum_over_a_model_that_takes_another_branch_for_each_half_is_not_taken_for_a_mean():
+    """Its halves may add up to nearly twice the whole."""
+    judge(lambda model, x: (torch.tensor({3: 11.7, 2: 5.2, 1: 14.5}[len(x)]), len(x)), rows=3)
+
+
+def test_a_mean_over_what_is_not_padding_is_refused_though_all_tokens_are_counted():
+    losses, kept = torch.tensor([[5.5, 5.6], [5.4, 5.7], [5.5, 5.2], [5.6, 0.0]]), torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]])
+    parts = iter([slice(0, 4), slice(0, 2), slice(2, 4), slice(0, 4)])
+    with pytest.raises(rl.LossError, match="mean, not their sum"):
+        judge(lambda model, x: (losses[part := next(parts)].sum() / kept[part].sum(), losses[part].numel()), rows=4)
 
 
 def test_a_mean_over_one_item_is_its_sum():
@@ -135,7 +147,7 @@ def test_the_engine_refuses_a_mean_before_the_first_step(rows):
 def test_all_ranks_compute_a_loss_again_where_it_seems_a_mean_on_one():
     """At stage 3 a forward is a collective: a rank that looked alone would wait for ever."""
     plain = nn.Linear(4, 2)
-    drawn = {0: iter([25.3, 20.8, 25.3, 31.7]), 1: iter([20.0, 10.0, 10.0, 20.0])}   # one seems a mean, until it is another; one is a sum
+    drawn = {0: iter([23.1, 20.8, 25.3, 31.7]), 1: iter([20.0, 10.0, 10.0, 20.0])}   # one seems a mean, until it is another; one is a sum
 
     def body(world):
         calls = []

@@ -27,7 +27,7 @@ from rankloom.train.batches import cut_batch, rows_of
 from rankloom.train.compiled import is_compiled
 from rankloom.world.group import Group
 
-MEAN_IF_WITHIN = 0.5    # of 2: the halves of a batch have means of their own
+MEAN_IF_WITHIN = 0.02   # of the whole: a mean over what is not padding weighs halves by numbers that nobody tells
 PROCESS = secrets.token_hex(8)   # with its number: simulated ranks share both, and torch's generator
 SAME_IF_WITHIN = 1e-2   # of a loss: 16 bits and kernels without a fixed order leave less between two runs
 
@@ -50,8 +50,9 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
 def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int, on_any: Callable[[bool], bool]) -> None:
     """Raise when the loss function seems to return a mean, though it counts as for a sum.
 
-    Two halves of a batch add up to the whole for a sum; for a mean they add up to twice the whole. A loss that differs when it is
-    computed again draws random numbers, and is not judged. It is called without dropout and with gradients on. Nothing is checked on
+    Two halves of a batch add up to the whole for a sum; of a mean the whole lies between them, where their items or rows weigh it. (Twice
+    the whole alone is no sign: a model may take another branch for each half.) A loss that differs when it is computed again draws
+    random numbers, and is not judged. It is called without dropout and with gradients on. Nothing is checked on
     one row, or of a compiled model, which would be compiled again for the halves.
     on_any: whether something holds on any rank
     raises: LossError
@@ -61,8 +62,10 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
         return
     with evaluating(model):
         (whole, count), *halves = [totals_of(part) for part in (piece, *cut_batch(piece, 2, rank))]
-        twice, counted = (halves[0] + halves[1]).tolist()
-        suspect = counted == count > 1 and bool(whole) and abs(twice / whole.item() - 2.0) < MEAN_IF_WITHIN
+        counts = [half[1].item() for half in halves]
+        suspect = sum(counts) == count > 1 and bool(whole) and any(
+            abs((part[0] * halves[0][0] + part[1] * halves[1][0]) / (sum(part) * whole) - 1.0) < MEAN_IF_WITHIN
+            for part in (counts, (rows - rows // 2, rows // 2)))
         if not on_any(suspect):   # else all ranks compute it again, for a forward may be a collective
             return
         again, _ = totals_of(piece)
