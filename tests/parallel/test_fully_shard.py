@@ -5,6 +5,7 @@ The bound is that of test_equivalence.py, fp64 to 1e-12: the same terms, added i
 
 import contextlib
 import copy
+import io
 import math
 import time
 from dataclasses import dataclass
@@ -804,6 +805,11 @@ def test_a_sharded_model_cannot_be_cast_or_moved(cast, size):
     plainly(plain, adamw(plain.parameters()), inputs())
     for state in rl.simulate(size, body):
         torch.testing.assert_close(state["first.weight"], plain.state_dict()["first.weight"], rtol=1e-12, atol=1e-12)
+
+
+def test_a_sharded_model_cannot_be_pickled():
+    with pytest.raises(UnitError, match=r"cannot be pickled.*Save `state_dict\(\)`"):
+        rl.simulate(1, lambda world: torch.save(rl.fully_shard(made(), world), io.BytesIO()))
 
 
 def test_a_sharded_model_cannot_be_copied():

@@ -128,6 +128,10 @@ class FullySharded(nn.Module):
     def __deepcopy__(self, memo: Any) -> "FullySharded":
         raise UnitError("a sharded model cannot be copied: its slices belong to a group of ranks. Copy `state_dict()`, or its parameters()")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnitError("a sharded model cannot be pickled, as `torch.save(model)` does: its slices belong to a group of ranks. Save "
+                        "`state_dict()`, which all ranks call")
+
     def _finish(self) -> None:
         if self._sharding.syncing:
             self._sharding.agree()
