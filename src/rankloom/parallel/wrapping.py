@@ -33,7 +33,8 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
         blocks = set(repeated_blocks(model))
         found = [name for name in named if name in blocks]
     elif isinstance(policy, bool | str) or not (isinstance(policy, int | type | tuple) or callable(policy)):
-        raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class, a number of parameters, or a function")
+        raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class or a tuple of them, a number of "
+                          "parameters, or a function")
     elif isinstance(policy, int):
         found = _by_size(model, policy)
     elif isinstance(policy, type | tuple):
