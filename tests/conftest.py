@@ -1,6 +1,7 @@
 """What holds for the whole run: signals that can be sent, what simulated ranks talk over, and a table at its end."""
 
 import gc
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from rankloom.world.group import Group
-from rankloom.world.simulate import simulate
+from rankloom.world.simulate import _Simulation, simulate
 
 NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
@@ -26,6 +27,22 @@ def pytest_configure():
             signal.signal(each, handler)
     if torch.version.cuda and not torch.cuda.is_available():   # torch would replace this guard under the threads that use it, and crash
         torch._C._ensureCUDADeviceGuardSet = lambda: None
+
+
+def pytest_sessionstart():
+    """Of several workers, each lets its simulated ranks share one core: threads of one interpreter that run on two hand it to each
+    other at every operator of torch, for a fifth more processor time.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores, run = sorted(os.sched_getaffinity(0)), _Simulation._one
+
+    def run_on_one_core(simulation, rank):
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})   # of this thread, which ends with the rank
+        run(simulation, rank)
+
+    _Simulation._one = run_on_one_core
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """Every word of a plan, on small modules: what it cuts is the plain module, value and gradient; what it cannot cut it says."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -426,7 +427,7 @@ def test_a_matrix_tied_to_one_that_the_plan_does_not_name_is_refused():
 def test_a_weight_that_is_computed_from_other_parameters_is_refused(norm, word):
     pair = Pair(norm(nn.Linear(6, 6)), nn.Linear(6, 6))
     with pytest.raises(ConfigError, match="first: its weight is computed from other parameters"):
-        rl.simulate(2, lambda world: rl.tensor_parallel(pair, {"first": word}, world))
+        rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(pair), {"first": word}, world))
 
 
 @pytest.mark.parametrize(("put_on", "said"), [
