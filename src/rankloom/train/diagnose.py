@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankloom.base.errors import ConfigError, LossError, NonFinite
+from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating
-from rankloom.train.batches import cut_batch, rows_of
+from rankloom.parallel.build import digest
+from rankloom.train.batches import cut_batch, map_tensors, rows_of
 from rankloom.train.compiled import is_compiled
 from rankloom.world.group import Group
 
+EQUAL_IF_WITHIN = 1e-4   # of a loss: what kernels without a fixed order leave between ranks that computed the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over what is not padding weighs halves by numbers that nobody tells
 PROCESS = secrets.token_hex(8)   # with its number: simulated ranks share both, and torch's generator
 SAME_IF_WITHIN = 1e-2   # of a loss: 16 bits and kernels without a fixed order leave less between two runs
@@ -73,6 +75,42 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
                         f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
+
+
+def expect_same_rows(group: Group, batch: Any) -> None:
+    """Before the first step: raise BatchError, on all ranks of one model, when they bring other rows. A collective.
+
+    group: the ranks that share every row
+    """
+    if group.size == 1:
+        return
+    mine: list[list[Any]] = []
+    map_tensors(lambda t: mine.append([list(t.shape), digest(t)]), batch)
+    first, *others = group.all_gather_object(mine, label="the same rows")
+    for rank, theirs in zip(group.ranks[1:], others, strict=True):
+        if theirs != first:
+            at = next((at for at, (one, other) in enumerate(zip(first, theirs)) if one != other), min(len(first), len(theirs)))
+            shown = [f"of shape {tensors[at][0]}" if at < len(tensors) else "missing" for tensors in (theirs, first)]
+            raise BatchError(f"rank {rank} brought other rows to the first step than rank {group.ranks[0]}: tensor {at} of its batch is "
+                             f"{shown[0]}, there {shown[1]}, with other values. Along the axes pipe, context and tensor ranks hold one "
+                             "model between them, and bring the same rows: deal these by `engine.group.rank` of `engine.group.size`, not "
+                             "by the rank in the world")
+
+
+def expect_same_loss(group: Group, totals: Tensor) -> None:
+    """In the first step, before the update: raise LossError, on all ranks, when those that compute one loss have different ones.
+
+    group:  the ranks that hold parts of the same layers
+    totals: [loss sum, count]
+    """
+    if group.size == 1:
+        return
+    found = group.all_gather(totals[:2].clone(), label="the same loss").view(group.size, 2)[:, 0].tolist()
+    rank, other = max(zip(group.ranks, found), key=lambda each: abs(each[1] - found[0]))
+    if abs(other - found[0]) > EQUAL_IF_WITHIN * max(map(abs, found)):
+        raise LossError(f"the loss of the same rows is {found[0]:g} on rank {group.ranks[0]} and {other:g} on rank {rank}, which hold "
+                        "parts of the same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on "
+                        "weights to the optimizer (weight_decay). Noise must be the same on these ranks: seed torch by `engine.group.rank`")
 
 
 def runs_compiled(model: nn.Module) -> bool:

@@ -36,13 +36,24 @@ from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, laid_out_anew, map_tensors, rows_of
-from rankloom.train.diagnose import alike_on_any_ranks, expect_sum, explain_non_finite, generator_now, runs_compiled, warn_of_equal_draws
+from rankloom.train.diagnose import (
+    alike_on_any_ranks,
+    expect_same_loss,
+    expect_same_rows,
+    expect_sum,
+    explain_non_finite,
+    generator_now,
+    runs_compiled,
+    warn_of_equal_draws,
+)
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, peak_memory
 from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
+from rankloom.train.split import SHARING_AXES
+from rankloom.world.connect import World
 from rankloom.world.group import Group
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -79,7 +90,7 @@ class Settings:
     precision: Precision
     leaves: int                                # logical shards; 0: the order of addition is free
     schedule: Callable[[int], float] | None
-    world: Group                               # all ranks of the job
+    world: World                               # all ranks of the job
     recompute: Recompute | None = None         # what each block keeps; it can be printed
     float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in eight bits
 
@@ -123,11 +134,15 @@ class Engine:
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
         batch = as_given(batch, self.settings.accumulate, self.world_rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-        if self.steps_done == 0:
+        is_first = self.steps_done == 0
+        if is_first:
+            expect_same_rows(self.settings.world.group(*SHARING_AXES), batch)
             self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
         before = self.placement.waited
         totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
         exposed = self.placement.waited - before
+        if is_first:
+            expect_same_loss(self.settings.world.group("tensor"), totals)
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
