@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.models.gpt import GPT, GPTConfig, initial_values
+from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 
 SHAPE = GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24)
@@ -18,15 +18,18 @@ def rows(rank: int, n: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[:, :-1], drawn[:, 1:]
 
 
+def prepare(model: nn.Module, world: rl.World, loss, **more) -> rl.Engine:
+    return rl.prepare(model, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world, **more)
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}, {"pipe": 2}, {"replicate": 2, "tensor": 2}, {"pipe": 2, "tensor": 2}])
 @pytest.mark.parametrize("cut", [False, True], ids=["a batch", "micro-batches"])
 def test_rows_dealt_by_the_rank_in_the_world_are_refused_before_the_first_step(axes, cut):
     """Each rank computed with parts of another's activations, and the loss fell a little."""
     def body(world):
         model = GPT(SHAPE)
-        initial_values(model, seed=0)
         before = copy.deepcopy(model.state_dict())
-        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world, accumulate=2)
+        engine = prepare(model, world, language_model_loss, accumulate=2)
         with pytest.raises(rl.BatchError, match="rank [13] brought other rows .* than rank [02]: tensor 0 .*`engine.group.rank`"):
             engine.step([rows(world.rank), rows(world.rank + 8)] if cut else rows(world.rank))
         after = engine.full_state_dict()["model"]
@@ -35,6 +38,19 @@ def test_rows_dealt_by_the_rank_in_the_world_are_refused_before_the_first_step(a
         assert engine.step([rows(shared), rows(shared + 8)] if cut else rows(shared)).count > 0
 
     rl.simulate(rl.Mesh(**axes), body)
+
+
+def test_a_run_that_goes_on_is_told_too():
+    def body(world):
+        start = lambda: prepare(GPT(SHAPE), world, language_model_loss)
+        before, after = start(), start()
+        before.step(rows(0))
+        after.load_full_state_dict(before.full_state_dict())
+        with pytest.raises(rl.BatchError, match="brought other rows"):
+            after.step(rows(world.rank))
+        before.step(rows(world.rank))   # each later batch would cost a message and a pass
+
+    rl.simulate(rl.Mesh(tensor=2), body)
 
 
 class Two(nn.Module):
@@ -55,9 +71,7 @@ def penalised(model, x):
 def test_a_loss_that_reads_parts_of_parameters_is_refused_before_the_update():
     """Its value was that of rank 0's parts."""
     def body(world):
-        model = Two()
-        engine = rl.prepare(model, loss=penalised, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world,
-                            tensor_plan={"up": "colwise", "down": "rowwise"})
+        engine = prepare(Two(), world, penalised, tensor_plan={"up": "colwise", "down": "rowwise"})
         with pytest.raises(rl.LossError, match=r"on rank 0 and .* on rank 1, .*weight_decay"):
             engine.step(torch.ones(2, 4))
         assert torch.equal(engine.full_state_dict()["model"]["down.weight"], Two().down.weight)
@@ -69,8 +83,7 @@ def test_noise_of_a_ranks_own_where_ranks_compute_one_loss_is_refused():
     def body(world):
         draws = torch.Generator().manual_seed(world.rank)
         loss = lambda model, x: ((model(x) + torch.randn(2, 4, generator=draws)).square().sum(), len(x))
-        engine = rl.prepare(Two(), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world,
-                            tensor_plan={"up": "colwise", "down": "rowwise"})
+        engine = prepare(Two(), world, loss, tensor_plan={"up": "colwise", "down": "rowwise"})
         with pytest.raises(rl.LossError, match="Noise must be the same on these ranks"):
             engine.step(torch.ones(2, 4))
 

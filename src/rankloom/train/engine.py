@@ -106,6 +106,7 @@ class Engine:
                  tokens: Group, dropout: DropoutKey, sink: Sink | None):
         self.model, self.group, self.tokens, self.settings, self.sink = model, group, tokens, settings, sink
         self.steps_done = 0
+        self._is_first = True   # step since `prepare`, also of a run that goes on
         self.scale = UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
@@ -134,15 +135,16 @@ class Engine:
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
         batch = as_given(batch, self.settings.accumulate, self.world_rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-        is_first = self.steps_done == 0
-        if is_first:
+        if self._is_first:
             expect_same_rows(self.settings.world.group(*SHARING_AXES), batch)
+        if self.steps_done == 0:
             self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
         before = self.placement.waited
         totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
         exposed = self.placement.waited - before
-        if is_first:
+        if self._is_first:
             expect_same_loss(self.settings.world.group("tensor"), totals)
+            self._is_first = False
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
