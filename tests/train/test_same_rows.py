@@ -1,6 +1,7 @@
-"""Ranks that hold one model between them must bring the same rows, and find the same loss: nothing else would tell."""
+"""Ranks that hold one model between them must bring the same rows, and find the same loss; others rows of their own: nothing else tells."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_a_run_that_goes_on_is_told_too():
         before.step(rows(world.rank))   # each later batch would cost a message and a pass
 
     rl.simulate(rl.Mesh(tensor=2), body)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 3}, {"deterministic": True}])
+def test_rows_that_were_not_dealt_are_a_warning_in_the_first_step(settings):
+    """Each of four ranks ran over all data, and an epoch took as long as on one."""
+    def body(world, key, steps=1):
+        engine = prepare(Two(), world, lambda model, x: (model(x).square().sum(), len(x)), **settings)
+        for step in range(steps):
+            engine.step(torch.randn(8, 4, generator=torch.Generator().manual_seed(key(world.rank) if step == 0 else 9)))
+
+    with pytest.warns(UserWarning, match=r"ranks \[0, 2\] brought the same rows to the first step, so each row counts 2 times"):
+        rl.simulate(3, lambda world: body(world, lambda rank: rank % 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rl.simulate(3, lambda world: body(world, lambda rank: rank, steps=2))
+        rl.simulate(2, lambda world: prepare(Two(), world, lambda model, x: (model(x).square().sum(), len(x))).step(torch.ones(2, 4)))
+        rl.simulate(1, lambda world: body(world, lambda rank: rank))
 
 
 class Two(nn.Module):

@@ -77,24 +77,43 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any,
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
-def expect_same_rows(group: Group, batch: Any) -> None:
-    """Before the first step: raise BatchError, on all ranks of one model, when they bring other rows. A collective.
+def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
+    """Before the first step: BatchError, on all ranks of one model, when they bring other rows; a warning when ranks bring the same ones
+    that should each bring their own. A collective of both groups.
 
-    group: the ranks that share every row
+    sharing: the ranks that share every row
+    dealt:   the ranks that rows are dealt over
     """
-    if group.size == 1:
-        return
-    mine: list[list[Any]] = []
-    map_tensors(lambda t: mine.append([list(t.shape), digest(t)]), batch)
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
+    if sharing.size > 1:
+        _expect_same_rows(sharing, mine)
+    if dealt.size > 1:   # all ones are the same on the ranks of any example
+        varied = any(x.numel() > 1 and digest(x[(0,) * x.dim()].expand(x.shape)) != seen for x, (_, seen) in zip(tensors, mine))
+        _warn_of_equal_rows(dealt, mine if varied else None)
+
+
+def _expect_same_rows(group: Group, mine: list[list[Any]]) -> None:
     first, *others = group.all_gather_object(mine, label="the same rows")
     for rank, theirs in zip(group.ranks[1:], others, strict=True):
         if theirs != first:
             at = next((at for at, (one, other) in enumerate(zip(first, theirs)) if one != other), min(len(first), len(theirs)))
-            shown = [f"of shape {tensors[at][0]}" if at < len(tensors) else "missing" for tensors in (theirs, first)]
+            shown = [f"of shape {found[at][0]}" if at < len(found) else "missing" for found in (theirs, first)]
             raise BatchError(f"rank {rank} brought other rows to the first step than rank {group.ranks[0]}: tensor {at} of its batch is "
                              f"{shown[0]}, there {shown[1]}, with other values. Along the axes pipe, context and tensor ranks hold one "
                              "model between them, and bring the same rows: deal these by `engine.group.rank` of `engine.group.size`, not "
                              "by the rank in the world")
+
+
+def _warn_of_equal_rows(group: Group, mine: list[list[Any]] | None) -> None:
+    holders: dict[str, list[int]] = {}
+    for rank, theirs in zip(group.ranks, group.all_gather_object(mine, label="rows of one's own"), strict=True):
+        holders.setdefault(str(theirs), []).append(rank)
+    alike = max((ranks for theirs, ranks in holders.items() if theirs != "None"), key=len, default=[])
+    if group.rank == 0 and len(alike) > 1:
+        warnings.warn(f"ranks {alike} brought the same rows to the first step, so each row counts {len(alike)} times. Deal them: "
+                      "`engine.group.rank` of `engine.group.size` says which are this rank's", stacklevel=4)   # of `engine.step`
 
 
 def expect_same_loss(group: Group, totals: Tensor) -> None:

@@ -38,8 +38,8 @@ from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, laid_out_anew, map_tensors, rows_of
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
+    compare_rows,
     expect_same_loss,
-    expect_same_rows,
     expect_sum,
     explain_non_finite,
     generator_now,
@@ -99,12 +99,11 @@ class Engine:
     """A model in training. Made by `prepare`.
 
     group:  the ranks that rows are dealt over; along other axes ranks bring the same rows
-    tokens: the ranks over which losses and counts add up
     """
 
     def __init__(self, model: nn.Module, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
                  tokens: Group, dropout: DropoutKey, sink: Sink | None):
-        self.model, self.group, self.tokens, self.settings, self.sink = model, group, tokens, settings, sink
+        self.model, self.group, self.settings, self.sink = model, group, settings, sink
         self.steps_done = 0
         self._is_first = True   # step since `prepare`, also of a run that goes on
         self.scale = UNMEASURED
@@ -136,7 +135,7 @@ class Engine:
         batch = as_given(batch, self.settings.accumulate, self.world_rank)
         batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
         if self._is_first:
-            expect_same_rows(self.settings.world.group(*SHARING_AXES), batch)
+            compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
         if self.steps_done == 0:
             self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
         before = self.placement.waited
@@ -234,6 +233,11 @@ class Engine:
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
         self._running.forget_changes()   # what has been loaded is no change of this step
+
+    @property
+    def tokens(self) -> Group:
+        """The ranks over which losses and counts add up, and running statistics are averaged."""
+        return self._running.group
 
     @property
     def world_rank(self) -> int:
