@@ -591,6 +591,7 @@ def test_a_group_may_be_closed_by_another_thread_while_a_handle_is_waited_for():
             def wait(self):
                 world.close()
 
+        world.barrier()   # who closes before its peer has connected cuts that off
         return world._keep(Handle(world, "on its way", [Work(), Work()], lambda: torch.ones(1))).wait().item()
 
     assert rl.simulate(2, body) == [1.0, 1.0]
