@@ -101,7 +101,8 @@ def deal(world: rl.World, held: list[int], leaves: int):
     first = sum(held[: world.rank])
     x = torch.arange(first, first + held[world.rank])
     batch = {"x": x, "mask": x % 2 == 0, "y": [x[:, None].float() * torch.ones(2, 3).t()[:1]]}   # bools, and a tensor with gaps
-    mine, used = deal_leaves(batch, world, leaves)
+    mine, first, used = deal_leaves(batch, world, leaves)
+    assert mine["x"][:1].tolist() == [first][:len(mine["x"])]
     assert torch.equal(mine["mask"], mine["x"] % 2 == 0) and torch.equal(mine["y"][0][:, 0], mine["x"].float())
     return mine["x"].tolist(), used
 
@@ -125,7 +126,7 @@ def test_columns_are_dealt_by_their_names_in_whatever_order_a_rank_has_them():
     def body(world):
         batch = {name: torch.full((1 + 2 * world.rank,), value) for name, value in (("tokens", 1), ("targets", 2))}
         given = dict(reversed(batch.items())) if world.rank else batch
-        mine, _ = deal_leaves(given, world, 2)
+        mine, _, _ = deal_leaves(given, world, 2)
         return list(mine) == list(given), {name: t.tolist() for name, t in mine.items()}
 
     assert rl.simulate(2, body) == [(True, {"tokens": [1, 1], "targets": [2, 2]})] * 2

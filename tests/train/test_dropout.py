@@ -18,9 +18,9 @@ from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
 
 
-def mask(seed=0, step=0, microbatch=0, name="drop", p=0.5, n=1000, calls=1) -> torch.Tensor:
+def mask(seed=0, step=0, row=0, name="drop", p=0.5, n=1000, calls=1) -> torch.Tensor:
     key = DropoutKey(seed)
-    key.move_to(step, microbatch)
+    key.move_to(step, range(row, row + 1))
     module = KeyedDropout(p, name, key)
     return [module(torch.ones(n)) for _ in range(calls)][-1]
 
@@ -31,7 +31,7 @@ def test_equal_keys_give_equal_masks_whatever_the_global_generator_does():
     assert torch.equal(first, mask())
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"microbatch": 1}, {"name": "other"}, {"calls": 2}])
+@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 1}, {"row": 1}, {"name": "other"}, {"calls": 2}])
 def test_every_part_of_the_key_changes_the_mask(other):
     agree = (mask() == mask(**other)).float().mean().item()
     assert 0.4 < agree < 0.6, "independent fair coins agree half of the time"
@@ -40,11 +40,11 @@ def test_every_part_of_the_key_changes_the_mask(other):
 def test_the_next_micro_batch_starts_counting_calls_anew():
     key = DropoutKey(0)
     module = KeyedDropout(0.5, "drop", key)
-    key.move_to(0, 0)
+    key.move_to(0, range(1))
     first = [module(torch.ones(50)) for _ in range(2)]
-    key.move_to(0, 1)
+    key.move_to(0, range(1, 2))
     module(torch.ones(50))
-    key.move_to(0, 0)
+    key.move_to(0, range(1))
     again = [module(torch.ones(50)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(first, again)) and not torch.equal(*first)
 
@@ -93,16 +93,17 @@ def test_what_is_hooked_on_a_dropout_is_hooked_on_the_keyed_one():
     assert seen == [KeyedDropout]
 
 
-@pytest.mark.parametrize(("p", "accumulate"), [(1, 4), (2, 2), (4, 1)])
-def test_training_with_dropout_is_the_same_however_micro_batches_lie_on_ranks(p, accumulate):
-    """24 rows in four micro-batches of six; fp64, so only the order of addition differs."""
-    def body(world, p=p, accumulate=accumulate):
-        engine = rl.prepare(make_model(dropout=0.5), loss=loss_sum, optimizer=adamw, world=world, accumulate=accumulate, seed=3)
-        losses = [engine.step([t.tensor_split(world.size)[world.rank] for t in batch]).loss for batch in make_batches(3, rows=24)]
+@pytest.mark.parametrize(("ranks", "options"), [(1, {"accumulate": 4}), (2, {}), (2, {"accumulate": 3}), (3, {"accumulate": 2}), (4, {}),
+                                               (5, {"accumulate": 2}), (1, {"deterministic": 4}), (3, {"deterministic": True})], ids=str)
+def test_training_with_dropout_is_the_same_however_rows_lie_on_ranks_and_in_micro_batches(ranks, options):
+    """23 rows, which nothing divides; fp64, so only the order of addition differs."""
+    def body(world, **options):
+        engine = rl.prepare(make_model(dropout=0.5), loss=loss_sum, optimizer=adamw, world=world, seed=3, **options)
+        losses = [engine.step([t.tensor_split(world.size)[world.rank] for t in batch]).loss for batch in make_batches(3, rows=23)]
         return losses, engine.full_state_dict()["model"]
 
-    losses, params = rl.simulate(p, body)[-1]
-    truth, reference = rl.simulate(1, lambda w: body(w, 1, 4))[0]
+    losses, params = rl.simulate(ranks, lambda world: body(world, **options))[-1]
+    truth, reference = rl.simulate(1, body)[0]
     assert losses == pytest.approx(truth, rel=1e-12)
     for name, expected in reference.items():
         torch.testing.assert_close(params[name], expected, rtol=1e-12, atol=1e-12)
@@ -123,6 +124,20 @@ def test_every_step_and_every_micro_batch_of_every_rank_draws_masks_of_its_own()
     assert len(drawn) == len(set(drawn)) == 18
 
 
+def test_a_run_that_goes_on_with_other_ranks_drops_what_it_would_have_dropped():
+    def body(world, first, last, state=None):
+        engine = rl.prepare(make_model(dropout=0.5), loss=loss_sum, optimizer=adamw, world=world, seed=3)
+        if state:
+            engine.load_full_state_dict(state)
+        batches = make_batches(4, rows=24)[first:last]
+        losses = [engine.step([t.tensor_split(world.size)[world.rank] for t in batch]).loss for batch in batches]
+        return losses, engine.full_state_dict()
+
+    before, state = rl.simulate(4, lambda world: body(world, 0, 2))[0]
+    after, _ = rl.simulate(3, lambda world: body(world, 2, 4, state))[0]
+    assert before + after == pytest.approx(rl.simulate(1, lambda world: body(world, 0, 4))[0][0], rel=1e-12)
+
+
 def test_another_seed_and_no_dropout_train_otherwise():
     def body(world, p, seed):
         engine = rl.prepare(make_model(dropout=p), loss=loss_sum, optimizer=adamw, world=world, seed=seed)
@@ -139,9 +154,9 @@ def test_a_compiled_module_draws_the_same_masks_call_by_call_and_is_compiled_onc
     modules = [KeyedDropout(0.5, f"drop.{i}", key) for i in range(10)]
     compiled = torch.compile(lambda module, x: module(module(x)), backend=counter, fullgraph=True)
     for step in range(2):
-        key.move_to(step, 1)
+        key.move_to(step, range(1, 2))
         expected = [module(module(torch.ones(40))) for module in modules]
-        key.move_to(step, 1)
+        key.move_to(step, range(1, 2))
         assert all(torch.equal(compiled(module, torch.ones(40)), wanted) for module, wanted in zip(modules, expected))
     assert counter.frame_count == 1
     torch._dynamo.reset()
@@ -151,7 +166,7 @@ def test_a_copy_of_a_module_draws_with_its_own_key():
     key = DropoutKey(4)
     module = KeyedDropout(0.5, "drop", key)
     twin = copy.deepcopy(module)
-    key.move_to(5, 5)
+    key.move_to(5, range(5, 6))
     assert torch.equal(keyed_mask(torch.ones(40), twin._place), mask(4, name="drop", n=40))
     assert twin.key.calls == {"drop": 0} and key.calls == {}
 
@@ -162,7 +177,7 @@ def test_a_copy_of_a_module_draws_with_its_own_key():
 def drawn(here, part=(0, 1), tokens: int | None = None, length: int = 23, calls: int = 1) -> torch.Tensor:
     """The mask of the tokens that are `here`, in rows of `length`; None: all."""
     key = DropoutKey(5)
-    key.move_to(3, 1)
+    key.move_to(3, range(4, 6))
     if here is not None:
         key.stand_at(here, length)
     count = tokens or (length if here is None else sum(map(len, here)))
@@ -170,11 +185,11 @@ def drawn(here, part=(0, 1), tokens: int | None = None, length: int = 23, calls:
     return [module(torch.ones(2, count, 3)) for _ in range(calls)][-1]
 
 
-@pytest.mark.parametrize("slab", [1, 4, 5, 23, 256])
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_every_token_is_dropped_as_in_the_whole_row_wherever_it_is(slab, ranks, zigzag, monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", slab)
+def test_every_token_is_dropped_as_in_the_whole_row_wherever_it_is(at_once, ranks, zigzag, monkeypatch):
+    monkeypatch.setattr(dropout, "AT_ONCE", at_once)
     for calls in (1, 2):
         whole = drawn(None, calls=calls)
         for spans in cut_sequence(23, ranks, zigzag=zigzag):
@@ -182,8 +197,7 @@ def test_every_token_is_dropped_as_in_the_whole_row_wherever_it_is(slab, ranks, 
             assert torch.equal(drawn(spans, calls=calls), whole[:, positions])
 
 
-def test_a_part_of_the_tokens_of_a_part_is_dropped_as_in_the_whole_row(monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", 5)
+def test_a_part_of_the_tokens_of_a_part_is_dropped_as_in_the_whole_row():
     whole = drawn(None, length=24)
     for spans in cut_sequence(24, 2, zigzag=True):
         positions = [at for span in spans for at in span]
@@ -192,26 +206,41 @@ def test_a_part_of_the_tokens_of_a_part_is_dropped_as_in_the_whole_row(monkeypat
             assert torch.equal(mine, whole[:, positions[4 * rank:4 * rank + 4]])
 
 
-def test_tokens_far_apart_have_masks_of_their_own(monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", 20)
-    whole = drawn(None, length=400).unflatten(1, (20, 20)).flatten(2)
-    assert len(whole[0].unique(dim=0)) == 20, "two slabs drew the same, of 2**60 ways"
+def of_rows(rows: range, shape: tuple[int, ...]) -> torch.Tensor:
+    key = DropoutKey(5)
+    key.move_to(3, rows)
+    return KeyedDropout(0.5, "drop", key)(torch.ones(shape))
 
 
-def test_no_rank_draws_for_tokens_that_are_far_from_its_own(monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", 10)
-    sizes = []
-    plain = torch.Tensor.bernoulli_
-    monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda x, *a, **k: sizes.append(x.shape[-2]) or plain(x, *a, **k))
-    drawn((range(15), range(985, 1000)), length=1000)
-    assert sizes == [10, 10, 10, 10]
+@pytest.mark.parametrize("row", [(), (40,), (8, 40), (3, 8, 40)], ids=str)
+def test_a_row_is_dropped_as_by_itself_whichever_rows_are_beside_it(row):
+    together = of_rows(range(7, 12), (5, *row))
+    apart = [of_rows(range(number, number + 1), (1, *row)) for number in range(7, 12)]
+    assert torch.equal(together, torch.cat(apart))
+    assert len({tuple(values.flatten().tolist()) for values in apart}) == (5 if row else 2)
+
+
+def test_tokens_that_a_model_lays_in_one_line_are_dropped_by_their_rows_and_positions():
+    assert torch.equal(of_rows(range(2, 5), (12, 40)), of_rows(range(2, 5), (3, 4, 40)).flatten(0, 1))
+
+
+def test_what_all_rows_share_is_dropped_as_a_whole():
+    assert of_rows(range(2, 5), (1, 4, 40)).shape == (1, 4, 40)
+    assert torch.equal(of_rows(range(2, 5), (7, 40)), of_rows(range(2, 3), (7, 40)))
+    assert of_rows(range(2, 5), ()).shape == ()
+    assert torch.equal(of_rows(range(2, 2), (7, 40)), of_rows(range(2, 3), (7, 40)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (3, 0, 4), (3, 4, 0)], ids=str)
+def test_of_nothing_nothing_is_dropped(shape):
+    assert of_rows(range(3), shape).shape == shape
 
 
 def test_a_mask_does_not_depend_on_strides():
     key = DropoutKey(5)
     results = []
     for x in (torch.ones(4, 6, 5), torch.ones(6, 4, 5).transpose(0, 1), torch.ones(1, 1, 5).expand(4, 6, 5)):
-        key.move_to(0, 0)
+        key.move_to(0, range(1))
         results.append(KeyedDropout(0.5, "drop", key)(x))
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -246,10 +275,8 @@ def train_gpt(world, *, sequence: bool = False, moe: MoEConfig | None = None, le
 
 
 def expect_one_process(mesh: dict[str, int], options: dict, **both) -> None:
-    """In fp64, to the order of addition. A step's micro-batches must be those of one process too: they are what dropout is keyed by."""
-    rows = mesh.get("shard", 1) * mesh.get("replicate", 1) * mesh.get("expert", 1)
-    alone = rows * options.get("accumulate", 1)
-    ((numbers, weights),) = rl.simulate(1, lambda world: train_gpt(world, accumulate=alone, **both))
+    """In fp64, to the order of addition."""
+    ((numbers, weights),) = rl.simulate(1, lambda world: train_gpt(world, **both))
     for mine, state in rl.simulate(rl.Mesh(**mesh), lambda world: train_gpt(world, **options, **both)):
         assert mine == pytest.approx(numbers, rel=1e-12)
         for name, value in weights.items():
@@ -257,15 +284,13 @@ def expect_one_process(mesh: dict[str, int], options: dict, **both) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
-def test_sequences_cut_over_ranks_drop_what_one_process_drops(mesh, options, monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", 5)
+def test_sequences_cut_over_ranks_drop_what_one_process_drops(mesh, options):
     expect_one_process(mesh, options)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize(("mesh", "options"), [MESHES[0], MESHES[7], MESHES[8], MESHES[-2]], ids=str)
-def test_what_is_computed_again_drops_the_same_tokens(recompute, mesh, options, monkeypatch):
-    monkeypatch.setattr(dropout, "SLAB", 5)
+def test_what_is_computed_again_drops_the_same_tokens(recompute, mesh, options):
     expect_one_process(mesh, {**options, "recompute": recompute})
 
 

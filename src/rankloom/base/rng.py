@@ -1,8 +1,7 @@
 """Random streams keyed by what they are for, never by when or where they are drawn.
 
 A stream is a `torch.Generator` seeded with a hash of (seed, key ...). Initial weights are keyed by parameter
-name, dropout by (step, module name, global micro-batch), sample order by epoch: so they are equal on every
-layout, and there is no generator state to save or to restore wrongly.
+name, sample order by epoch: so they are equal on every layout, and there is no generator state to save or to restore wrongly.
 """
 
 import hashlib

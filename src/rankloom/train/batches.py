@@ -101,12 +101,12 @@ def _rows(x: Tensor, first: int, end: int) -> Tensor:
     return x[first:end]
 
 
-def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int]:
+def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
     """Give each rank the rows of the logical shards it owns, whoever holds them now.
 
     The global batch is all ranks' batches one after another, in rank order, and is cut in `leaves` contiguous shards; fewer
     when it has fewer rows.
-    returns: (this rank's rows, the number of shards)
+    returns: (this rank's rows, which row of the global batch is the first of them, the number of shards)
     raises:  BatchError, on all ranks, when there are fewer rows than ranks
     """
     held = group.all_gather(torch.tensor([rows_of(batch, group.rank)], device=group.device), label="rows").tolist()
@@ -114,10 +114,11 @@ def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int]:
     if leaves < group.size:
         raise BatchError(f"a global batch of {sum(held)} rows in {leaves} logical shards is too small for {group.size} ranks")
     wanted = _wanted_rows(sum(held), group.size, leaves)
+    first = sum(wanted[:group.rank])
     if wanted == held:
-        return batch, leaves
+        return batch, first, leaves
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
-    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), leaves
+    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, leaves
 
 
 def _wanted_rows(rows: int, ranks: int, leaves: int) -> list[int]:

@@ -1,64 +1,78 @@
-"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, global micro-batch, tokens).
+"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, row of the global batch, tokens).
 
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
-restore that generator. Here there is nothing to restore. `nn.Dropout` modules of a prepared model are replaced; a
-functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training is deterministic (diagnose.py).
-
-Where a sequence is cut over ranks (context parallel, sequence parallel, or both), each token is dropped as one process would drop
-it, and no rank draws for all tokens: a mask is drawn in slabs of some tokens, each from a stream of its own.
+restore that generator. Here there is nothing to restore, and each element is dropped or kept as in one process, however rows lie on
+ranks and in micro-batches, and wherever the tokens of a row are (context parallel, sequence parallel, or both). `nn.Dropout` modules of
+a prepared model are replaced; a functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training
+is deterministic (diagnose.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
+from itertools import accumulate, count, pairwise
+from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.coins import coins, line_keys
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.hooks import hooks_of
-from rankloom.base.rng import stream
+from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
+from rankloom.train.batches import rows_of
+from rankloom.world.group import Group
 
-SLAB = 256   # tokens whose mask is drawn at a time
+AT_ONCE = 1 << 24   # elements whose mask is drawn at a time
 
 
 @dataclass(slots=True)
 class DropoutKey:
-    """Which micro-batch of which step is running: half of every mask's key."""
+    """Which rows of the global batch are running, in which step: half of every mask's key."""
 
     seed: int
+    is_used: bool = False                                 # by a module that drops anything
     step: int = 0
-    microbatch: int = 0
-    first: int = 0
+    rows: range = range(1)
     here: tuple[Spans, int] | None = None                 # the positions of the tokens that are here, of rows of how many; None: all
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
+    _runs: Sequence[range] = ()
 
-    def move_to(self, step: int, microbatch: int) -> None:
-        """Before each micro-batch. `microbatch` counts over all ranks."""
-        self.step, self.microbatch = step, microbatch
+    def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
+        """Which rows of the batch of all ranks, one rank's after another's, each of this rank's micro-batches has.
+
+        first: the number of this rank's first row. Left out, and where it matters, ranks ask each other how many they have
+        """
+        held = [rows_of(piece, group.rank) for piece in pieces]
+        if first is None and self.is_used and group.size > 1:
+            everyone = group.all_gather(torch.tensor([sum(held)], device=group.device), label="rows")
+            first = int(everyone[:group.rank].sum())
+        return [range(*ends) for ends in pairwise(accumulate(held, initial=group.rank * sum(held) if first is None else first))]
+
+    def move_to(self, step: int, rows: range) -> None:
+        """Before each micro-batch. `rows` are its own, by their numbers in the batch of all ranks."""
+        self.step, self.rows = step, rows
         self.calls.clear()
 
-    def start_step(self, step: int, first: int) -> None:
-        """Where micro-batches come in an order of their own: `first` is the number of this rank's first one."""
-        self.step, self.first = step, first
+    def start_step(self, step: int, runs: Sequence[range]) -> None:
+        """Where micro-batches come in an order of their own: the rows of each that this rank has."""
+        self.step, self._runs = step, runs
 
     def move_on_to(self, microbatch: int) -> None:
         """To this rank's micro-batch of that number, from 0."""
-        self.move_to(self.step, self.first + microbatch)
+        self.move_to(self.step, self._runs[microbatch])
 
     def stand_at(self, spans: Spans, length: int) -> None:
         """The tokens that are here have these positions in rows of `length`, until somebody says otherwise."""
         self.here = spans, length
 
-    def streams(self, name: str, device: torch.device) -> Callable[[int], torch.Generator]:
-        """For the next call of module `name`: the stream of each slab, by its number."""
+    def next_seed(self, name: str) -> int:
+        """For the next call of module `name`."""
         call = self.calls[name] = self.calls.get(name, -1) + 1
-        return partial(stream, self.seed, "dropout", self.step, self.microbatch, name, call, device=device)
+        return key_to_seed(self.seed, "dropout", self.step, name, call)
 
 
 class KeyedDropout(nn.Module):
@@ -91,38 +105,36 @@ class KeyedDropout(nn.Module):
     def mask(self, x: Tensor) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
 
-        memory: that of x, and where tokens are elsewhere, of one slab of tokens
+        Dim 0 is taken for the rows of the micro-batch, each of as many lines as fit in; where the rows do not divide it (a table that all
+        rows share), the whole of `x` for the first of them.
         """
-        kept = torch.empty_like(x)
-        rows = kept if x.dim() > 1 else kept.view(1, -1)
-        spans, length = self._places(x)
-        streams, at = self.key.streams(self.name, x.device), 0
-        for span in spans:
-            for first in range(span.start // SLAB * SLAB, span.stop, SLAB):
-                start, stop = max(span.start - first, 0), min(span.stop - first, SLAB)
-                mine = rows.narrow(-2, at, stop - start)
-                whole = (*rows.shape[:-2], min(SLAB, length - first), rows.shape[-1])
-                # the order of draws must not depend on strides
-                slab = mine if mine.shape == whole and mine.is_contiguous() else x.new_empty(whole)
-                slab.bernoulli_(1.0 - self.p, generator=streams(first // SLAB))
-                if slab is not mine:
-                    mine.copy_(slab.narrow(-2, start, stop - start))
-                at += stop - start
+        rows, seed, kept = self.key.rows, self.key.next_seed(self.name), x.new_empty(x.shape)
+        if not x.numel():
+            return kept
+        if x.dim() == 0 or not rows or x.shape[0] % len(rows):
+            rows = range(rows.start, rows.start + 1)
+        keys = line_keys(seed, rows, self._lines(x, len(rows))).flatten()
+        columns, limit = x.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
+        at_once = max(AT_ONCE // columns, 1)
+        for some, into in zip(keys.split(at_once), kept.view(len(keys), columns).split(at_once)):
+            into.copy_(coins(some, columns) < limit)
         return kept.mul_(1.0 / (1.0 - self.p))
 
-    def _places(self, x: Tensor) -> tuple[Spans, int]:
-        """Which positions the tokens of `x` have, in rows of how many."""
+    def _lines(self, x: Tensor, rows: int) -> Tensor:
+        """The numbers that the lines of `x` (along its last dim) have in their rows, by position where others hold some. int64 [lines]"""
         at, parts = self.part
-        tokens = x.shape[-2] if x.dim() > 1 else 1
+        tokens = x.shape[-2] if x.dim() > 2 else x.shape[0] // rows if x.dim() == 2 else 1
         spans, length = self.key.here or ((range(parts * tokens),), parts * tokens)
         if self.key.here and (x.dim() != 3 or parts * tokens != sum(map(len, spans))):
             raise ShapeMismatch(f"dropout {self.name}: x has shape {tuple(x.shape)}, expected [rows, {sum(map(len, spans)) // parts}, "
                                 "features]: where ranks share a sequence, a mask goes by token; set this dropout to 0")
-        return take_run(spans, at * tokens, tokens), length
+        positions = torch.cat([torch.arange(span.start, span.stop, device=x.device) for span in take_run(spans, at * tokens, tokens)])
+        others = prod(x.shape[:-2]) // rows if x.dim() > 2 else 1
+        return (torch.arange(others, device=x.device).unsqueeze(-1) * length + positions).flatten()
 
 
-# A compiler cannot look into a generator, and must not write names and counters into its graph: blocks would each have a graph of
-# their own. So it sees one operation, which is told by a tensor whose mask it is, and which it may neither repeat nor merge.
+# A compiler must not write names, counters and keys into its graph: blocks would each have a graph of their own, made anew in each
+# step. So it sees one operation, which is told by a tensor whose mask it is, and which it may neither repeat nor merge.
 _places: WeakValueDictionary[int, KeyedDropout] = WeakValueDictionary()
 _numbers = count()
 
@@ -152,5 +164,6 @@ def key_dropout(model: nn.Module, key: DropoutKey) -> int:
         parent, _, child = name.rpartition(".")
         keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))
         vars(keyed).update(hooks_of(module))
+        key.is_used |= module.p > 0
         setattr(model.get_submodule(parent), child, keyed.train(module.training))
     return len(found)

@@ -254,9 +254,9 @@ class Engine:
         totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
         before = None if self.steps_done else generator_now(self.group.device)
-        for at, piece in enumerate(pieces):
+        for at, (piece, rows) in enumerate(zip(pieces, self._dropout.number_rows(pieces, self.group))):
             with self.placement.sync(at == len(pieces) - 1):
-                totals += self._forward_backward(piece, self.group.rank * len(pieces) + at)
+                totals += self._forward_backward(piece, rows)
         drew = before and generator_now(self.group.device) != before
         totals = self.placement.finish(totals)
         if before:   # after all that is under way
@@ -264,18 +264,17 @@ class Engine:
         return totals
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
-        mine, leaves = deal_leaves(batch, self.group, self.settings.leaves)
+        mine, first, leaves = deal_leaves(batch, self.group, self.settings.leaves)
         run = owned_leaves(self.group.rank, self.group.size, leaves)
         self.placement.begin_leaves(leaves)
-        for leaf, piece in zip(run, cut_batch(mine, len(run), self.world_rank), strict=True):
+        pieces = cut_batch(mine, len(run), self.world_rank)
+        for leaf, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
             with self.placement.sync(False):
-                self.placement.take_leaf(leaf, self._forward_backward(map_tensors(laid_out_anew, piece), leaf))
+                self.placement.take_leaf(leaf, self._forward_backward(map_tensors(laid_out_anew, piece), rows))
         return self.placement.finish(None)
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
-        """Before the first step, on about a micro-batch: a loss that returns a mean is an error. So are too few rows: on all ranks, if
-        one has them.
-        """
+        """Before the first step, on about a micro-batch: a loss that returns a mean is an error, and so are too few rows, of any rank."""
         mine = torch.tensor([rows_of(batch, self.world_rank) * self.group.size + self.group.rank], device=self.group.device)
         held, rank = divmod(int(self.tokens.all_reduce(mine, "min", label="rows")), self.group.size)
         if not self.settings.leaves:   # which deal rows out anew
@@ -289,9 +288,9 @@ class Engine:
         expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.world_rank, on_any)
         self.placement.abandon()   # no backward follows those forwards
 
-    def _forward_backward(self, piece: Any, index: int) -> Tensor:
+    def _forward_backward(self, piece: Any, rows: range) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
-        self._dropout.move_to(self.steps_done, index)
+        self._dropout.move_to(self.steps_done, rows)
         # the second step too: for the first weights, what a buffer holds may have settled when the model was made
         looked_at = self.settings.leaves and self.steps_done < 2 and not runs_compiled(self.model)
         with alike_on_any_ranks(self.model, self.world_rank) if looked_at else nullcontext():
@@ -301,7 +300,7 @@ class Engine:
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
-            self._measure_scale(totals.clone() if not leaves or index == 0 else torch.zeros_like(totals))
+            self._measure_scale(totals.clone() if not leaves or rows.start == 0 else torch.zeros_like(totals))
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
 
@@ -384,7 +383,8 @@ class Engine:
         self.placement.abandon()
         with self.placement.without_reduction():
             pieces = batch if isinstance(batch, MicroBatches) else [batch]
-            return torch.stack([self._forward_backward(piece, self.group.rank) for piece in pieces]).sum(0)
+            numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
+            return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
 
     def _set_learning_rate(self) -> float:
         if len(self.optimizer.param_groups) != len(self._base_lrs):

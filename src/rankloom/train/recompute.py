@@ -226,7 +226,7 @@ class Replay:
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before = before
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, KeyedDropout)}.values())
-        self._then = [(key.step, key.microbatch, key.here, dict(key.calls)) for key in self._keys]
+        self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
         self._running = [b for m in block.modules() if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)]
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
@@ -238,9 +238,9 @@ class Replay:
 
     def __enter__(self) -> None:
         self._before()
-        for key, (step, microbatch, here, calls) in zip(self._keys, self._then, strict=True):
-            self._undo.callback(_set, key, key.step, key.microbatch, key.here, key.calls)
-            _set(key, step, microbatch, here, dict(calls))
+        for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
+            self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls)
+            _set(key, step, rows, here, dict(calls))
         for buffer in self._running:
             self._undo.callback(_restore, buffer, buffer.clone())
         if self._reuse:
@@ -252,8 +252,8 @@ class Replay:
             self._learn(self._reuse.used)
 
 
-def _set(key: Any, step: int, microbatch: int, here: Any, calls: dict[str, int]) -> None:
-    key.step, key.microbatch, key.here, key.calls = step, microbatch, here, calls
+def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int]) -> None:
+    key.step, key.rows, key.here, key.calls = step, rows, here, calls
 
 
 @torch.no_grad()

@@ -61,9 +61,9 @@ class Turn:
         self._now: SequencePart = WHOLE
         self._called_with: Any = None
 
-    def begin(self, step: int, first: int, scale: float = 1.0) -> None:
-        """Before the micro-batches of a step, of which `first` is the number of this rank's first."""
-        self.dropout.start_step(step, first)
+    def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
+        """Before the micro-batches of a step, which have these rows of the batch of all ranks."""
+        self.dropout.start_step(step, rows)
         self.scale = scale
         self._parts.clear()
         self._inputs.clear()
@@ -307,7 +307,7 @@ class PipelineEngine(Engine):
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
-        self.placement.local.turn.begin(self.steps_done, self.group.rank * len(pieces), self.scale.value)
+        self.placement.local.turn.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
         return self._split_auxiliary(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
@@ -316,7 +316,7 @@ class PipelineEngine(Engine):
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """Without gradients, for evaluations."""
         self.placement.sharding.make_ready()
-        self.placement.local.turn.begin(self.steps_done, self.group.rank)
+        self.placement.local.turn.begin(self.steps_done, [range(1)])
         totals = self._split_auxiliary(self.pipeline.evaluate([self._pair(piece)]))
         return totals[0], totals
 
