@@ -1,5 +1,6 @@
 """A signal whose handler raises, sent to the main thread when it is where a test wants it."""
 
+import gc
 import signal
 import sys
 import threading
@@ -39,7 +40,11 @@ def bell_once_inside(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_inside(function: Callable[..., Any]) -> bool:
-    frame = sys._current_frames()[threading.main_thread().ident]
+    gc.disable()   # CPython 3.11 holds the lock on its list of threads meanwhile: if a collection lets another thread begin or end one,
+    try:           # both wait for ever, one of them with the interpreter, so that no signal is handled either
+        frame = sys._current_frames()[threading.main_thread().ident]
+    finally:
+        gc.enable()
     while frame and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None
