@@ -189,7 +189,7 @@ def drawn(here, part=(0, 1), tokens: int | None = None, length: int = 23, calls:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_every_token_is_dropped_as_in_the_whole_row_wherever_it_is(at_once, ranks, zigzag, monkeypatch):
-    monkeypatch.setattr(dropout, "AT_ONCE", at_once)
+    monkeypatch.setitem(dropout.AT_ONCE, "cpu", at_once)
     for calls in (1, 2):
         whole = drawn(None, calls=calls)
         for spans in cut_sequence(23, ranks, zigzag=zigzag):

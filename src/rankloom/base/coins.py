@@ -1,8 +1,7 @@
 """Random numbers by place: each is a hash of its key, its row, its line in that row and its column.
 
 A generator gives its numbers in turn, so whoever wants some must draw all that come before them. Here any of them is computed by itself:
-a rank draws for its own rows and tokens only, gets what one process would get, and gets it on any device; and on a processor three times
-as fast.
+a rank draws for its own rows and tokens only, gets what one process would get, and gets it on any device; on a processor sooner, too.
 
 source: Salmon et al. 2011 (counters in place of a state); Steele, Lea & Flood 2014 (the mixing of lines, SplitMix64); Wellons 2018
         (that of columns, lowbias32)

@@ -26,7 +26,8 @@ from rankloom.parallel.sequences import Spans, take_run
 from rankloom.train.batches import rows_of
 from rankloom.world.group import Group
 
-AT_ONCE = 1 << 24   # elements whose mask is drawn at a time
+AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what a cache holds
+AT_ONCE_ELSEWHERE = 1 << 26   # what memory can spare
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class KeyedDropout(nn.Module):
             rows = range(rows.start, rows.start + 1)
         keys = line_keys(seed, rows, self._lines(x, len(rows))).flatten()
         columns, limit = x.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
-        at_once = max(AT_ONCE // columns, 1)
+        at_once = max(AT_ONCE.get(x.device.type, AT_ONCE_ELSEWHERE) // columns, 1)
         for some, into in zip(keys.split(at_once), kept.view(len(keys), columns).split(at_once)):
             into.copy_(coins(some, columns) < limit)
         return kept.mul_(1.0 / (1.0 - self.p))
