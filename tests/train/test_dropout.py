@@ -231,6 +231,26 @@ def test_what_all_rows_share_is_dropped_as_a_whole():
     assert torch.equal(of_rows(range(2, 2), (7, 40)), of_rows(range(2, 3), (7, 40)))
 
 
+CHANNELS = [(nn.Dropout1d, (6, 5, 7)), (nn.Dropout1d, (6, 9)), (nn.Dropout2d, (6, 5, 4, 3)), (nn.Dropout2d, (6, 5, 7)),
+            (nn.Dropout3d, (6, 5, 2, 3, 4)), (nn.Dropout3d, (6, 3, 4, 5))]
+
+
+@pytest.mark.filterwarnings("ignore:dropout2d")   # of shapes that torch will read otherwise some day
+@pytest.mark.parametrize(("kind", "shape"), CHANNELS, ids=str)
+def test_channels_are_dropped_whole_where_torch_drops_them_and_by_their_rows(kind, shape):
+    def channels(seen: torch.Tensor) -> list[int]:   # how many trailing dims are alike
+        return [dim for dim in range(1, seen.dim() + 1) if torch.equal(seen, seen.narrow(-dim, 0, 1).expand_as(seen))]
+
+    key, model = DropoutKey(5), nn.Sequential(kind(0.5))
+    torch_own = model(torch.ones(shape))
+    key_dropout(model, key)
+    key.move_to(3, range(6))
+    together = model(torch.ones(shape))
+    assert channels(together) == channels(torch_own) and together.unique().tolist() == [0.0, 2.0]
+    key.move_to(3, range(2, 5))
+    assert torch.equal(model(torch.ones(3, *shape[1:])), together[2:5])
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (3, 0, 4), (3, 4, 0)], ids=str)
 def test_of_nothing_nothing_is_dropped(shape):
     assert of_rows(range(3), shape).shape == shape

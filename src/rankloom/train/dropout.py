@@ -3,7 +3,7 @@
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
 restore that generator. Here there is nothing to restore, and each element is dropped or kept as in one process, however rows lie on
 ranks and in micro-batches, and wherever the tokens of a row are (context parallel, sequence parallel, or both). `nn.Dropout` modules of
-a prepared model are replaced; a functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training
+a prepared model are replaced, and those that drop channels; a functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training
 is deterministic (diagnose.py).
 """
 
@@ -28,6 +28,7 @@ from rankloom.world.group import Group
 
 AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what a cache holds
 AT_ONCE_ELSEWHERE = 1 << 26   # what memory can spare
+CHANNELS: dict[type[nn.Module], int] = {nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}   # dims of the places of a channel
 
 
 @dataclass(slots=True)
@@ -80,11 +81,12 @@ class KeyedDropout(nn.Module):
     """Zero each element with probability `p` in training, and scale the others by 1/(1-p).
 
     part: which of how many parts of the tokens (the last dim but one) come here, of those that the key says are here
+    dims: how many dims at the end are dropped together, the places of a channel
     """
 
-    def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1)):
+    def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1), dims: int = 0):
         super().__init__()
-        self.p, self.name, self.key, self.part = p, name, key, part
+        self.p, self.name, self.key, self.part, self.dims = p, name, key, part, dims
         self._place = _take_place(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +103,10 @@ class KeyedDropout(nn.Module):
             return x
         if self.p == 1.0:
             return x * 0.0
-        return x * (keyed_mask(x.detach(), self._place) if torch.compiler.is_compiling() else self.mask(x))
+        together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # torch's Dropout2d takes these for rows of [channels, places]
+        like = x.new_empty(x.shape[:-together]) if together else x.detach()
+        kept = keyed_mask(like, self._place) if torch.compiler.is_compiling() else self.mask(like)
+        return x * kept.view(kept.shape + (1,) * together)
 
     def mask(self, x: Tensor) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
@@ -158,12 +163,12 @@ def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
 
 
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
-    """Replace every `nn.Dropout` inside `model` by a keyed one; returns how many there were."""
+    """Replace every `nn.Dropout` inside `model`, and those of channels, by keyed ones; returns how many there were."""
     # One module may hang in several places; each place has its own name, so its own masks.
-    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KEYED_DROPOUT]
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in (*KEYED_DROPOUT, *CHANNELS)]
     for name, module in found:
         parent, _, child = name.rpartition(".")
-        keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)))
+        keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)), CHANNELS.get(type(module), 0))
         vars(keyed).update(hooks_of(module))
         key.is_used |= module.p > 0
         setattr(model.get_submodule(parent), child, keyed.train(module.training))
