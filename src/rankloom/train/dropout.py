@@ -3,8 +3,8 @@
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
 restore that generator. Here there is nothing to restore, and each element is dropped or kept as in one process, however rows lie on
 ranks and in micro-batches, and wherever the tokens of a row are (context parallel, sequence parallel, or both). `nn.Dropout` modules of
-a prepared model are replaced, and those that drop channels; a functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training
-is deterministic (diagnose.py).
+a prepared model are replaced, and those that drop channels; a functional `F.dropout` inside a model is out of reach and stays as it
+is, or is refused where training is deterministic (diagnose.py).
 """
 
 from collections.abc import Sequence
