@@ -27,7 +27,7 @@ from rankloom.train.batches import rows_of
 from rankloom.world.group import Group
 
 AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what a cache holds
-AT_ONCE_ELSEWHERE = 1 << 26   # what memory can spare
+AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; 128 MiB meanwhile
 CHANNELS: dict[type[nn.Module], int] = {nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}   # dims of the places of a channel
 
 
