@@ -278,11 +278,11 @@ class Group:
         """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
-        pg = self._connected(label or "exchange")
+        self._connected(label or "exchange")   # not named: a traceback would keep the connection open
         self._peer(to, tag)   # before anything is begun
         expect_movable(out, self.device, self.where(label or "exchange"))
         out = untouched(out, into)   # by what arrives before it has left
-        if into.device.type == "cuda" and pg._get_backend(into.device).name() == "nccl":
+        if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
         else:
             received = self.recv(into, frm, tag=tag, label=label, async_op=True)
@@ -293,7 +293,7 @@ class Group:
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
         expect_movable(into, self.device, self.where(label))
-        pg, device = self._connected(label), into.device
+        pg, device = self._connected(label), into.device   # whose `close` aborts, whoever has it
         self.ledger.add(Bill(sent=out.nbytes, messages=1))
         pg._start_coalescing(device)
         pg.recv([into], self._peer(frm), 0)
