@@ -26,6 +26,7 @@ class TranslatedErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        del trace   # its frames hold the connection, and this frame will be part of another's
         if isinstance(error, RankLost | CollectiveMismatch) and self._label not in str(error):   # shared memory's own words
             raise type(error)(str(error).replace(": ", f": {self._label}: ", 1)) from error.with_traceback(None)
         if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
