@@ -224,6 +224,18 @@ def test_tokens_that_a_model_lays_in_one_line_are_dropped_by_their_rows_and_posi
     assert torch.equal(of_rows(range(2, 5), (12, 40)), of_rows(range(2, 5), (3, 4, 40)).flatten(0, 1))
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 6, 7])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_that_come_first_are_dropped_by_their_rows_and_positions(rows, tokens):
+    numbers = range(2, 2 + rows)
+    assert torch.equal(of_rows(numbers, (tokens, rows, 40)), of_rows(numbers, (rows, tokens, 40)).transpose(0, 1))
+
+
+def test_attention_of_heads_that_lie_with_the_rows_is_dropped_by_rows_however_many_they_are():
+    whole, first = of_rows(range(8), (16, 8, 8)), of_rows(range(5), (10, 8, 8))
+    assert torch.equal(whole[:10], first)
+
+
 def test_what_all_rows_share_is_dropped_as_a_whole():
     assert of_rows(range(2, 5), (1, 4, 40)).shape == (1, 4, 40)
     assert torch.equal(of_rows(range(2, 5), (7, 40)), of_rows(range(2, 3), (7, 40)))

@@ -111,17 +111,28 @@ class KeyedDropout(nn.Module):
     def mask(self, x: Tensor) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
 
-        Dim 0 is taken for the rows of the micro-batch, each of as many lines as fit in; where the rows do not divide it (a table that all
-        rows share), the whole of `x` for the first of them.
+        Dim 0 is taken for the rows of the micro-batch, each of as many lines as fit in, or dim 1 where the tokens come first; where the
+        rows divide neither (a table that all rows share), the whole of `x` is for the first of them.
         """
         rows, seed, kept = self.key.rows, self.key.next_seed(self.name), x.new_empty(x.shape)
         if not x.numel():
             return kept
+        if self._has_tokens_first(x):
+            keys = line_keys(seed, rows, torch.arange(x.shape[0], device=x.device))
+            return self._draw(keys.t().flatten(), kept)
         if x.dim() == 0 or not rows or x.shape[0] % len(rows):
             rows = range(rows.start, rows.start + 1)
-        keys = line_keys(seed, rows, self._lines(x, len(rows))).flatten()
-        columns, limit = x.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
-        at_once = max(AT_ONCE.get(x.device.type, AT_ONCE_ELSEWHERE) // columns, 1)
+        return self._draw(line_keys(seed, rows, self._lines(x, len(rows))).flatten(), kept)
+
+    def _has_tokens_first(self, x: Tensor) -> bool:
+        """Of [tokens, rows, features]; not of the square of attention, whose heads may lie in dim 0 with the rows."""
+        rows = len(self.key.rows)
+        return x.dim() == 3 and self.key.here is None and x.shape[1] == rows not in (x.shape[0], x.shape[2])
+
+    def _draw(self, keys: Tensor, kept: Tensor) -> Tensor:
+        """Fill `kept` with the masks of the lines that have these keys. keys: int64 [lines]"""
+        columns, limit = kept.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
+        at_once = max(AT_ONCE.get(kept.device.type, AT_ONCE_ELSEWHERE) // columns, 1)
         for some, into in zip(keys.split(at_once), kept.view(len(keys), columns).split(at_once)):
             into.copy_(coins(some, columns) < limit)
         return kept.mul_(1.0 / (1.0 - self.p))
