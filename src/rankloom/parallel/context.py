@@ -34,6 +34,7 @@ from rankloom.parallel.deal import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
+from rankloom.parallel.tokens_apart import TokensApart, expect_tokens_apart
 from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
@@ -45,13 +46,14 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
     """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
 
     model: one whose forward takes `tokens` [B, T] and a `part`, as models/gpt.py does; tensors beside the tokens, such as targets, are
-           [B, T, ...] and cut like these; what it returns is of this rank's tokens. Rows longer than its `config.seq_len`, if it has
-           one, are refused. It takes `documents` too (see `document_cuts`): attention then stays inside them
+           [B, T, ...] and cut like these, or [B], of a row each; what it returns is of this rank's tokens. Rows longer than its
+           `config.seq_len`, if it has one, are refused. It takes `documents` too (see `document_cuts`): attention then stays inside them
     kind:  "ring" or "all_to_all"
     tell:  called before every forward. Whoever lets ranks draw by position (`rl.prepare`) gives it, and may have `nn.Dropout` in the model
     sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
     raises: ConfigError for another kind, for a model without `tokens` or a `part` or with dropout, and the second time; on a call,
-           DataError for a row that is longer than the model reads, or shorter than there are ranks
+           DataError for a row that is longer than the model reads, or shorter than there are ranks; on the first, ConfigError for a
+           model whose tokens see each other elsewhere (parallel/tokens_apart.py)
     """
     expect_kind(kind)
     signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
@@ -89,7 +91,7 @@ def expect_kind(kind: str) -> None:
         raise ConfigError(f"there is no context parallelism {kind!r}. {did_you_mean(kind, KINDS)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OwnTokens:
     """A hook before a model's forward: cuts what comes, and hands in the part it is."""
 
@@ -97,12 +99,14 @@ class _OwnTokens:
     kind: str
     signature: inspect.Signature
     tell: TellPositions | None
+    is_first: bool = True   # call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if kwargs.get("caches") is not None:   # a text that is written goes on from keys and values that are all here
+        # a text that is written goes on from keys and values that are all here
+        if kwargs.get("caches") is not None or isinstance(kwargs.get("part"), TokensApart):
             return args, kwargs
         documents = kwargs.pop("documents", None)
         given = self.signature.bind(*args, **kwargs).arguments
@@ -110,9 +114,12 @@ class _OwnTokens:
         if limit is not None and length > limit:
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
+        if self.is_first and self.group.size > 1:
+            expect_tokens_apart(model, self.group, given["tokens"], args, kwargs)
+            self.is_first = False
         if self.tell:
             self.tell(part.spans[self.group.rank], length)
-        cut = [part.own(value) if isinstance(value, Tensor) else value for value in (*args, *kwargs.values())]
+        cut = [part.own(value) if isinstance(value, Tensor) and value.dim() > 1 else value for value in (*args, *kwargs.values())]
         return tuple(cut[:len(args)]), {**dict(zip(kwargs, cut[len(args):])), "part": part}
 
 

@@ -1,0 +1,105 @@
+"""Does a model look at other tokens through its attention only? That is what context parallel takes for granted.
+
+On ranks that share a sequence all but `part.attend` and `part.gather` sees the tokens that are here. A position counted from 0, a
+convolution, a shift, a mean over the row would see a shorter row on each rank, and train a little worse without a word. So before the
+first forward a few tokens go through the model with an attention that leaves each to itself: first all, then those with even positions,
+then the others. What becomes of a token must be the same, whichever are beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rankloom.base.modes import evaluating
+from rankloom.world.group import Group
+
+AT_MOST = 48             # tokens; half of them can be cut over 2, 3, 4, 6, 8 tensor ranks
+TOKEN_IF_WITHIN = 0.05   # of the length of the vector that becomes of a token: what 16 bits in another kernel may change, many times over
+SUM_IF_WITHIN = {torch.bfloat16: 2e-2, torch.float16: 2e-2}   # of a sum over all tokens, by its dtype
+SUM_IF_WITHIN_ELSE = 1e-3                                     # where parts of the model may compute in 16 bits
+
+
+class TokensApart:
+    """A `SequencePart` whose attention leaves each token to itself. It remembers what it was asked."""
+
+    def __init__(self, positions: Tensor):
+        self.positions = positions
+        self.asked: list[tuple[str, Tensor]] = []
+        self.shows_rows = False   # was it asked for more than a token has, as routers of experts ask?
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `SequencePart.attend`."""
+        self.asked += [("query", query), ("key", key), ("value", value)]
+        return value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All there is, is here."""
+        self.shows_rows = True
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """All there is, is here."""
+        return x
+
+
+@torch.compiler.disable
+def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before the first forward of whole rows. A collective; the model is called four times, on a few tokens of one row.
+
+    tokens:       the rows [B, T], and
+    args, kwargs: what the model will be called with
+    raises:       ConfigError, on all ranks, when what becomes of a token depends on which others are here. A model that draws random
+                  numbers in evaluation, or calls `part.gather`, is not judged; nor is one that torch.compile would compile for so few
+    """
+    if any(module._compiled_call_impl for module in model.modules()):
+        return
+    length = tokens.shape[1]
+    every = torch.arange(min(length, AT_MOST) // 2 * 2, device=tokens.device)
+    parts = [TokensApart(at) for at in (every, every, every[::2], every[1::2])]
+    with torch.no_grad(), evaluating(model):
+        runs = [_run(model, args, kwargs, length, part) for part in parts]
+    problem = None if any(part.shows_rows for part in parts) else _first_difference(runs, len(every))
+    group.agree(problem and f"{group.where('context parallel')}: {type(model).__name__} is not the same function of a token when others "
+                f"are left out: {problem}. A rank has its own tokens only: take positions from `part.positions`, let tokens see each other "
+                "in `part.attend` only, and ask `part.gather` for what needs whole rows", label="tokens apart")
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int,
+         part: TokensApart) -> list[tuple[str, Tensor]]:
+    """What attention is asked, and what the model gives, for some tokens of the first row."""
+    def some(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value[:1, part.positions] if value.dim() > 1 and value.shape[1] == length else value[:1]
+
+    given = model(*map(some, args), **{name: some(value) for name, value in kwargs.items()}, part=part)
+    named = [(f"the {what} of attention {number // 3 + 1}", x) for number, (what, x) in enumerate(part.asked)]
+    return named + [("what it returns", x) for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def _first_difference(runs: list[list[tuple[str, Tensor]]], tokens: int) -> str | None:
+    if len({tuple(x.dim() for _, x in run) for run in runs}) > 1:
+        return None
+    for (what, whole), (_, again), (_, even), (_, odd) in zip(*runs):
+        if torch.equal(whole, again) and _depends_on_others(whole, even, odd, tokens):
+            return f"{what}, of shape {tuple(whole.shape)} for {tokens} tokens, is another"
+    return None
+
+
+def _depends_on_others(whole: Tensor, even: Tensor, odd: Tensor, tokens: int) -> bool:
+    """Whether `whole` is neither, token by token, what the halves of the tokens have, nor the sum of theirs, nor, of numbers, the mean."""
+    dim = next((d for d in (1, 0) if whole.dim() > d and (whole.shape[d], odd.shape[d]) == (tokens, tokens // 2)), None)
+    if dim is None:
+        wholes = (even + odd, (even + odd) / 2) if whole.dim() < 2 else (even + odd,)
+        return whole.shape == even.shape and not any(_is_near(whole, each) for each in wholes)
+    one, other = whole.movedim(dim, 0)[1::2].flatten(1).double(), odd.movedim(dim, 0).flatten(1).double()   # none of which was first
+    lengths = torch.maximum(one.norm(dim=1), other.norm(dim=1)).clamp_min(torch.finfo(torch.double).tiny)
+    return bool(((one - other).norm(dim=1) / lengths).median() > TOKEN_IF_WITHIN)   # a router may send one of many elsewhere
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    bound = SUM_IF_WITHIN.get(one.dtype, SUM_IF_WITHIN_ELSE)
+    return bool((one - other).double().norm() <= bound * one.double().norm())
