@@ -10,6 +10,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.train.diagnose import expect_one_model
 
 SHAPE = GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24)
 
@@ -104,5 +105,57 @@ def test_noise_of_a_ranks_own_where_ranks_compute_one_loss_is_refused():
         engine = prepare(Two(), world, loss, tensor_plan={"up": "colwise", "down": "rowwise"})
         with pytest.raises(rl.LossError, match="Noise must be the same on these ranks"):
             engine.step(torch.ones(2, 4))
+
+    rl.simulate(rl.Mesh(tensor=2), body)
+
+
+class NormedHeads(nn.Module):
+    """A norm of each head, whose weight all heads share: a rank that has some of the heads has some terms of its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 12), nn.RMSNorm(3), nn.Linear(12, 4)
+        self.after = nn.Linear(4, 4)   # whole, and its gradient too
+        for at, param in enumerate(self.parameters()):
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(at))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.down(self.norm(self.up(x).unflatten(-1, (-1, 3))).flatten(-2)))
+
+
+HEADS = {"up": "colwise", "down": "rowwise"}
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(shard=3, tensor=2), rl.Mesh(replicate=2, tensor=4)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_gradient_that_no_tensor_rank_has_whole_is_refused_before_the_update(mesh, stage):
+    """The loss was right, and the norms of the ranks went different ways."""
+    batch = torch.randn(12, 4, generator=torch.Generator().manual_seed(5))
+    loss = lambda model, x: (model(x).square().sum(), len(x))
+
+    def body(world):
+        told = prepare(NormedHeads(), world, loss, stage=stage, tensor_plan=HEADS)
+        rows = batch.tensor_split(told.group.size)[told.group.rank]
+        with pytest.raises(rl.LossError, match=r"the gradient of norm\.weight, which every tensor rank holds whole, .* has a part of it"):
+            told.step(rows)
+        assert torch.equal(told.full_state_dict()["model"]["norm.weight"], NormedHeads().norm.weight)
+        right = prepare(NormedHeads(), world, loss, stage=stage, tensor_plan=HEADS | {"norm": "replicated_with_grad_allreduce"})
+        return right.step(rows).grad_norm
+
+    alone = rl.simulate(1, lambda world: prepare(NormedHeads(), world, loss).step(batch).grad_norm)
+    assert rl.simulate(mesh, body) == pytest.approx(alone * mesh.size, rel=1e-5)
+
+
+@pytest.mark.parametrize(("found", "is_told"), [
+    ([[3.0, 1.0], [3.0, 1.02]], True), ([[3.0, 1.0], [3.0, 1.005]], False), ([[3.0, 0.0], [3.0, 1.0]], True),
+    ([[3.0, 1e-8], [3.0, 0.0]], False), ([[0.0, 0.0], [0.0, 0.0]], False), ([[float("inf"), 1.0], [float("inf"), 1.0]], False)])
+def test_norms_are_told_of_unless_they_differ_by_no_more_than_rounding_leaves(found, is_told):
+    def body(world):
+        totals, norms = torch.tensor([2.0, 1.0]), dict(zip(("one", "other"), found[world.rank]))
+        if is_told:
+            with pytest.raises(rl.LossError, match="the gradient of other"):
+                expect_one_model(world, totals, norms)
+        else:
+            expect_one_model(world, totals, norms)
 
     rl.simulate(rl.Mesh(tensor=2), body)

@@ -13,7 +13,7 @@ import os
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from rankloom.base.modes import evaluating
 from rankloom.parallel.build import digest
 from rankloom.train.batches import cut_batch, map_tensors, rows_of
 from rankloom.train.compiled import is_compiled
+from rankloom.world.connect import World
 from rankloom.world.group import Group
 
 EQUAL_IF_WITHIN = 1e-5   # of a loss: what kernels without a fixed order leave between ranks that computed the same
@@ -116,20 +117,41 @@ def _warn_of_equal_rows(group: Group, mine: list[list[Any]] | None) -> None:
                       "`engine.group.rank` of `engine.group.size` says which are this rank's", stacklevel=4)   # of `engine.step`
 
 
-def expect_same_loss(group: Group, totals: Tensor) -> None:
-    """In the first step, before the update: raise LossError, on all ranks, when those that compute one loss have different ones.
+def expect_one_model(world: World, totals: Tensor, norms: Mapping[str, float]) -> None:
+    """In the first step, before the update: raise LossError, on all ranks, when tensor ranks, which hold parts of the same layers, have
+    different losses, or different gradients of what each of them holds whole. A collective of the world.
 
-    group:  the ranks that hold parts of the same layers
     totals: [loss sum, count]
+    norms:  of the gradients of whole parameters, by name
     """
-    if group.size == 1:
-        return
-    found = group.all_gather(totals[:2].clone(), label="the same loss").view(group.size, 2)[:, 0].tolist()
-    rank, other = max(zip(group.ranks, found), key=lambda each: abs(each[1] - found[0]))
-    if abs(other - found[0]) > EQUAL_IF_WITHIN * max(map(abs, found)):
-        raise LossError(f"the loss of the same rows is {found[0]:g} on rank {group.ranks[0]} and {other:g} on rank {rank}, which hold "
-                        "parts of the same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on "
-                        "weights to the optimizer (weight_decay). Noise must be the same on these ranks: seed torch by `engine.group.rank`")
+    group = world.group("tensor")
+    if world.mesh.tensor > 1:
+        found = group.all_gather_object([float(totals[0]), list(norms.values())], label="one model")
+        losses, gradients = zip(*found)
+        problem = _different_losses(group, losses) or _different_norms(group, list(norms), gradients)
+        world.agree(problem, error=LossError, label="one model")
+
+
+def _different_losses(group: Group, losses: Sequence[float]) -> str | None:
+    rank, other = max(zip(group.ranks, losses), key=lambda each: abs(each[1] - losses[0]))
+    if not abs(other - losses[0]) > EQUAL_IF_WITHIN * max(map(abs, losses)):
+        return None
+    return (f"the loss of the same rows is {losses[0]:g} on rank {group.ranks[0]} and {other:g} on rank {rank}, which hold "
+            "parts of the same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on "
+            "weights to the optimizer (weight_decay). Noise must be the same on these ranks: seed torch by `engine.group.rank`")
+
+
+def _different_norms(group: Group, names: list[str], found: Sequence[list[float]]) -> str | None:
+    largest = max(map(max, found), default=0.0) if names else 0.0
+    for name, norms in zip(names, zip(*found)):
+        low, high = min(norms), max(norms)
+        if high - low > SAME_IF_WITHIN * high and high > EQUAL_IF_WITHIN * largest:   # what is zero but for rounding differs by all of it
+            ranks = [group.ranks[norms.index(norm)] for norm in (low, high)]
+            return (f"the gradient of {name}, which every tensor rank holds whole, has the norm {low:g} on rank {ranks[0]} and {high:g} on "
+                    f"rank {ranks[1]}: each has a part of it, and nobody adds them up. In the plan say replicated_with_grad_allreduce for "
+                    "a module that is whole and reads what is split, or sequence_parallel for a norm between split tokens; "
+                    "RANKLOOM_DEBUG=1 names the place, and docs/tensor.md has all words")
+    return None
 
 
 def runs_compiled(model: nn.Module) -> bool:

@@ -39,7 +39,7 @@ from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leave
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
     compare_rows,
-    expect_same_loss,
+    expect_one_model,
     expect_sum,
     explain_non_finite,
     generator_now,
@@ -142,7 +142,7 @@ class Engine:
         totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
         exposed = self.placement.waited - before
         if self._is_first:
-            expect_same_loss(self.settings.world.group("tensor"), totals)
+            expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
             self._is_first = False
         loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1

@@ -72,6 +72,9 @@ class Placement(Protocol):
     def norm(self) -> Tensor:
         """The 2-norm of the summed gradients, each element once, fp64."""
 
+    def repeated_norms(self) -> dict[str, float]:
+        """The 2-norms of the summed gradients of parameters that every tensor rank has whole, by name. A collective."""
+
     def flat_gradients(self) -> list[Tensor]:
         """All that this rank's part of the optimizer reads, in few tensors."""
 
@@ -158,6 +161,10 @@ class Whole:
         if self._leaves:
             return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])
         return global_norm(self._reducer.flat_gradients(), self._world)
+
+    def repeated_norms(self) -> dict[str, float]:
+        """There are no tensor ranks."""
+        return {}
 
     def flat_gradients(self) -> list[Tensor]:
         """The buckets."""

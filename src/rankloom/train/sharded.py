@@ -100,6 +100,10 @@ class Sharded:
         square = global_norm(self.flat_gradients()).square().to(self.group.device)
         return self.group.all_reduce(square, label="gradient norm").sqrt()
 
+    def repeated_norms(self) -> dict[str, float]:
+        """There are no tensor ranks."""
+        return {}
+
     def flat_gradients(self) -> list[Tensor]:
         """The slices."""
         return [gradient.slice for gradient in self.sharding.gradients() if gradient.slice is not None]
@@ -207,6 +211,16 @@ class ShardedParts(Sharded):
                  for name, owner in self.owners.items() if owner.grad is not None]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
         return self._everyone.all_reduce(square.to(self.group.device), label="gradient norm").sqrt()
+
+    def repeated_norms(self) -> dict[str, float]:
+        """From the slices of all ranks of the shard axis."""
+        names = [name for name, held in self.split.held.items() if held.dim is None] if self.split.tensor.size > 1 else []
+        grads = [owner.grad if (owner := self.owners.get(name)) is not None else None for name in names]
+        if not names:
+            return {}
+        squares = torch.stack([torch.zeros((), dtype=torch.float64) if grad is None else norm_of(grad).square().cpu() for grad in grads])
+        total = self.group.all_reduce(squares.to(self.group.device), label="norms of repeated gradients")
+        return dict(zip(names, total.sqrt().tolist(), strict=True))
 
     def copies(self, name: str) -> int:
         """On how many of these ranks the same elements lie."""
