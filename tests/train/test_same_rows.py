@@ -101,7 +101,7 @@ def test_a_loss_that_reads_parts_of_parameters_is_refused_before_the_update():
 def test_noise_of_a_ranks_own_where_ranks_compute_one_loss_is_refused():
     def body(world):
         draws = torch.Generator().manual_seed(world.rank)
-        loss = lambda model, x: ((model(x) + torch.randn(2, 4, generator=draws)).square().sum(), len(x))
+        loss = lambda model, x: ((model(x) + torch.randn(2, 4, generator=draws).to(x.device)).square().sum(), len(x))
         engine = prepare(Two(), world, loss, tensor_plan={"up": "colwise", "down": "rowwise"})
         with pytest.raises(rl.LossError, match="Noise must be the same on these ranks"):
             engine.step(torch.ones(2, 4))
