@@ -1,5 +1,9 @@
 """What only some ranks were given is an error on all of them, before anything is trained."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +57,53 @@ def test_ranks_may_cut_their_rows_in_other_numbers_of_micro_batches():
     """One may have less memory than another: sums do not tell."""
     steps = rl.simulate(2, lambda world: start(world, accumulate=1 + world.rank).step(torch.ones(2, 2)).count)
     assert steps == [4, 4]
+
+
+def model_with(constant, names):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    class Alike(Own):
+        def forward(self, x):
+            return x * self.weight * 2 if "a" in {"a", "b", "c"} else x
+
+    class Other(Own):
+        def forward(self, x):
+            return x * self.weight * 3 if "a" in {"a", "b", "c"} else x
+
+    kind = Alike if constant == 2 else Other
+    kind.__qualname__ = names
+    return kind()
+
+
+def test_a_rank_whose_model_computes_something_else_under_the_same_name_is_told_on_all_ranks():
+    """A host with an older checkout: tensors of the same names and shapes."""
+    def body(world, constants):
+        prepared = rl.prepare(model_with(constants[world.rank], "Own"), loss=lambda m, x: (m(x).sum(), len(x)), world=world,
+                              optimizer=torch.optim.AdamW)
+        return prepared.step(torch.ones(2, 3)).count
+
+    assert rl.simulate(3, lambda world: body(world, [2, 2, 2])) == [6, 6, 6]
+    with pytest.raises(rl.ConfigError, match="rank 2 was given another model than rank 0: the code of Own is '[0-9a-f]{8}', on rank 0 '"):
+        rl.simulate(3, lambda world: body(world, [2, 2, 3]))
+
+
+def test_the_hash_of_a_models_code_does_not_depend_on_the_process():
+    """The order in a set of strings does; it is written out by three processes of their own."""
+    program = """
+import rankloom.train.alike as alike
+from torch import nn
+class Own(nn.Module):
+    def forward(self, x, kind):
+        inner = lambda: kind in {"one", "two", "three", "four"}
+        return x if inner() or kind in {"five", "six", "seven"} else -x
+print(alike.code_of(nn.Sequential(nn.Linear(2, 2), Own())))
+"""
+    said = {subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": str(seed)}, capture_output=True, text=True,
+                           check=True).stdout for seed in (1, 2, 3)}
+    assert len(said) == 1 and "the code of Own" in said.pop()
 
 
 def test_configs_are_compared_but_for_what_is_of_a_host():

@@ -3,11 +3,14 @@
 A host with an older file, a rate that depends on the rank. What may differ is left out: paths, and what a rank takes of its host.
 """
 
+import hashlib
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError
 from rankloom.shard.optimizer import Optimizer
 from rankloom.train.schema import Config
@@ -22,12 +25,31 @@ def expect_alike(group: Group, what: str, mine: Mapping[str, Any]) -> None:
     sent: the values as text, once to every rank
     """
     everyone = group.all_gather_object({name: repr(value) for name, value in mine.items()}, label=f"the same {what}")
-    expected, first = everyone[0], group.ranks[0]
-    for rank, theirs in zip(group.ranks, everyone, strict=True):
-        differ = [f"{name} is {theirs.get(name, 'missing')}, on rank {first} {expected.get(name, 'missing')}"
-                  for name in dict.fromkeys((*expected, *theirs)) if theirs.get(name) != expected.get(name)]
-        if differ:
-            raise ConfigError(f"rank {rank} was given another {what} than rank {first}: {'; '.join(differ[:3])}; give all ranks the same")
+    if problem := first_difference(what, everyone, group.ranks):
+        raise ConfigError(problem)
+
+
+def code_of(model: nn.Module) -> dict[str, str]:
+    """For each class of modules in a model that is not torch's, what its functions do: a hash, whatever file they stand in."""
+    digests: dict[str, set[str]] = {}
+    for kind in {type(module) for module in model.modules()}:
+        if not kind.__module__.startswith("torch."):
+            digests.setdefault(f"the code of {kind.__qualname__}", set()).add(_digest(kind))   # modules may call several kinds alike
+    return {name: " ".join(sorted(digests[name])) for name in sorted(digests)}
+
+
+def _digest(kind: type) -> str:
+    functions = [code for value in vars(kind).values() if (code := getattr(value, "__code__", None))]
+    return hashlib.sha256(repr(list(map(_parts, functions))).encode()).hexdigest()[:8]
+
+
+def _parts(constant: Any) -> Any:
+    """What the bytecode of a function and the constants in it come down to, in one order: that of a set differs between processes."""
+    if isinstance(constant, CodeType):
+        return constant.co_code, constant.co_names, constant.co_varnames, list(map(_parts, constant.co_consts))
+    if isinstance(constant, frozenset):
+        return sorted(map(repr, constant))
+    return list(map(_parts, constant)) if isinstance(constant, tuple) else repr(constant)
 
 
 def settings_of(config: Config) -> dict[str, Any]:

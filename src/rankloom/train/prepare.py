@@ -35,7 +35,7 @@ from rankloom.parallel.wrapping import AUTO, Policy, section_names
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
 from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill
-from rankloom.train.alike import expect_alike
+from rankloom.train.alike import code_of, expect_alike
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks import blocks_of
 from rankloom.train.budget import NONE
@@ -124,6 +124,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     if settings.leaves:
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
+    expect_alike(world, "model", code_of(model))
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
     fill = None if initial is None else _stand_in(model, world, initial, split)

@@ -20,6 +20,7 @@ from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
 from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
+from rankloom.world.program import expect_same_program
 from rankloom.world.transport.meet import start_afresh
 
 SLACK = 2.0   # seconds that torch's own time-out may come late: its message says more
@@ -38,7 +39,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
     backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
               shared memory where all ranks share a host
-    raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError
+    raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError, on all ranks
+              where one runs another program or was given something else
     """
     place = find_place()
     if mesh is not None:
@@ -50,6 +52,9 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_for(kind, place.local_rank)
+    if place.size > 1:
+        expect_same_program(store, place.rank, place.size, timeout, mesh=mesh, device=where.type, backend=backend,
+                            RANKLOOM_DEBUG=debug_mode())
     return World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
                  topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)

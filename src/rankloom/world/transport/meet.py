@@ -58,10 +58,18 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
 
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
-    keys = [f"host/{other}" for other in range(size)]
-    store.set(keys[rank], host or this_host())
+    return Neighbours(tuple(hear_all(store, "host", rank, size, timeout, host or this_host())), rank)
+
+
+def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float, mine: str) -> list[str]:
+    """Tell the others `mine`, and hear what each of them tells, in rank order.
+
+    raises: RankLost naming the ranks that did not come within `timeout` seconds
+    """
+    keys = [f"{what}/{other}" for other in range(size)]
+    store.set(keys[rank], mine)
     wait_for(store, dict(zip(keys, range(size))), rank, timeout)
-    return Neighbours(tuple(told.decode() for told in store.multi_get(keys)), rank)
+    return [told.decode() for told in store.multi_get(keys)]
 
 
 def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
