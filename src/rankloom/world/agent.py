@@ -13,7 +13,6 @@ The agent runs in a thread, so that signals are ours alone. Read verdict.py for 
 """
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -34,13 +33,14 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from rankloom.base.errors import ConfigError
 from rankloom.world.connect import LOOPBACK
 from rankloom.world.failure import read_failure
 from rankloom.world.launch import rank_environment
+from rankloom.world.open_files import make_room
+from rankloom.world.rank_logs import RankLogs, chatter_in
 from rankloom.world.verdict import CLEAN_CODES, Ending, explain
 
 LEASH = Path(__file__).with_name("leash.py")
@@ -65,8 +65,9 @@ def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic
     """
     if ranks < 1:
         raise ConfigError(f"the number of ranks is {ranks}, expected 1 or more")
+    make_room(16 + 4 * ranks, f"a launcher of {ranks} ranks")   # the store with a connection from each, and its log
     with _scratch() as failures:
-        return _run_ranks(ranks, command, _Logs(log_dir, failures, rank_environment(ranks, deterministic=deterministic)), grace)
+        return _run_ranks(ranks, command, RankLogs(log_dir, failures, rank_environment(ranks, deterministic=deterministic)), grace)
 
 
 @contextlib.contextmanager
@@ -80,13 +81,13 @@ def _scratch() -> Iterator[Path]:
         yield Path(name)
 
 
-def _run_ranks(ranks: int, command: list[str], logs: "_Logs", grace: float) -> int:
+def _run_ranks(ranks: int, command: list[str], logs: RankLogs, grace: float) -> int:
     words = ["-I", "-S", str(LEASH), str(os.getpid()), *command]
     spec = WorkerSpec(
         role="", local_world_size=ranks, entrypoint=sys.executable, args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=_Meeting(), max_restarts=0, monitor_interval=TICK, master_addr=LOOPBACK,
     )
-    with _chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
+    with chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
         agent = _Agent(spec, logs, stop, grace)
         running = thread.submit(agent.run)
         try:
@@ -179,7 +180,7 @@ class Watch:
                 self.hung.setdefault(rank, reason)
             _kill_group(process)
 
-    def endings(self, logs: "_Logs") -> list[Ending]:
+    def endings(self, logs: RankLogs) -> list[Ending]:
         """How every rank ended, with what it left behind."""
         return [self._ending(rank, logs) for rank in sorted(self.codes)]
 
@@ -212,7 +213,7 @@ class Watch:
             process.send_signal(number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM)
             process.send_signal(signal.SIGCONT)   # one that is stopped does not see the first
 
-    def _ending(self, rank: int, logs: "_Logs") -> Ending:
+    def _ending(self, rank: int, logs: RankLogs) -> Ending:
         failure = read_failure(self.files[rank])
         if failure:
             logs.add_traceback(rank, failure.traceback)
@@ -242,7 +243,7 @@ def _is_stopped(pid: int) -> bool:
 class _Agent(LocalElasticAgent):
     """torch's agent, which ends its ranks our way."""
 
-    def __init__(self, spec: WorkerSpec, logs: "_Logs", stop: StopRequests, grace: float):
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, stop: StopRequests, grace: float):
         # The template is empty: what rank 0 writes to stderr reaches the terminal as it is.
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")
         self.logs, self.stop, self.grace = logs, stop, grace
@@ -315,86 +316,3 @@ class _Meeting(RendezvousHandler):
     def shutdown(self) -> bool:
         """Nothing to do: the store ends with this object."""
         return True
-
-
-class _Logs(LogsSpecs):
-    """Where each rank writes: flat names in one folder; what it says of its failure in another."""
-
-    def __init__(self, folder: Path, failures: Path, environment: dict[str, str]):
-        super().__init__(str(folder))
-        self.folder, self.failures, self.environment = folder, failures, environment
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot write logs in {folder}: {error.strerror}") from None
-
-    @property
-    def root_log_dir(self) -> str:
-        """The folder."""
-        return str(self.folder)
-
-    def log(self, rank: int, stream: str) -> Path:
-        """Where a rank writes. stream: "stdout", which is the terminal's for rank 0, or "stderr"."""
-        return self.folder / f"rank-{rank}.{stream}.log"
-
-    def failure(self, rank: int) -> Path:
-        """What a rank that fails leaves behind."""
-        return self.failures / f"rank-{rank}.json"
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files, and complete the environment of every rank."""
-        for rank, env in envs.items():
-            env.update(self.environment, TORCHELASTIC_ERROR_FILE=str(self.failure(rank)))
-        out = {rank: str(self.log(rank, "stdout")) if rank else "" for rank in envs}
-        err = {rank: str(self.log(rank, "stderr")) for rank in envs}
-        files = {rank: str(self.failure(rank)) for rank in envs}
-        return LogsDest(stdouts=out, stderrs=err, tee_stderrs={0: err[0]}, error_files=files)
-
-    def add_traceback(self, rank: int, text: str) -> None:
-        """Complete the log of a rank that left it to the launcher to show its error."""
-        with contextlib.suppress(OSError), self.log(rank, "stderr").open("a") as log:
-            log.write(text)
-
-    def worth_reading(self, rank: int) -> str:
-        """The log that may say why a rank ended: of its errors, else of its output."""
-        logs = [self.log(rank, stream) for stream in ("stderr", "stdout")]
-        return str(next(filter(_size, logs), logs[0]))
-
-    def tidy(self) -> None:
-        """Remove the logs in which nothing stands."""
-        for log in self.folder.glob("rank-*.log"):
-            if not _size(log):
-                log.unlink(missing_ok=True)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-class _QuietFile(logging.FileHandler):
-    """A log that a full disk may cut short: the chatter in it is not worth hiding the real error for."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write it, if the file can be opened."""
-        with contextlib.suppress(OSError):
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Drop what cannot be written."""
-
-
-@contextlib.contextmanager
-def _chatter_in(file: Path) -> Iterator[None]:
-    """Send the errors that torch's agent logs to a file, and nothing to the terminal, which belongs to rank 0."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    handler, before = _QuietFile(file, mode="w", delay=True), logger.propagate
-    handler.setLevel(logging.ERROR)
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(handler)
-        with contextlib.suppress(OSError):   # a full disk, once more
-            handler.close()

@@ -20,12 +20,14 @@ from rankloom.base.units import seconds
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
 from rankloom.world.ledger import Ledger
+from rankloom.world.open_files import make_room
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
+SPARE = 16   # open files beside the connections of a group: of the store, of memory while it is mapped, and what a program opens
 
 
 def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
@@ -174,6 +176,8 @@ class World(Group):
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
         if len(ranks) == 1:
             return None, None
+        n = len(ranks)
+        make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # they may be threads of one process
         store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
         if self.backend == SHARED:
             shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)

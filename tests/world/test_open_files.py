@@ -1,0 +1,54 @@
+"""A process that may have few open files gets more where the system allows it, and is told where not: gloo would end it."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+WORLDS = """
+import resource
+import torch
+import rankloom as rl
+def body(world):
+    groups = [world.group("replicate"), world.group("shard")]
+    return sum(group.all_reduce(torch.ones(1)).item() for group in (world, *groups))
+print(rl.simulate(rl.Mesh(replicate=2, shard=4), body, timeout=60), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def run(command: list[str], soft: int, hard: int, folder=None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+
+
+def test_groups_ask_for_as_many_open_files_as_they_need():
+    """Eight ranks in one process have a hundred connections."""
+    done = run([sys.executable, "-c", WORLDS], 30, 5000)
+    assert done.stdout.split("] ") == [f"[{', '.join(['14.0'] * 8)}", "(5000, 5000)\n"], done.stderr
+
+
+def test_room_that_is_there_is_left_as_it_is():
+    done = run([sys.executable, "-c", WORLDS], 300, 5000)
+    assert done.stdout.endswith("(300, 5000)\n"), done.stderr
+
+
+def test_a_group_that_the_system_allows_no_connections_is_refused():
+    done = run([sys.executable, "-c", WORLDS], 20, 20)
+    assert done.returncode == 1
+    assert "ConfigError: a group of 8 ranks needs 24 open files beside the " in done.stderr
+    assert "the system lets it have 20: raise the hard limit" in done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(2, "a launcher of 2 ranks needs 24 open files"), (50, "a launcher of 50 ranks needs 216")])
+def test_a_launcher_that_could_not_serve_its_ranks_starts_none(ranks, said, tmp_path):
+    """torch's store leaves them waiting for an answer."""
+    command = f"""
+from pathlib import Path
+from rankloom.world.agent import launch_ranks
+launch_ranks({ranks}, ["python", "-c", "open('started', 'w')"], log_dir=Path("logs"))
+"""
+    done = run([sys.executable, "-c", command], 22, 22, tmp_path)
+    assert done.returncode == 1 and f"ConfigError: {said}" in done.stderr, done.stderr
+    assert not os.listdir(tmp_path)
