@@ -48,7 +48,7 @@ from rankloom.train.diagnose import (
 )
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
-from rankloom.train.held import Held, held_by, peak_memory
+from rankloom.train.held import Held, held_by, memory_told, peak_memory
 from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
@@ -124,7 +124,7 @@ class Engine:
                 deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more; UnitError when one was
                 replaced, or came
         """
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), self.placement.waited
         self._running.expect_parameters()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
@@ -132,28 +132,28 @@ class Engine:
         self.placement.abandon()   # whatever a failed step left behind
         self._forget_counts()
         self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
-        batch = as_given(batch, self.settings.accumulate, self.world_rank)
-        batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-        if self._is_first:
-            compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
-        if self.steps_done == 0:
-            self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
-        before = self.placement.waited
-        totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
-        exposed = self.placement.waited - before
-        if self._is_first:
-            expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
-            self._is_first = False
-        loss, count, norm, finite = self._apply(totals, batch)
+        with memory_told(self.world_rank, self.group.device, self.held):
+            batch = as_given(batch, self.settings.accumulate, self.world_rank)
+            batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
+            if self._is_first:
+                compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
+            if self.steps_done == 0:
+                self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
+            totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
+            exposed = self.placement.waited - waited
+            if self._is_first:
+                expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
+                self._is_first = False
+            loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._running.average_changed()
-        auxiliary = totals[2].item() / count if len(totals) > 2 else 0.0
+        auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._count_tokens(move=finite)
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
-                        seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=self._count_tokens(move=finite))
+                        seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
         if self.sink:
             self.sink(StepDone(rank=self.world_rank, step=report.step, loss=loss, count=count, grad_norm=norm, lr=lr, exposed=exposed,
-                               seconds=report.seconds, memory=peak_memory(self.group.device), skipped=report.skipped, auxiliary=auxiliary,
-                               experts={} if self.world_rank else report.experts))
+                               seconds=report.seconds, memory=peak_memory(self.group.device), skipped=report.skipped,
+                               auxiliary=auxiliary, experts={} if self.world_rank else experts))
         return report
 
     @torch.no_grad()

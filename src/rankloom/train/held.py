@@ -2,11 +2,14 @@
 
 import resource
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from rankloom.base.units import show_bytes
 from rankloom.shard.optimizer import Optimizer
 from rankloom.train.placement import Placement
 
@@ -32,3 +35,21 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def memory_told(rank: int, device: torch.device, held: Callable[[], Held]) -> Iterator[None]:
+    """An error inside that says that memory ran out says, too, who had it, and how to need less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if _is_out_of_memory(error):
+            kinds = ", ".join(f"{kind} {show_bytes(nbytes)}" for kind, nbytes in asdict(held()).items())
+            error.add_note(f"rank {rank} ran out of memory. Of the model in training it held {kinds}; the rest is activations, and what "
+                           f"is not of this engine. The most that it used is {show_bytes(peak_memory(device))}. It needs less with more "
+                           "micro-batches (accumulate), recompute, a higher stage, or offload")
+        raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)   # of torch, on a CPU
