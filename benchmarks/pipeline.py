@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py                       # 2 and 4 ranks, 11M, fp32, gloo
     python benchmarks/pipeline.py --ranks 2 --backend rankloom
+    python benchmarks/pipeline.py --ranks 2 --no-speed --rows 4 --microbatches 4 --name pipeline_bubbles
 
 Same model, same stages, same micro-batches, same schedules, same processes, same backend, interleaved: every round gives each
 variant a turn of three steps, in rotating order, and ratios are taken inside a round. A step is forward and backward of all
@@ -110,16 +111,32 @@ class Bench:
         return step
 
     def bubbles(self, name: str) -> dict:
-        """What the simulator expects, and what a recorded step shows: the median of five."""
+        """What the simulator expects, and what a recorded step shows: medians of nine rounds, each of which measures the pieces anew, for
+        the speed of a machine changes by more than a bubble.
+        """
         schedule, sizes, _ = self.cut(name)
         pipeline = self.pipeline(name)
         pipeline.step(self.batches)
-        recorded = [record_step(pipeline, self.batches) for _ in range(5)]
+        expected, recorded = [], []
+        for _ in range(9):
+            costs = stage_costs(measure_pieces(self.pieces, self.batches[0], loss, self.world), sizes, self.message)
+            expected.append(simulate_schedule(schedule, costs))
+            recorded.append(record_step(pipeline, self.batches))
         self.model.zero_grad(set_to_none=True)
-        expected = simulate_schedule(schedule, stage_costs(self.measured, sizes, self.message))
-        return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": round(expected.makespan * 1e3, 1),
-                "recorded ms": median_ms([step.makespan for step in recorded]), "simulated bubble": f"{expected.bubble:.3f}",
-                "recorded bubble": f"{statistics.median(step.bubble for step in recorded):.3f}"}
+        took = [median_ms([step.makespan for step in steps]) for steps in (expected, recorded)]
+        bubble, seen = (statistics.median(step.bubble for step in steps) for steps in (expected, recorded))
+        return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": took[0], "recorded ms": took[1],
+                "simulated bubble": f"{bubble:.3f}", "recorded bubble": f"{seen:.3f}", "over simulated": f"{seen / bubble:.2f}"}
+
+
+def time_variants(bench: Bench, names: list[str], repeat: int) -> dict:
+    """Both sides of each schedule, in turns."""
+    steps = {f"rankloom {name}": bench.ours(name) for name in names}
+    steps |= {f"torch {name}": bench.torchs(name) for name in TORCH if name in names}
+    losses = bench.world.all_gather_object({name: step() for name, step in steps.items()})
+    found = [loss for told in losses for loss in told.values() if loss is not None]
+    assert max(found) - min(found) < 1e-3, f"the variants do not compute the same: {losses}"
+    return take_turns(steps, repeat, bench.world.barrier)
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -131,12 +148,7 @@ def worker(args: argparse.Namespace) -> None:
     world = rl.init(backend=args.backend)
     bench = Bench(args, world)
     fitting = [name for name in OURS if world.size * SCHEDULES[name].fewest <= len(bench.pieces)]
-    steps = {f"rankloom {name}": bench.ours(name) for name in fitting}
-    steps |= {f"torch {name}": bench.torchs(name) for name in TORCH if name in fitting}
-    losses = world.all_gather_object({name: step() for name, step in steps.items()})
-    found = [loss for told in losses for loss in told.values() if loss is not None]
-    assert max(found) - min(found) < 1e-3, f"the variants do not compute the same: {losses}"
-    times = take_turns(steps, args.repeat, world.barrier)
+    times = {} if args.no_speed else time_variants(bench, fitting, args.repeat)
     bubbles = [bench.bubbles(name) for name in fitting]
     if rank == 0:
         Path(args.out).write_text(json.dumps({"times": times, "bubbles": bubbles}))
@@ -148,6 +160,7 @@ def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict]
     """Rows of both tables for one model on one number of ranks."""
     shared = ["--models", size, "--precision", args.precision, "--tokens", str(args.tokens), "--rows", str(args.rows),
               "--backend", args.backend, "--microbatches", str(args.microbatches), "--repeat", str(args.repeat)]
+    shared += ["--no-speed"] * args.no_speed
     found = run_ranks(__file__, ranks, shared)
     where = {"model": size, "ranks": ranks, "precision": args.precision, "backend": args.backend,
              "batch": f"{args.microbatches} x {args.rows} x {args.tokens}"}
@@ -161,6 +174,11 @@ def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict]
     return rows, [where | row for row in found["bubbles"]]
 
 
+def tables(rows: list[dict], bubbles: list[dict]) -> str:
+    """The times, if there are any, and the bubbles."""
+    return "\n\n".join(show(table) for table in (rows, bubbles) if table)
+
+
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__, worker)
@@ -172,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--no-speed", action="store_true", help="the bubbles only")
     parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results/")
     args = parser.read()
     where = machine()
@@ -181,8 +200,8 @@ def main() -> None:
         for ranks in map(int, args.ranks.split(",")):
             some, more = measure(ranks, size, args)
             rows, bubbles = rows + some, bubbles + more
-            print(f"{show(some)}\n\n{show(more)}\n", flush=True)
-    keep(args.name, where, rows + bubbles, shown=f"{show(rows)}\n\n{show(bubbles)}")
+            print(f"{tables(some, more)}\n", flush=True)
+    keep(args.name, where, rows + bubbles, shown=tables(rows, bubbles))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ def chosen_interface() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
 
 
+def decides_heap() -> bool:
+    """Whether the user has said what the C library's heap shall do, or has put another in its place."""
+    return any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ)
+
+
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

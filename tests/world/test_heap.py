@@ -1,0 +1,31 @@
+"""Memory that every step frees and asks for again stays with the process, unless its user has decided otherwise."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, torch
+import rankloom as rl
+rl.init(device="cpu")
+
+def run(steps):
+    for _ in range(steps):
+        pieces = [torch.ones(3 << 18) for _ in range(8)]   # 24 MiB
+        del pieces
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+print(-run(5) + run(5))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
+@pytest.mark.parametrize(("decided", "stays"), [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False), ({"GLIBC_TUNABLES": ""}, False)], ids=str)
+def test_a_process_that_has_joined_keeps_what_a_step_frees(decided, stays):
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", STEPS], env=plain | decided, capture_output=True, text=True, check=True)
+    faults = int(done.stdout)
+    assert faults < 1000 if stays else faults > 20_000, "five steps of 6,144 pages"
