@@ -8,6 +8,7 @@ import functools
 import gc
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -480,8 +481,27 @@ def test_a_loss_that_calls_the_model_otherwise_than_the_stages_were_called_is_re
 
 
 def test_a_loss_cannot_look_into_a_model_that_is_nowhere():
-    with pytest.raises(AttributeError, match="asks the model for 'config', but no rank of a pipeline has the model"):
-        rl.simulate(rl.Mesh(pipe=2), lambda w: prepare(w, loss=lambda model, batch: (model.config, 1)).step(batches()[0]))
+    for name in ("out", "training", "parameters"):
+        with pytest.raises(AttributeError, match=f"asks the model for '{name}', but no rank of a pipeline has the model"):
+            asking = functools.partial(lambda model, batch, name: (getattr(model, name), 1), name=name)
+            rl.simulate(rl.Mesh(pipe=2), lambda w, asking=asking: prepare(w, loss=asking).step(batches()[0]))
+
+
+def test_a_loss_may_ask_a_model_in_stages_for_its_config_and_its_numbers():
+    asked = []
+
+    def loss_that_asks(model, batch):
+        asked.append((model.config.vocab_size, model.smoothing))
+        return loss_of_a_dict(model, batch)
+
+    def body(world):
+        model = Decoder()
+        model.config, model.smoothing = SimpleNamespace(vocab_size=VOCAB), 0.25
+        return prepare(world, model, loss=loss_that_asks).step(batches()[0]).loss, prepare(world).step(batches()[0]).loss
+
+    for mine, plain in rl.simulate(rl.Mesh(pipe=2), body):
+        assert mine == plain
+    assert set(asked) == {(VOCAB, 0.25)}
 
 
 def test_a_batch_that_is_a_dict_is_refused():
