@@ -150,7 +150,8 @@ def _different_norms(group: Group, names: list[str], found: Sequence[list[float]
             return (f"the gradient of {name}, which every tensor rank holds whole, has the norm {low:g} on rank {ranks[0]} and {high:g} on "
                     f"rank {ranks[1]}: each has a part of it, and nobody adds them up. In the plan say replicated_with_grad_allreduce for "
                     "a module that is whole and reads what is split, or sequence_parallel for a norm between split tokens; "
-                    "RANKLOOM_DEBUG=1 names the place, and docs/tensor.md has all words")
+                    "RANKLOOM_DEBUG=1 names the place, and docs/tensor.md has all words. If the plan is right, they drew other noise "
+                    "(dropout that is no nn.Dropout): seed torch by `engine.group.rank`")
     return None
 
 
