@@ -481,23 +481,25 @@ def test_a_loss_that_calls_the_model_otherwise_than_the_stages_were_called_is_re
 
 
 def test_a_loss_cannot_look_into_a_model_that_is_nowhere():
-    for name in ("out", "training", "parameters"):
+    for name in ("out", "training", "parameters", "config", "smoothing"):
         with pytest.raises(AttributeError, match=f"asks the model for '{name}', but no rank of a pipeline has the model"):
             asking = functools.partial(lambda model, batch, name: (getattr(model, name), 1), name=name)
             rl.simulate(rl.Mesh(pipe=2), lambda w, asking=asking: prepare(w, loss=asking).step(batches()[0]))
 
 
-def test_a_loss_may_ask_a_model_in_stages_for_its_config_and_its_numbers():
+def test_a_loss_may_ask_a_model_in_stages_for_its_config_also_when_that_has_changed():
     asked = []
 
     def loss_that_asks(model, batch):
-        asked.append((model.config.vocab_size, model.smoothing))
+        asked.append((model.config.vocab_size, model.config.smoothing))
         return loss_of_a_dict(model, batch)
 
     def body(world):
         model = Decoder()
-        model.config, model.smoothing = SimpleNamespace(vocab_size=VOCAB), 0.25
-        return prepare(world, model, loss=loss_that_asks).step(batches()[0]).loss, prepare(world).step(batches()[0]).loss
+        model.config = SimpleNamespace(vocab_size=VOCAB, smoothing=0.0)
+        engine, config = prepare(world, model, loss=loss_that_asks), model.config
+        config.smoothing = 0.25
+        return engine.step(batches()[0]).loss, prepare(world).step(batches()[0]).loss
 
     for mine, plain in rl.simulate(rl.Mesh(pipe=2), body):
         assert mine == plain

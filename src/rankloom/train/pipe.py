@@ -4,7 +4,7 @@ A loss that is written for one process, `loss(model, micro-batch)`, runs unchang
 answers its one call with what the last piece gave.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class Pipe:
         make = pipe.loss or (gpt_loss if pieces is gpt_pieces else None)
 
         def loss_of(model: Any) -> Loss:
-            whole = partial(answered, loss, settings_of(model)) if make is None else partial(_of_targets, make(model))
+            whole = partial(answered, loss, getattr(model, "config", None)) if make is None else partial(_of_targets, make(model))
             return partial(_in_format, whole, precision)
 
         return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks)
@@ -83,13 +83,14 @@ def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[T
 class Answer:
     """Stands for the model in a loss of one process. Its call is answered with what the last piece gave for this micro-batch.
 
-    Of the model it has the `settings`; modules, tensors and methods are parts of stages.
+    Of the model it has the `config`, the very object; a number of the model's own would be that of the day when it was cut.
     """
 
-    def __init__(self, settings: Mapping[str, Any], inputs: Any, output: Any):
-        vars(self).update(settings)
-        self._expected = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-        self._output, self._calls = output, 0   # the names of settings do not begin so
+    def __init__(self, config: Any, inputs: Any, output: Any):
+        if config is not None:
+            self.config = config
+        self.expected = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+        self.output, self.calls = output, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the very tensors that the first stage was called with, by whatever names.
@@ -97,32 +98,26 @@ class Answer:
         raises: LossError for anything else
         """
         asked = [*args, *kwargs.values()]
-        if len(asked) != len(self._expected) or any(a is not b for a, b in zip(asked, self._expected)):
+        if len(asked) != len(self.expected) or any(a is not b for a, b in zip(asked, self.expected)):
             names = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in kwargs])
             raise LossError(f"the loss calls the model with ({names}), but a pipeline has called it with the first part of the micro-batch "
-                            f"({len(self._expected)} tensors) and nothing else. Call it with just these, and compute the loss from what it "
+                            f"({len(self.expected)} tensors) and nothing else. Call it with just these, and compute the loss from what it "
                             "returns; what else the model needs belongs in that part")
-        self._calls += 1
-        return self._output
+        self.calls += 1
+        return self.output
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the loss asks the model for {name!r}, but no rank of a pipeline has the model; it can only be "
-                             "called, and asked for its `config` and for numbers and strings of its own")
+                             "called, and asked for its `config`, if it has one")
 
 
-def settings_of(model: nn.Module) -> dict[str, Any]:
-    """What a loss may ask a model for that has been cut: `config`, numbers and strings. Not `training`, which changes with the stages."""
-    return {name: value for name, value in vars(model).items()
-            if name != "training" and not name.startswith("_") and (name == "config" or isinstance(value, int | float | str))}
-
-
-def answered(loss: WholeLoss, settings: Mapping[str, Any], output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
+def answered(loss: WholeLoss, config: Any, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
     """A loss of one process, on the last stage.
 
     raises: LossError when it does not call the model once, as the first stage was called
     """
-    answer = Answer(settings, microbatch[0], output)
+    answer = Answer(config, microbatch[0], output)
     returned = loss(answer, microbatch)
-    if answer._calls != 1:
-        raise LossError(f"the loss called the model {answer._calls} times, but a pipeline runs it once for each micro-batch")
+    if answer.calls != 1:
+        raise LossError(f"the loss called the model {answer.calls} times, but a pipeline runs it once for each micro-batch")
     return returned
