@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.train.alike import expect_alike, settings_of
-from rankloom.train.config import make_config
+from rankloom.train.alike import expect_alike
+from rankloom.train.config import make_config, shared_settings
 
 
 def start(world: rl.World, rate: float = 0.1, **settings) -> rl.Engine:
@@ -109,6 +109,6 @@ print(alike.code_of(nn.Sequential(nn.Linear(2, 2), Own())))
 def test_configs_are_compared_but_for_what_is_of_a_host():
     train = {"global_batch_size": 2, "threads": 1}
     config = lambda rank, **other: make_config({"train": train | other, "data": {"source": f"/host{rank}/texts"}}, "test")
-    rl.simulate(2, lambda world: expect_alike(world, "config", settings_of(config(world.rank, threads=1 + world.rank))))
+    rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, threads=1 + world.rank))))
     with pytest.raises(rl.ConfigError, match="rank 1 was given another config than rank 0: train.steps is 8, on rank 0 7"):
-        rl.simulate(2, lambda world: expect_alike(world, "config", settings_of(config(world.rank, steps=7 + world.rank))))
+        rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, steps=7 + world.rank))))

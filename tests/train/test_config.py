@@ -349,3 +349,9 @@ def test_reading_a_config_imports_no_torch_and_no_numpy(file):
         "bad = {'torch', 'numpy', 'matplotlib'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code, file()], check=True)
+
+
+def test_an_engine_needs_no_parser_of_configs():
+    """Every rank would hold it: some 10 MiB."""
+    code = "import sys, rankloom as rl; rl.prepare, rl.fully_shard, rl.simulate; assert 'pydantic' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,6 @@
 """Ranks that were given different things would each train in their own way, and nobody would know: they compare before the first step.
 
-A host with an older file, a rate that depends on the rank. What may differ is left out: paths, and what a rank takes of its host.
+A host with an older file, a rate that depends on the rank.
 """
 
 import hashlib
@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError
 from rankloom.shard.optimizer import Optimizer
-from rankloom.train.schema import Config
 from rankloom.world.group import Group
-
-OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer", "train.threads", "comm.topology", "comm.timeout"}
 
 
 def expect_alike(group: Group, what: str, mine: Mapping[str, Any]) -> None:
@@ -50,12 +47,6 @@ def _parts(constant: Any) -> Any:
     if isinstance(constant, frozenset):
         return sorted(map(repr, constant))
     return list(map(_parts, constant)) if isinstance(constant, tuple) else repr(constant)
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """Every key of a config that must be the same on all ranks, with its section."""
-    return {f"{section}.{key}": value for section, table in config.model_dump().items() for key, value in table.items()
-            if f"{section}.{key}" not in OWN}
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from rankloom.train.files import replacing
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]
+OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer",   # paths, and what a rank takes of its host: these may
+       "train.threads", "comm.topology", "comm.timeout"}                           # differ between ranks
 NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
 
 
@@ -68,6 +70,12 @@ def with_ranks(config: Config, ranks: int) -> Config:
     table = config.model_dump(exclude_none=True)
     table["mesh"] |= config.mesh.filled(ranks, config.train.stage)
     return make_config(table, f"on {ranks} ranks")
+
+
+def shared_settings(config: Config) -> dict[str, Any]:
+    """Every key that must be the same on all ranks, with its section."""
+    return {f"{section}.{key}": value for section, table in config.model_dump().items() for key, value in table.items()
+            if f"{section}.{key}" not in OWN}
 
 
 def write_config(config: Config, path: str | Path) -> None:

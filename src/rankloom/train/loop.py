@@ -14,8 +14,8 @@ from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
-from rankloom.train.alike import expect_alike, settings_of
-from rankloom.train.config import with_ranks
+from rankloom.train.alike import expect_alike
+from rankloom.train.config import shared_settings, with_ranks
 from rankloom.train.engine import Engine
 from rankloom.train.finish import Summary, finish_run, save_weights
 from rankloom.train.job import Job, introduce, open_corpus, open_run
@@ -36,7 +36,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
     raises: ConfigError, DataError, on all ranks together; what a step raises
     """
     config = with_ranks(config, world.size)
-    expect_alike(world, "config", settings_of(config))
+    expect_alike(world, "config", shared_settings(config))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = open_run(config, world)
