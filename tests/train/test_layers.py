@@ -307,6 +307,17 @@ class AsksLayers(Decoder):
         return self.out(self.layers(self.widen(self.body.table(tokens)))) * self.body.steps[1].norm.weight.sum()
 
 
+class Rescales(Decoder):
+    """Changes its weights between training and evaluation, as RWKV of `transformers` does."""
+
+    def forward(self, tokens):
+        if not self.training:
+            for step in self.body.steps:
+                with torch.no_grad():
+                    step.norm.weight.div_(2.0)
+        return super().forward(tokens)
+
+
 class NoTokens(Decoder):
     def __init__(self):
         super().__init__()
@@ -420,6 +431,7 @@ def test_trying_a_model_leaves_it_as_it_was():
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
     (ByWeight, "cut into its layers, does not give what it gives as a whole"),
+    (Rescales, r"Rescales changes body.steps.0.norm.weight when it is called, and no stage can change what another has"),
     (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
     with pytest.raises(rl.ConfigError, match=reason):
@@ -441,7 +453,8 @@ def test_a_layer_at_a_border_that_is_left_out_in_training_is_an_error(sizes, lef
 
 
 def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():
-    with pytest.raises(rl.ConfigError, match="AsksLayers was tried with a few tokens.*with AttributeError.*'norm'.*rl.Pipe") as caught:
+    reason = "AsksLayers was tried with a few tokens.*AttributeError: it looks for `norm` in a .*, which only the stage .*rl.Pipe"
+    with pytest.raises(rl.ConfigError, match=reason) as caught:
         layer_pieces(AsksLayers())
     assert isinstance(caught.value.__cause__, AttributeError)
 

@@ -118,11 +118,15 @@ def _look(model: nn.Module, layer_list: str, tokens: Tensor) -> tuple[_Sight, An
         calls.append((name, args[0] if args else None, output))
 
     hooks = [child.register_forward_hook(partial(note, name=name)) for name, child in watched.items()]
+    versions = {name: param._version for name, param in model.named_parameters()}
     try:
         output = _try(model, tokens, model, **_options(model))
     finally:
         for hook in hooks:
             hook.remove()
+    changed = next((name for name, param in model.named_parameters() if param._version != versions[name]), None)
+    if changed:
+        raise ConfigError(f"{type(model).__name__} changes {changed} when it is called, and no stage can change what another has; {ADVICE}")
     layers = tuple(_children(model, layer_list))
     outputs = [given for name, _, given in calls if name in layers]
     changes = {name for name, child in watched.items() if next(child.parameters(), None) is not None}
@@ -211,10 +215,16 @@ class _Instead(nn.Module):
         vars(self).update({name: value for name, value in vars(place).items() if isinstance(value, int | float | str | Tensor)})
         for name, param in place.named_parameters(recurse=False):
             vars(self)[name] = param.detach().new_full((), torch.nan if param.is_floating_point() else 0).expand(param.shape)
-        self.run = run
+        self._run, self._stands_for = run, getattr(place, "_stands_for", type(place).__name__)   # a shell's places are such as this
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"it looks for `{name}` in a {self._stands_for}, which only the stage that has this can give") from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
 
 class _Run:
