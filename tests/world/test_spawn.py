@@ -9,6 +9,7 @@ import time
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from types import FunctionType
 
 import psutil
 import pytest
@@ -279,6 +280,28 @@ def test_a_result_that_does_not_come_back_is_an_error_that_names_the_rank():
 def test_a_body_that_cannot_travel_is_refused_with_the_way_out():
     with pytest.raises(rl.ConfigError, match=r"cannot be sent to another process .*top of a module, or use rl.simulate"):
         rl.spawn(2, lambda world: None)
+
+
+def test_a_body_that_is_in_no_file_is_refused_with_the_way_out(monkeypatch):
+    """One of a notebook: it can be sent by name, and nobody finds it there."""
+    typed = FunctionType(whoami.__code__, globals(), "typed")
+    typed.__qualname__, typed.__module__ = "typed", __name__
+    monkeypatch.setitem(globals(), "typed", typed)
+    with pytest.raises(rl.ConfigError, match=r"does not find .*'typed'.* notebook .* put the function into a module, or use rl.simulate"):
+        rl.spawn(1, typed)
+
+
+def test_a_program_from_standard_input_is_told_that_spawned_processes_cannot_read_it(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    with pytest.raises(rl.ConfigError, match="this one came from standard input; save it as a file, or use rl.simulate"):
+        rl.spawn(1, whoami)
+
+
+def test_a_program_that_spawns_when_its_file_is_read_is_told_where_the_call_belongs(monkeypatch):
+    """Python's own words for that fill half a page."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)   # as when a spawned process reads the file
+    with pytest.raises(rl.ConfigError, match='put the call under `if __name__ == "__main__":`'):
+        rl.spawn(1, whoami)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="listing another process's sockets needs root there")

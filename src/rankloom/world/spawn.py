@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
 SETTLE = 1.0  # seconds between the end of a rank and the news of it from those that it took along
+OR = "or use rl.simulate, which runs ranks as threads"
 GRACE = 5.0   # seconds a rank has to end when it is to, before SIGKILL
 
 
@@ -41,14 +43,10 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     timeout: seconds after which a silent peer is taken for lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it can be had
     device:  where the ranks compute, "cpu" or "cuda"; with more ranks than GPUs, several share one
-    raises:  ConfigError when `body` cannot be pickled
+    raises:  ConfigError when `body` cannot be pickled, or other processes do not find it
     """
     mesh, patience = as_mesh(ranks), seconds(timeout)
-    try:
-        work = pickle.dumps(body)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(f"spawn: {body!r} cannot be sent to another process ({error}); define it at the top of a module, "
-                          "or use rl.simulate, which runs ranks as threads") from error
+    work = _pickled(body)
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
@@ -74,6 +72,15 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     return results
 
 
+def _pickled(body: Callable[[World], T]) -> bytes:
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        raise ConfigError(f"spawn: its processes read the program again, and this one came from standard input; save it as a file, {OR}")
+    try:
+        return pickle.dumps(body)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(f"spawn: {body!r} cannot be sent to another process ({error}); define it at the top of a module, {OR}") from error
+
+
 Child = tuple[Any, multiprocessing.connection.Connection]
 Join = Callable[[int], World]
 
@@ -84,7 +91,13 @@ def _start(rank: int, work: bytes, join: Join) -> Child:
     ours, theirs = context.Pipe(duplex=True)
     with theirs:
         process = context.Process(target=_child, args=(theirs, work, join, rank), daemon=True, name=f"rank-{rank}")
-        process.start()
+        try:
+            process.start()
+        except RuntimeError as error:   # multiprocessing's own, of half a page
+            if "bootstrapping" not in str(error):
+                raise
+            raise ConfigError("spawn: every spawned process reads the program's file, and would spawn others there; put the call under "
+                              "`if __name__ == \"__main__\":`") from None
     return process, ours
 
 
@@ -94,7 +107,7 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
     threading.Thread(target=_end_with_parent, daemon=True).start()
     world = None
     try:
-        body = pickle.loads(work)
+        body = _found(work)
         world = join(rank)
         answer = pickle.dumps((True, body(world), ""))
     except BaseException as error:   # sent to the parent, which raises it
@@ -105,6 +118,14 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
         pipe.recv_bytes()
     if world is not None:
         world.close()
+
+
+def _found(work: bytes) -> Callable[[World], Any]:
+    try:
+        return pickle.loads(work)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(f"spawn: a spawned process does not find what it is to run ({error}): it cannot look into a notebook or an "
+                          f"interactive session; put the function into a module, {OR}") from error
 
 
 def _end_with_parent() -> None:
@@ -180,7 +201,7 @@ def _receive(child: Child, rank: int, size: int) -> Any:
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    return f"exit code {code}; what it printed stands above"
 
 
 def _end(children: list[Child]) -> list[int | None]:
