@@ -291,10 +291,11 @@ def test_a_body_that_is_in_no_file_is_refused_with_the_way_out(monkeypatch):
         rl.spawn(1, typed)
 
 
-def test_a_program_from_standard_input_is_told_that_spawned_processes_cannot_read_it(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
-    with pytest.raises(rl.ConfigError, match="this one came from standard input; save it as a file, or use rl.simulate"):
-        rl.spawn(1, whoami)
+def test_a_program_from_standard_input_is_told_that_spawned_processes_cannot_read_it():
+    program = "import rankloom as rl\ndef body(world): return world.rank\nif __name__ == '__main__': rl.spawn(1, body)\n"
+    ended = subprocess.run([sys.executable], input=program, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "this one came from standard input; save it as a file, or use rl.simulate" in ended.stderr
 
 
 def test_a_program_that_spawns_when_its_file_is_read_is_told_where_the_call_belongs(monkeypatch):
