@@ -368,8 +368,7 @@ class Breakable(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_died_half_way_on_all_ranks_leaves_nothing_behind(accumulate, deterministic, broken, monkeypatch):
     """Every gradient is a bucket, so one has left by then."""
-    for limit in ("BUCKET_BYTES", "SHARED_BYTES"):
-        monkeypatch.setattr(gradients, limit, 1)
+    monkeypatch.setattr(gradients, "ONE_HOST_BYTES", 1)
 
     def body(world, steps):
         model = Breakable()

@@ -10,7 +10,11 @@ import pytest
 STEPS = """
 import resource, torch
 import rankloom as rl
-rl.init(device="cpu")
+
+model = rl.data_parallel(torch.nn.Linear(2, 2), rl.init(device="cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2)).sum().backward()
+optimizer.step()
 
 def run(steps):
     for _ in range(steps):
@@ -28,7 +32,7 @@ SETTINGS = [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False), ({"GLIBC_TUNABLES": "
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's heap")
 @pytest.mark.parametrize(("decided", "stays"), SETTINGS, ids=str)
-def test_a_process_that_has_joined_keeps_what_a_step_frees(decided, stays):
+def test_a_process_keeps_what_a_step_frees_once_an_optimizer_has_stepped(decided, stays):
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
     done = subprocess.run([sys.executable, "-c", STEPS], env=plain | decided, capture_output=True, text=True, check=True)
     faults = int(done.stdout)

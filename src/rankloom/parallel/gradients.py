@@ -40,7 +40,7 @@ from rankloom.shard.frames import Standing, between_steps
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
-SHARED_BYTES = 128 << 20   # where ranks add up in memory they share: the cores that compute do that, so overlap gains nothing
+ONE_HOST_BYTES = 128 << 20   # where the cores that compute also move the bytes, overlap gains little and a message costs a millisecond
 
 
 class Bucket:
@@ -144,7 +144,7 @@ class GradientReducer:
                          if name in by_rows and rows_pay and owner.dtype in BITS}
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
-        self._bucket_bytes = bucket_bytes or (SHARED_BYTES if group.lends_memory and group.device.type == "cpu" else BUCKET_BYTES)
+        self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
         self._arrivals: dict[str, None] = {}   # an ordered set: gradients of this rank alone in no bucket; in the first backward all
         self._launched = 0
