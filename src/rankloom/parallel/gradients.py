@@ -13,6 +13,8 @@ Compressed (comm/compress.py), every bucket has an all-reduce of its own, which 
 and of this run, in no checkpoint, so after a resume the first step begins without it, and steps that are exact first are counted
 anew. An embedding goes by rows, exact, where that is cheaper still.
 
+On one rank there is nothing to sum, and gradients stay where autograd made them.
+
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
 used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
 
@@ -157,9 +159,9 @@ class GradientReducer:
         return temporarily(self, syncing=on)
 
     def flat_gradients(self) -> list[Tensor]:
-        """The summed gradients, each element once, in few tensors; zeros where a parameter was not used."""
-        by_rows = [self.owners[name].grad for name in self._by_rows]
-        return [bucket.flat for bucket in self.buckets] + [grad.view(-1) for grad in by_rows if grad is not None]
+        """The summed gradients, each element once: buckets, with zeros where a parameter was not used, and what lies in none."""
+        apart = [owner.grad for name, owner in self.owners.items() if name not in self._home]
+        return [bucket.flat for bucket in self.buckets] + [grad for grad in apart if grad is not None]
 
     def zero(self) -> None:
         """Forget all gradients; the next to land overwrites its place."""
@@ -197,7 +199,7 @@ class GradientReducer:
         Afterwards `.grad` is the sum over ranks where any rank used the parameter, else None.
         totals: a few numbers to sum over the ranks on the way; returned
         """
-        if not self.buckets:
+        if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
         for bucket in self.buckets:
             for name in bucket.waiting_for:
@@ -279,7 +281,7 @@ class GradientReducer:
                 owner.grad = None
             elif name in touched:
                 owner.grad = self._sum_by_rows(name, touched[name], int(most_rows[name]))
-            else:
+            elif name in self._home:
                 owner.grad = self._home[name].gradient(name)
         return numbers
 
