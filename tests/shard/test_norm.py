@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from rankloom.shard.norm import ROW, TOGETHER, norm_of
+from rankloom.shard import norm
+from rankloom.shard.norm import ROW, TOGETHER, norm_of, norms_of
 
 CLOSE = 4096 / 16 * 2**-24   # a row of 4096 is added up in 16 running sums or more, each addition off by half an eps of 2^-23 at most
 
@@ -26,3 +27,22 @@ def test_every_norm_of_every_format_is_that_of_the_numbers_in_fp64(dtype, order)
 
 def test_the_norm_of_nothing_is_zero_and_that_of_one_its_magnitude():
     assert norm_of(torch.empty(0)).item() == 0.0 and norm_of(torch.tensor(-3.0)).item() == 3.0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_norms_of_many_are_those_of_each(together, monkeypatch):
+    """On a CPU the kernels for many tensors are loops over them; that a GPU's are taken is for tests there."""
+    monkeypatch.setattr(norm, "_goes_together", lambda tensors: together)
+    draw = torch.Generator().manual_seed(0)
+    many = [torch.randn(size, generator=draw).to(dtype) for size in ((3, 5), (), (7,), (0,)) for dtype in (torch.float32, torch.bfloat16)]
+    many.append(torch.randn(5, 3, generator=draw).t())
+    found = norms_of(many)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.stack([x.double().norm() for x in many]), rtol=CLOSE, atol=0)
+
+
+def test_many_go_together_on_a_device_only_and_in_formats_that_fp32_holds():
+    on = lambda device, dtype=torch.float32: torch.empty(2, device=device, dtype=dtype)
+    assert norm._goes_together([on("meta"), on("meta", torch.bfloat16)])
+    assert not norm._goes_together([on("meta"), on("cpu")])
+    assert not any(norm._goes_together([on("meta", dtype)]) for dtype in (torch.float64, torch.complex64))

@@ -23,3 +23,15 @@ def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
     parts = [*rows.split(len(rows) if x.dtype == wide else TOGETHER), *([rest] if rest.numel() else [])]
     norms = [torch.linalg.vector_norm(part.to(wide), order, dim=1).double() for part in parts]
     return torch.linalg.vector_norm(torch.cat(norms), order)
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each of one or more tensors of a device, fp64."""
+    if _goes_together(tensors):
+        return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double()
+    return torch.stack([norm_of(x) for x in tensors])
+
+
+def _goes_together(tensors: list[Tensor]) -> bool:
+    """Whether few kernels do them all: on a GPU, where the launches for each of many small tensors would take longer than they run."""
+    return all(x.device.type != "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)

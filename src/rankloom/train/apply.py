@@ -8,7 +8,7 @@ sums, so each squares its own share of them.
 import torch
 from torch import Tensor
 
-from rankloom.shard.norm import CLIP_EPSILON, norm_of
+from rankloom.shard.norm import CLIP_EPSILON, norms_of
 from rankloom.shard.optimizer import Optimizer, parts_of, takes_factor
 from rankloom.world.group import Group
 
@@ -25,7 +25,7 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
     if not parts:   # a rank whose pieces are all empty
         return torch.zeros((), dtype=torch.float64)
-    norm = torch.linalg.vector_norm(torch.stack([norm_of(part) for part in parts]))
+    norm = torch.linalg.vector_norm(norms_of(parts))
     return group.all_reduce(norm.square(), label="gradient norm").sqrt() if group is not None and shared else norm
 
 
