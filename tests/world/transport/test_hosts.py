@@ -16,7 +16,7 @@ from conformance.cases import Case, random_case
 from conformance.faults import KINDS, Injection, Pool, inject
 from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
-from patience import AT_ONCE
+from patience import AT_ONCE, wait_until
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import dial, levels, wire
@@ -346,6 +346,7 @@ def test_a_call_that_is_interrupted_while_it_waits_for_its_turn_is_never_made(ra
     first = world.groups[0].allreduce([torch.ones(4)])   # in the background, and rank 1 is late
     with pytest.raises(Bell), bell_once_inside(Turns.wait):
         Group(world.groups[0]).all_reduce(torch.ones(4))
+    wait_until(lambda: world.groups[1].channel.link.status()[0])   # rank 1 has heard; else it may end what it has all parts of
     for wait in (first.wait, world.groups[1].allreduce([torch.ones(4)]).wait):
         with pytest.raises(RankLost, match="lost rank 0: it was interrupted"):
             wait()
