@@ -4,7 +4,7 @@ Where gradients have not been summed yet it would part the ranks.
 
 One that was made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them:
 these are errors. Of any other the step waits, where ranks share memory, until all have ended their backward; after it the parameters
-follow the slices. The first step of all made the last memory that stays, so from then on freed memory is kept for the next.
+follow the slices.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,6 @@ from rankloom.base.hooks import waiting_for
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
-from rankloom.world.heap import keep_freed_memory
 
 CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; who follows its updates
 
@@ -78,7 +77,6 @@ def _expect_reduced(sharding: Sharding) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for sharding in _followers(optimizer):
         sharding.publish()
-    keep_freed_memory()
 
 
 def _followers(optimizer: torch.optim.Optimizer) -> dict[Sharding, None]:

@@ -10,6 +10,8 @@ import ctypes
 import platform
 from functools import cache
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from rankloom.world.launch import decides_heap
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3   # of mallopt(3)
@@ -19,8 +21,15 @@ MOST_KEPT = 64 << 20      # free bytes at the end of the heap
 
 @cache
 def keep_freed_memory() -> None:
-    """Once, for this process, unless its user has set the limits (MALLOC_..., GLIBC_TUNABLES) or its C library is another one."""
+    """In this process, from the first step of any optimizer on; unless its user has set the limits (MALLOC_..., GLIBC_TUNABLES) or its C
+    library is another one.
+    """
     if platform.libc_ver()[0] == "glibc" and not decides_heap():
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
+        register_optimizer_step_post_hook(lambda *_: _set_limits())
+
+
+@cache   # only once: by the first step all is there that stays
+def _set_limits() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)

@@ -18,6 +18,7 @@ from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.base.units import seconds
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
+from rankloom.world.heap import keep_freed_memory
 from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
 from rankloom.world.program import expect_same_program
@@ -43,6 +44,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
               where one runs another program or was given something else
     """
     place = find_place()
+    keep_freed_memory()
     if mesh is not None:
         mesh.expect_ranks(place.size)
     if place.launcher != "alone":
