@@ -8,8 +8,14 @@ import sys
 import pytest
 
 STEPS = """
-import resource, torch
+import ctypes, resource, torch
 import rankloom as rl
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+mallinfo = ctypes.CDLL(None).mallinfo
+mallinfo.restype = Mallinfo
 
 rl.init(device="cpu")
 model = torch.nn.Linear(2, 2)   # a loop of one's own, whatever it trains
@@ -23,7 +29,10 @@ def run(steps):
         del pieces
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-print(-run(5) + run(5))
+faults = -run(5) + run(5)
+before = mallinfo().hblks
+larger = torch.empty(7 << 20)   # 28 MiB, more than any piece so far
+print(faults, mallinfo().hblks - before)
 """
 
 
@@ -36,5 +45,6 @@ SETTINGS = [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False), ({"GLIBC_TUNABLES": "
 def test_a_process_keeps_what_a_step_frees_once_an_optimizer_has_stepped(decided, stays):
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
     done = subprocess.run([sys.executable, "-c", STEPS], env=plain | decided, capture_output=True, text=True, check=True)
-    faults = int(done.stdout)
+    faults, apart = map(int, done.stdout.split())
     assert faults < 1000 if stays else faults > 20_000, "five steps of 6,144 pages"
+    assert apart == (0 if stays else 1), "a new piece that is not too large comes from the heap, where it can stay"
