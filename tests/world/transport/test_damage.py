@@ -18,7 +18,7 @@ compiled = channel.KERNELS.get("C")
 pytestmark = pytest.mark.skipif(compiled is None, reason="the C kernel is not built")
 
 U8 = 5
-RING, LINE, SLOT = 256 << 10, 64, 1 << 20   # bytes
+RING, LINE, SLOT = 1 << 20, 64, 1 << 20   # bytes
 N = 1 << 16
 
 

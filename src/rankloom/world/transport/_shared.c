@@ -5,13 +5,15 @@
  *     Control      epoch of the last finished rendezvous, arrivals, who broke the group and why
  *     Rank[p]      what each rank is doing: how often it arrived, the call it makes (two descriptors, in turns)
  *     lens[p]      per descriptor, how many bytes this rank has for each other, and how many it expects of each
- *     slots[p]     two staging slots per rank, in turns, and two result slots
+ *     slots[p]     staging slots of each rank, in turns, and as many result slots
  *     rings[p][p]  one byte ring for every sender and receiver
  *
  * A collective is a row of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
  * (one rendezvous), and every rank takes what it needs out of the others' slots, adding in rank order where values are
- * reduced. Slots alternate, so that one meeting per window is enough: whoever writes slot i again has met all others
- * since they read it. Inputs that lie in a shared region are not staged at all, but read where they lie.
+ * reduced. Slots take turns, so that one meeting per window is enough: whoever writes slot i again has met all others
+ * since they read it. Two would do; there are as many as fill STAGING, for by then a slot has left the caches of those
+ * who read it: to write where another core has a copy takes four times as long (9 for 40 GB/s on Zen 4). Rings are as
+ * long for the same reason. Inputs that lie in a shared region are not staged at all, but read where they lie.
  *
  * Waiting spins for a moment, then sleeps on a futex; it never holds the GIL. A sleeper looks up every SLICE_MS whether
  * those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something
@@ -37,6 +39,9 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -48,9 +53,14 @@
 #define INDEPENDENT _Pragma("GCC ivdep")   /* outputs alias inputs exactly or not at all */
 
 enum { MAX_RANKS = 256, SLICE_MS = 50, PATIENCE_US = 300, LINE = 64 };
-enum { SLOT = 1 << 20 };            /* bytes of one staging slot */
+enum { STAGING = 2 << 20 };         /* bytes of all staging slots of a rank: two second-level caches; half as many for results */
 enum { TINY = 16 << 10 };           /* up to here a copy is cheaper than a second rendezvous */
 enum { BLOCK = 8 << 10 };           /* bytes that are reduced at a time: stays in the first-level cache */
+enum { LARGE = 8 << 20 };           /* bytes of a result that the caches had better not keep */
+enum { PIECE = 32 << 10 };          /* of a message at a time: it is read while the next one is written */
+enum { MEASURED = 16 << 10 };       /* bytes from which on the speed of a write is worth a look */
+enum { SLOW = 4 };                  /* GB/s; a write within one third-level cache reaches 9 to 40, from one to another 2.3 (Zen 4) */
+enum { CERTAIN = 4, TRUST = 128 };  /* slow writes in a row until others go past the caches, and how many do before the next look */
 
 /* ------------------------------------------------------------------ what lies in the shared segment */
 
@@ -126,12 +136,16 @@ typedef struct {                    /* what is being read off one ring */
 
 typedef struct { uint32_t id; char *base; uint64_t stride; } Region;
 
+typedef struct { int slow, past; } Path;   /* to those who read it: slow writes in a row, how many more go past the caches */
+
 typedef struct {
     PyObject_HEAD
     char *base;
     int rank, ranks, spin_us, yields, generation;
     uint64_t window;                /* bytes staged at a time */
+    uint32_t turns;                 /* slots, a power of two: the number of meetings runs over */
     uint32_t meetings;              /* rendezvous so far */
+    Path to_all, *to;               /* of slots; of the ring to each rank */
     Region *regions;
     int region_count;
     pthread_mutex_t lock;           /* the queue of collectives */
@@ -171,6 +185,22 @@ static void copy(char *to, const char *from, uint64_t n)
         memcpy(to, from, n);
 }
 
+/* Past the caches, which would first read what is then overwritten: for results too large to stay there. */
+static void copy_past(char *to, const char *from, uint64_t n)
+{
+#ifdef __SSE2__
+    uint64_t head = -(uintptr_t)to % LINE;
+    if (n >= 2 * LINE) {
+        copy(to, from, head);
+        for (to += head, from += head, n -= head; n >= LINE; to += LINE, from += LINE, n -= LINE)
+            for (int i = 0; i < LINE; i += 16)
+                _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        _mm_sfence();   /* before others are told that it is there */
+    }
+#endif
+    copy(to, from, n);
+}
+
 static double now(void)
 {
     struct timespec t;
@@ -178,14 +208,32 @@ static double now(void)
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
+/* To memory that others read. Where they have another third-level cache, lines that they hold are fetched back one by one, and
+ * to go by way of memory is four to ten times as fast; where they have the same, it takes half as long again. No number that
+ * the system gives tells which it is, and ranks move; the speed of the writes does. */
+static void publish(Path *path, char *to, const char *from, uint64_t n)
+{
+    if (n < MEASURED) {
+        copy(to, from, n);
+    } else if (path->past) {
+        path->past--;
+        copy_past(to, from, n);
+    } else {
+        double begin = now();
+        copy(to, from, n);
+        path->slow = n < (now() - begin) * 1e9 * SLOW ? path->slow + 1 : 0;   /* once may be because it was interrupted */
+        path->past = path->slow >= CERTAIN ? TRUST : 0;
+    }
+}
+
 /* ------------------------------------------------------------------ addresses */
 
 static uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 static uint64_t lens_at(int p) { return sizeof(Control) + p * sizeof(Rank); }
 static uint64_t slots_at(int p) { return round_up(lens_at(p) + 4 * sizeof(uint64_t) * p * p, 4096); }
-static uint64_t rings_at(int p) { return slots_at(p) + (uint64_t)p * 3 * SLOT; }
+static uint64_t rings_at(int p) { return slots_at(p) + (uint64_t)p * (STAGING + STAGING / 2); }
 
-static uint64_t ring_size(int p) { return p <= 8 ? 256 << 10 : p <= 32 ? 64 << 10 : 16 << 10; }
+static uint64_t ring_size(int p) { return p <= 8 ? 1 << 20 : p <= 32 ? 64 << 10 : 16 << 10; }
 static uint64_t ring_stride(int p) { return sizeof(Ring) + ring_size(p); }
 static uint64_t segment_size(int p) { return rings_at(p) + (uint64_t)p * p * ring_stride(p); }
 
@@ -193,8 +241,9 @@ static Control *control(Link *l) { return (Control *)l->base; }
 static Rank *rank_of(Link *l, int r) { return (Rank *)(l->base + sizeof(Control)) + r; }
 static uint64_t *lens_of(Link *l, int r, int turn) { return (uint64_t *)(l->base + lens_at(l->ranks)) + ((uint64_t)turn * l->ranks + r) * 2 * l->ranks; }
 static uint64_t *expected_by(Link *l, int r, int turn) { return lens_of(l, r, turn) + l->ranks; }
-static char *slot_of(Link *l, int r, int turn) { return l->base + slots_at(l->ranks) + ((uint64_t)r * 3 + turn) * SLOT; }
-static char *result_of(Link *l, int r, int turn) { return slot_of(l, r, 2) + turn * (SLOT / 2); }
+static char *slots_of(Link *l, int r) { return l->base + slots_at(l->ranks) + (uint64_t)r * (STAGING + STAGING / 2); }
+static char *slot_of(Link *l, int r, uint32_t meeting) { return slots_of(l, r) + meeting % l->turns * (STAGING / l->turns); }
+static char *result_of(Link *l, int r, uint32_t meeting) { return slots_of(l, r) + STAGING + meeting % l->turns * (STAGING / 2 / l->turns); }
 static Ring *ring_of(Link *l, int from, int to)
 {
     return (Ring *)(l->base + rings_at(l->ranks) + ((uint64_t)from * l->ranks + to) * ring_stride(l->ranks));
@@ -489,6 +538,7 @@ typedef struct {
     int lanes;                      /* 1: the same for everyone; p: one for each rank */
     int publishes, takes;           /* takes: from none, the root only, or all */
     int reduces, in_shares;
+    int is_large;                   /* what is gathered, all of which is written and none of it read before */
     uint64_t in_at[MAX_RANKS], in_len[MAX_RANKS], out_at[MAX_RANKS], out_len[MAX_RANKS];
 } Plan;
 enum { NONE, ROOT, ALL };
@@ -534,6 +584,10 @@ static void make_plan(Link *l, const Op *op, Plan *plan)
         plan->out_at[r] = op->table ? op->table[2 * p + r] : many_out ? r * op->nbytes : 0;
         plan->out_len[r] = op->table ? op->table[3 * p + r] : op->nbytes;
     }
+    uint64_t whole = 0;
+    for (int r = 0; r < p && many_out; r++)
+        whole += plan->out_len[r];
+    plan->is_large = whole >= LARGE;
     if (plan->in_shares)
         plan_shares(l, op, plan);
 }
@@ -628,10 +682,10 @@ static uint64_t lane_window(Link *l, int lanes) { return l->window / lanes / LIN
 static void stage(Link *l, const Op *op, Plan *plan, uint64_t window)
 {
     uint64_t c = lane_window(l, plan->lanes), from = window * c;
-    char *slot = slot_of(l, l->rank, (l->meetings + 1) & 1);
+    char *slot = slot_of(l, l->rank, l->meetings + 1);
     for (int d = 0; plan->publishes && d < plan->lanes; d++)
         if (plan->lanes == 1 || d != l->rank)
-            copy(slot + d * c, (const char *)(op->in + plan->in_at[d] + from), part(plan->in_len[d], from, c));
+            publish(&l->to_all, slot + d * c, (const char *)(op->in + plan->in_at[d] + from), part(plan->in_len[d], from, c));
 }
 
 /* Where in a shared region `r` has what this rank takes of it, or NULL: `said` lies in memory that others write, so it is read
@@ -659,7 +713,7 @@ static const char *source_of(Link *l, const Op *op, const Plan *plan, int r, con
     int lane = plan->lanes > 1 ? l->rank : 0;
     if (r == l->rank)
         return (const char *)(op->in + plan->in_at[lane]);
-    return direct ? direct : slot_of(l, r, l->meetings & 1) + lane * lane_window(l, plan->lanes);
+    return direct ? direct : slot_of(l, r, l->meetings) + lane * lane_window(l, plan->lanes);
 }
 
 /* Take bytes [from, from + most) of every lane that is for this rank. */
@@ -673,7 +727,7 @@ static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most
         in[r] = source_of(l, op, plan, r, direct ? direct[r] : NULL) + (direct || r == l->rank ? from : 0);
         char *out = (char *)(op->out + plan->out_at[r] + from);
         if (!plan->reduces && in[r] != out)
-            copy(out, in[r], part(plan->out_len[r], from, most));
+            (plan->is_large ? copy_past : copy)(out, in[r], part(plan->out_len[r], from, most));
     }
     if (plan->reduces && plan->takes == ALL)
         reduce(op->dtype, op->op, (char *)(op->out + plan->out_at[l->rank] + from), in, l->ranks, part(plan->out_len[0], from, most));
@@ -708,12 +762,13 @@ static int all_reduce_in_shares(Link *l, const Op *op, Plan *plan, int restage, 
             return why;
         for (int d = 0; t && d < l->ranks; d++)
             if (d != l->rank)
-                copy((char *)(op->out + plan->in_at[d] + (t - 1) * c), result_of(l, d, (t - 1) & 1), part(plan->in_len[d], (t - 1) * c, c));
+                copy((char *)(op->out + plan->in_at[d] + (t - 1) * c), result_of(l, d, l->meetings - 1), part(plan->in_len[d], (t - 1) * c, c));
         uint64_t n = part(plan->in_len[l->rank], t * c, c);
         for (int r = 0; r < l->ranks; r++)
             in[r] = source_of(l, op, plan, r, NULL) + (r == l->rank ? t * c : 0);
-        reduce(op->dtype, op->op, result_of(l, l->rank, t & 1), in, l->ranks, n);
-        copy((char *)(op->out + plan->in_at[l->rank] + t * c), result_of(l, l->rank, t & 1), n);
+        char *out = (char *)(op->out + plan->in_at[l->rank] + t * c);
+        reduce(op->dtype, op->op, out, in, l->ranks, n);
+        publish(&l->to_all, result_of(l, l->rank, l->meetings), out, n);
     }
     return FINE;
 }
@@ -921,11 +976,11 @@ static int await(Link *l, uint64_t ticket, Wait *w)
 
 /* ------------------------------------------------------------------ messages between two ranks */
 
-static void copy_in(Ring *ring, uint64_t size, uint64_t at, const char *from, uint64_t n)
+static void copy_in(Path *path, Ring *ring, uint64_t size, uint64_t at, const char *from, uint64_t n)
 {
     uint64_t begin = at & (size - 1), first = n < size - begin ? n : size - begin;
-    copy(ring->bytes + begin, from, first);
-    copy(ring->bytes, from + first, n - first);
+    publish(path, ring->bytes + begin, from, first);
+    publish(path, ring->bytes, from + first, n - first);
 }
 
 static void copy_out(Ring *ring, uint64_t size, uint64_t at, char *to, uint64_t n)
@@ -935,7 +990,7 @@ static void copy_out(Ring *ring, uint64_t size, uint64_t at, char *to, uint64_t 
     copy(to + first, ring->bytes, n - first);
 }
 
-/* Put as much of it on the ring as there is room for. Returns whether anything moved. */
+/* Put a piece of it on the ring, as far as there is room. Returns whether anything moved. */
 static int push(Link *l, Message *m)
 {
     Ring *ring = ring_of(l, l->rank, m->peer);
@@ -945,15 +1000,15 @@ static int push(Link *l, Message *m)
         return !break_group(l, m->peer, DAMAGED);
     if (!m->started && room >= sizeof(Envelope)) {
         Envelope head = {m->tag, m->nbytes};
-        copy_in(ring, size, written, (char *)&head, sizeof head);
+        copy_in(&l->to[m->peer], ring, size, written, (char *)&head, sizeof head);
         written += sizeof head;
         room -= sizeof head;
         m->started = 1;
     }
     if (!m->started)
         return 0;
-    uint64_t n = part(m->nbytes, m->moved, room);
-    copy_in(ring, size, written, m->at + m->moved, n);
+    uint64_t n = part(m->nbytes, m->moved, room < PIECE ? room : PIECE);
+    copy_in(&l->to[m->peer], ring, size, written, m->at + m->moved, n);
     m->moved += n;
     atomic_store_explicit(&ring->written, written + n, memory_order_release);
     if (m->moved == m->nbytes)
@@ -1040,7 +1095,7 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
     return in->busy = 1;
 }
 
-/* Read what has come from one rank. Returns whether anything moved. */
+/* Read what has come from one rank, of a long message a piece. Returns whether anything moved. */
 static int pull(Link *l, int peer)
 {
     Ring *ring = ring_of(l, peer, l->rank);
@@ -1050,7 +1105,7 @@ static int pull(Link *l, int peer)
     if (written - read > size)
         return !break_group(l, peer, DAMAGED);
     while (in->busy || open_envelope(l, peer, ring, size, &read, written - read)) {
-        uint64_t n = part(in->head.nbytes, in->moved, written - read);
+        uint64_t there = written - read, n = part(in->head.nbytes, in->moved, there < PIECE ? there : PIECE);
         copy_out(ring, size, read, (in->message ? in->message->at : in->early->bytes) + in->moved, n);
         read += n;
         in->moved += n;
@@ -1068,7 +1123,7 @@ static int pull(Link *l, int peer)
     return read != begin;
 }
 
-/* Move every message as far as it goes; none of a broken group, or of one that is left: its memory may be gone. Called with `post`
+/* Move every message a piece further; none of a broken group, or of one that is left: its memory may be gone. Called with `post`
  * held. Returns whether anything moved. */
 static int move_messages(Link *l)
 {
@@ -1414,7 +1469,8 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyErr_NoMemory();
     PyThreadState *state = lock_post(l);
     add_message(l, m);
-    move_messages(l);   /* a small one leaves here and now */
+    for (uint64_t room = ring_size(l->ranks); room && !m->done && move_messages(l);)   /* as much as a ring holds leaves here and now */
+        room -= part(room, 0, PIECE);
     if (!m->done && !l->has_postman && !l->closing)
         l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
     if (!m->done)
@@ -1566,19 +1622,23 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTuple(args, "KiiiiK", &base, &rank, &ranks, &spin_us, &yields, &window))
         return NULL;
     if (!is_in(ranks, 1, MAX_RANKS, "the number of ranks on one host") || !is_in(rank, 0, ranks - 1, "rank")
-        || !is_in((int64_t)window, LINE * ranks, SLOT, "window"))
+        || !is_in((int64_t)window, LINE * ranks, STAGING / 2, "window"))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Incoming *incoming = calloc(ranks, sizeof *incoming);
-    Link *l = incoming ? (Link *)allocate(type, 0) : NULL;
+    Path *to = calloc(ranks, sizeof *to);
+    Link *l = incoming && to ? (Link *)allocate(type, 0) : NULL;
     if (!l) {
         free(incoming);
+        free(to);
         return PyErr_NoMemory();
     }
     l->base = (char *)(uintptr_t)base;
     l->rank = rank, l->ranks = ranks, l->spin_us = spin_us, l->yields = yields, l->window = window;
+    for (l->turns = 2; !yields && l->turns * 2 * window <= STAGING;)   /* ranks that share cores share their caches, too */
+        l->turns *= 2;
     l->generation = atomic_load(&forks);
-    l->incoming = incoming;
+    l->incoming = incoming, l->to = to;
     pthread_mutex_init(&l->lock, NULL);
     pthread_mutex_init(&l->post, NULL);
     pthread_condattr_t monotonic;
@@ -1608,6 +1668,7 @@ static void link_dealloc(Link *l)
         l->messages = next;
     }
     free(l->incoming);
+    free(l->to);
     free(l->regions);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(l);
     Py_DECREF(type);
