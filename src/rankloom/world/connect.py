@@ -161,11 +161,19 @@ class World(Group):
             self._groups[ranks] = self._connect(ranks, "+".join(axes))
         return self._groups[ranks]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that this rank has begun in any of its groups has been waited for."""
+        return not any(handle.works for group in (self, *self._parts()) for handle in group._handles.values())
+
     def close(self) -> None:
         """Drop every connection of this rank; peers that wait for it are set free."""
-        for group in (*self._groups.values(), *self._twins.values()):
+        for group in self._parts():
             group.close()
         super().close()
+
+    def _parts(self) -> tuple[Group, ...]:
+        return *self._groups.values(), *self._twins.values()
 
     def _connect(self, ranks: tuple[int, ...], name: str, purpose: str = "group", ledger: Ledger | None = None) -> Group:
         pg, inspector = self._join(ranks, self.rank, self.device, self.timeout, purpose)

@@ -1,10 +1,12 @@
 """`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
 
+import atexit
 import os
 import socket
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +30,7 @@ SLACK = 2.0   # seconds that torch's own time-out may come late: its message say
 # Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
 # meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()   # those that `init` has built
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
@@ -57,9 +60,23 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     if place.size > 1:
         expect_same_program(store, place.rank, place.size, timeout, mesh=mesh, device=where.type, backend=backend,
                             RANKLOOM_DEBUG=debug_mode())
-    return World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
-                 local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
-                 topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
+    world = World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
+                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
+                  topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
+    _worlds.add(world)
+    return world
+
+
+@atexit.register
+def _close_what_is_idle() -> None:
+    """A program need not close its world: torch's gloo frees the tensors of its last call in a thread of its own, and where Python had
+    ended before, that thread would abort the process (one end in twelve).
+
+    After an exception others may never come to what this rank has begun, and closing would wait for them.
+    """
+    for world in list(_worlds):
+        if world.is_idle and not hasattr(sys, "last_value"):
+            world.close()
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:
