@@ -163,8 +163,9 @@ class World(Group):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that this rank has begun in any of its groups has been waited for."""
-        return not any(handle.works for group in (self, *self._parts()) for handle in group._handles.values())
+        """Whether all that this rank has begun in any of its groups, and holds a handle of, has ended."""
+        handles = [reference() for group in (self, *self._parts()) for reference in group._handles.valuerefs()]
+        return all(work.is_completed() for handle in handles if handle for work in handle.works or ())
 
     def close(self) -> None:
         """Drop every connection of this rank; peers that wait for it are set free."""

@@ -30,7 +30,8 @@ SLACK = 2.0   # seconds that torch's own time-out may come late: its message say
 # Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
 # meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
-_worlds: weakref.WeakSet[World] = weakref.WeakSet()   # those that `init` has built
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()   # those that `init` has built on CPUs
+os.register_at_fork(after_in_child=_worlds.clear)
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
@@ -43,6 +44,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
     backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
               shared memory where all ranks share a host
+    A world of CPU ranks that is open when the program ends is closed then, before what `atexit` was told earlier runs.
     raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError, on all ranks
               where one runs another program or was given something else
     """
@@ -63,7 +65,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     world = World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
                   local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
                   topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
-    _worlds.add(world)
+    if where.type == "cpu":
+        _worlds.add(world)
     return world
 
 
@@ -72,7 +75,7 @@ def _close_what_is_idle() -> None:
     """A program need not close its world: torch's gloo frees the tensors of its last call in a thread of its own, and where Python had
     ended before, that thread would abort the process (one end in twelve).
 
-    After an exception others may never come to what this rank has begun, and closing would wait for them.
+    After an exception others may never come to what this rank has begun, and closing would wait for them. So would NCCL, always.
     """
     for world in list(_worlds):
         if world.is_idle and not hasattr(sys, "last_value"):

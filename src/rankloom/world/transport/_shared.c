@@ -221,8 +221,9 @@ static void publish(Path *path, char *to, const char *from, uint64_t n)
     } else {
         double begin = now();
         copy(to, from, n);
-        path->slow = n < (now() - begin) * 1e9 * SLOW ? path->slow + 1 : 0;   /* once may be because it was interrupted */
-        path->past = path->slow >= CERTAIN ? TRUST : 0;
+        int is_slow = n < (now() - begin) * 1e9 * SLOW;   /* once may be because it was interrupted */
+        path->slow = !is_slow ? 0 : path->slow < CERTAIN ? path->slow + 1 : CERTAIN;
+        path->past = path->slow == CERTAIN ? TRUST : 0;
     }
 }
 
@@ -1469,8 +1470,11 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyErr_NoMemory();
     PyThreadState *state = lock_post(l);
     add_message(l, m);
-    for (uint64_t room = ring_size(l->ranks); room && !m->done && move_messages(l);)   /* as much as a ring holds leaves here and now */
-        room -= part(room, 0, PIECE);
+    int moved = move_messages(l);   /* a small one leaves here and now; of a larger one what the ring holds, for which others may have the interpreter */
+    if (moved && !m->done && !state)
+        state = PyEval_SaveThread();
+    for (uint64_t room = ring_size(l->ranks); moved && room && !m->done; room -= part(room, 0, PIECE))
+        moved = move_messages(l);
     if (!m->done && !l->has_postman && !l->closing)
         l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
     if (!m->done)
@@ -1613,7 +1617,7 @@ static PyObject *link_calls(Link *l, PyObject *Py_UNUSED(none))
     return calls;
 }
 
-/* Link(address, rank, ranks, spin_us, yields, window) */
+/* Link(address, rank, ranks, spin_us, yields, window): all but the first two, and spin_us, the same on all ranks */
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     unsigned long long base, window;
@@ -1635,7 +1639,8 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     l->base = (char *)(uintptr_t)base;
     l->rank = rank, l->ranks = ranks, l->spin_us = spin_us, l->yields = yields, l->window = window;
-    for (l->turns = 2; !yields && l->turns * 2 * window <= STAGING;)   /* ranks that share cores share their caches, too */
+    /* Ranks that share cores share their caches, too; and the slots of many ranks together had better stay in the third-level cache. */
+    for (l->turns = 2; !yields && l->turns * 2 * window <= STAGING && ranks * l->turns * 2 * window <= 8 * STAGING;)
         l->turns *= 2;
     l->generation = atomic_load(&forks);
     l->incoming = incoming, l->to = to;
