@@ -229,12 +229,12 @@ def test_a_failed_simulation_leaves_no_thread_behind():
 
     before = threading.active_count()
     quickly(3, body, Mine)
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before, 2 * AT_ONCE)   # gloo may leave one to its time-out
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
-    """Python ended under those that it left, and aborted."""
+    """Python ended under those that it left, and aborted. gloo does not always wake a call whose peer has gone: then the time-out does."""
     def body(world):
         world.barrier()
         if world.rank == 1:
@@ -244,7 +244,7 @@ def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
 
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        rl.simulate(3, body, backend=backend)
+        rl.simulate(3, body, backend=backend, timeout=5)
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before])
 
 
