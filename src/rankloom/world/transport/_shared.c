@@ -11,7 +11,7 @@
  * A collective is a row of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
  * (one rendezvous), and every rank takes what it needs out of the others' slots, adding in rank order where values are
  * reduced. Slots take turns, so that one meeting per window is enough: whoever writes slot i again has met all others
- * since they read it. Two would do; there are as many as fill STAGING, for by then a slot has left the caches of those
+ * since they read it. Two would do; where each rank has a core, up to as many as fill STAGING, for by then a slot has left the caches of those
  * who read it: to write where another core has a copy takes four times as long (9 for 40 GB/s on Zen 4). Rings are as
  * long for the same reason. Inputs that lie in a shared region are not staged at all, but read where they lie.
  *
@@ -1008,7 +1008,7 @@ static int push(Link *l, Message *m)
     }
     if (!m->started)
         return 0;
-    uint64_t n = part(m->nbytes, m->moved, room < PIECE ? room : PIECE);
+    uint64_t n = part(m->nbytes, m->moved, part(room, 0, PIECE));
     copy_in(&l->to[m->peer], ring, size, written, m->at + m->moved, n);
     m->moved += n;
     atomic_store_explicit(&ring->written, written + n, memory_order_release);
@@ -1106,7 +1106,7 @@ static int pull(Link *l, int peer)
     if (written - read > size)
         return !break_group(l, peer, DAMAGED);
     while (in->busy || open_envelope(l, peer, ring, size, &read, written - read)) {
-        uint64_t there = written - read, n = part(in->head.nbytes, in->moved, there < PIECE ? there : PIECE);
+        uint64_t n = part(in->head.nbytes, in->moved, part(written - read, 0, PIECE));
         copy_out(ring, size, read, (in->message ? in->message->at : in->early->bytes) + in->moved, n);
         read += n;
         in->moved += n;
