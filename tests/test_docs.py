@@ -38,12 +38,15 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_example_of_the_api_runs_and_learns():
+def test_the_example_of_the_api_runs_learns_and_leaves_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", START, re.DOTALL).group(1)
     names: dict = {}
     exec(compile(code, "docs/start.md", "exec"), names)
     assert set(names["state"]) == {"model", "optimizer"}
     assert names["report"].loss < 1.39 and names["report"].count == 16   # ln 4 is what guessing costs
+    names["engine"].load("ckpt")
+    assert names["engine"].steps_done == 20
 
 
 def test_the_files_that_the_source_tells_to_read_are_there():

@@ -8,7 +8,7 @@ import pytest
 from syntax import nodes_of
 
 ROOT = Path(__file__).parent.parent / "src" / "rankloom"
-FLOORS = ["base", "world", "comm", "shard", "parallel", "models data", "train", "watch"]
+FLOORS = ["base", "world", "comm", "shard", "parallel", "checkpoint models data", "train", "watch"]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
 # Upper floors that a room may not see although they lie below it: watch reads events and run folders only.

@@ -88,6 +88,7 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     Started bare, it starts as many ranks as [mesh] asks for, on this machine.
     Under torchrun or srun it is one of the ranks that those started.
     Ctrl-C and SIGTERM end all ranks within a step or two, and keep the weights.
+    With --checkpoint.interval N its state is kept, too: --checkpoint.resume runs/NAME goes on from there, on any mesh.
 
     Parameters
     ----------
@@ -100,6 +101,10 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     from rankloom.world.launch import find_place
 
     config = load_config(file, overrides)
+    if config.checkpoint.resume is not None:   # a wrong path is told before any rank starts
+        from rankloom.train.resume import newest_checkpoint
+
+        newest_checkpoint(Path(config.checkpoint.resume))
     if find_place().launcher == "alone" and config.mesh.as_mesh().size > 1:
         _launch_ranks(config, file, overrides)
     else:

@@ -7,12 +7,14 @@ From that follow the three things that whoever sums, measures and saves has to k
 is a sum, on how many ranks the same elements lie (a norm counts them once), and how its whole is put together and cut again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.layout import Span
+from rankloom.base.spans import Box
 from rankloom.parallel.expert import gradient_axes
 from rankloom.parallel.tensor.holding import Holding, holdings
 from rankloom.world.group import Group
@@ -95,6 +97,15 @@ class ModelSplit:
     def _own_experts(self, name: str, whole: Tensor) -> Tensor:
         each = whole.shape[0] // self.expert.size if name in self.experts else 0
         return whole[self.expert.rank * each : (self.expert.rank + 1) * each] if each else whole
+
+    def boxes(self, name: str, part: torch.Size, box: Box) -> Iterator[tuple[Box, Box]]:
+        """A box of this rank's part of parameter `name` -> boxes of it, and where each of them lies in the whole.
+
+        part: the shape of this rank's part
+        """
+        holding, first = self.held.get(name), self.expert.rank * part[0] if name in self.experts else 0
+        for here, there in holding.boxes(box, self.tensor.rank) if holding is not None and self.tensor.size > 1 else [(box, box)]:
+            yield here, (Span(there[0].start + first, there[0].stop + first), *there[1:]) if first else there
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
         """The shape that `join` gives to a part of this shape."""

@@ -33,7 +33,7 @@ def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
     """What `full_values` gathers, to be gathered one by one, by all ranks in this order."""
-    units, entries = _unit_of(sharding), []
+    units, entries = units_of(sharding), []
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in units:
             unit, own_name = units[id(value)]
@@ -46,7 +46,7 @@ def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> 
     return entries
 
 
-def _unit_of(sharding: Sharding) -> dict[int, tuple[Unit, str]]:
+def units_of(sharding: Sharding) -> dict[int, tuple[Unit, str]]:
     """The id of a parameter -> its unit, and its name there; a tied one may have several in a state dict."""
     return {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
 
@@ -78,7 +78,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     split:  of which whole `model` is a part
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
-    units, mine = _unit_of(sharding), model.state_dict(keep_vars=True)
+    units, mine = units_of(sharding), model.state_dict(keep_vars=True)
     shapes = shapes_in(mine)
     shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
                for unit, own_name in [units[id(value)]]}

@@ -23,6 +23,7 @@ from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.shard.optimizer import Optimizer, Piece, counter_keys, cut_state, is_elementwise, parts_of
 from rankloom.world.group import Group
 
+Read = Callable[[str, str, Tensor], Tensor]
 Told = dict[str, tuple[int, int, dict[str, list[Any]]]]   # name -> start, stop, key -> [dtype, shape, fits the piece, value]
 HOW = ("params", "fused", "foreach", "capturable", "differentiable")   # of a group: how this run computes, not what it has learned
 BETWEEN = "\n"   # in the name of an entry, between parameter and key
@@ -173,12 +174,13 @@ def join_bytes(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Gr
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
-                         pieces: Mapping[str, Piece], full_state: Mapping[str, Any], *, rank: int) -> None:
+                         pieces: Mapping[str, Piece], full_state: Mapping[str, Any], *, rank: int, read: Read | None = None) -> None:
     """Put this rank's pieces of a whole state in place of what `optimizer` has. Nothing is sent, nothing of `full_state` is kept.
 
     Learning rates and the like are taken over; how the optimizer computes (fused, foreach) stays as it was built.
 
     rank:   for messages
+    read:   gives a piece its values, by parameter and key, where tensors of `full_state` are on the meta device
     raises: ModelMismatch, on all ranks if all are given the same, with the optimizer as it was before
     """
     if problem := misfit(optimizer, owners, pieces, full_state):
@@ -192,6 +194,7 @@ def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter
         for name, owner, settings in [(names[id(owner)], owner, ours) for ours in part.param_groups for owner in ours["params"]]:
             if name in state and not pieces[name].is_empty:
                 own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in state[name].items()}
+                own |= {key: read(name, key, value) for key, value in own.items() if read is not None and isinstance(value, Tensor)}
                 part.state[owner] = {key: _place(value, owner, settings, part, is_counter=key in counters) for key, value in own.items()}
 
 

@@ -13,18 +13,20 @@ bend the gradient.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, LossError, ModelMismatch
+from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
@@ -33,9 +35,9 @@ from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer import Optimizer
-from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.apply import apply_gradients
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, laid_out_anew, map_tensors, rows_of
+from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
     compare_rows,
@@ -53,6 +55,7 @@ from rankloom.train.placement import Placement, Whole
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
 from rankloom.train.split import SHARING_AXES
+from rankloom.train.state import TrainingState, gather_state, load_state
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
@@ -191,23 +194,7 @@ class Engine:
                 all get it
         raises: ConfigError, on all ranks, when there is no such rank, or ranks name several
         """
-        self._expect_one_receiver(rank)
-        state = {"model": self.placement.values(rank), "optimizer": self.placement.state(self.optimizer, rank)}
-        if rank in (None, self.world_rank):
-            scale = None if self.scale is UNMEASURED else asdict(self.scale)
-            state["optimizer"]["run"] = {"step": self.steps_done, "loss_scale": scale, "amax": self.settings.float8.state_dict()}
-        return state
-
-    def _expect_one_receiver(self, rank: Any) -> None:
-        if rank is None:   # whoever holds the whole has it when the other ranks are gone, too
-            return
-        world = self.settings.world
-        asked = world.all_gather_object(repr(rank), label="who gets the whole state")
-        if len(set(asked)) > 1:
-            at = next(at for at, other in enumerate(asked) if other != asked[0])
-            raise ConfigError(f"full_state_dict: rank 0 asks for rank={asked[0]}, rank {at} for rank={asked[at]}; all ranks give the same")
-        if isinstance(rank, bool) or rank not in range(world.size):
-            raise ConfigError(f"full_state_dict(rank={rank!r}): there are ranks 0 to {world.size - 1}; give one of them, or None for all")
+        return gather_state(self.training(), rank)
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Take over what `full_state_dict` gave, on any number of ranks and at any stage: steps go on as they would have there. A
@@ -215,21 +202,31 @@ class Engine:
 
         raises: ModelMismatch, on all ranks, when it is the state of another model
         """
-        world, owners, pieces = self.settings.world, self.placement.owners, self.placement.pieces()
-        lacks = " and ".join(key for key in ("model", "optimizer") if not state.get(key))
-        problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
-                   "optimizer's, as of a plain model, are loaded into the model before `rl.prepare`") if lacks else None
-        world.agree(problem, error=ModelMismatch, label="load a state")
-        parts = {name: {key: self.placement.part(name, value) for key, value in held.items()}
-                 for name, held in state["optimizer"].get("state", {}).items()}
-        saved = state["optimizer"] | {"state": parts}
-        run = {"step": 0, "loss_scale": None, "amax": {}} | saved.get("run", {})
-        problem = misfit(self.optimizer, owners, pieces, saved) or self.settings.float8.misfit(run["amax"])
-        world.agree(problem, error=ModelMismatch, label="load an optimizer")
-        self.settings.float8.drop_casts()   # a step that failed left them
-        self.placement.load(state["model"])
-        load_optimizer_state(self.optimizer, owners, pieces, saved, rank=self.world_rank)
-        self.settings.float8.load_state_dict(run["amax"])
+        self._go_on(load_state(self.training(), state))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the whole training state into a folder that all ranks see: each rank what it holds, each element once. A collective.
+
+        What was there before is a whole checkpoint until this one is; afterwards it is gone.
+        raises: ConfigError, on all ranks, when a file cannot be written; the checkpoint from before is as it was
+        """
+        save_checkpoint(self.training(), Path(folder))
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Take over what `save` has written, on any mesh and at any stage: steps go on as they would have there. A collective.
+
+        Each rank reads what it will hold. Files are compared with their hashes before anything is changed.
+        raises: DataError, on all ranks, when there is no whole checkpoint; ModelMismatch when it is of another model
+        """
+        self._go_on(load_checkpoint(self.training(), Path(folder)))
+
+    def training(self) -> TrainingState:
+        """All that the next step depends on, and the batch."""
+        scale = None if self.scale is UNMEASURED else asdict(self.scale)
+        return TrainingState(self.settings.world, self.placement, self.optimizer, self.settings.float8, self.steps_done, scale)
+
+    def _go_on(self, run: Mapping[str, Any]) -> None:
+        """With the step and the loss scale of a state that has been loaded."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
         self._running.forget_changes()   # what has been loaded is no change of this step

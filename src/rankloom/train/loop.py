@@ -21,6 +21,7 @@ from rankloom.train.finish import Summary, finish_run, save_weights
 from rankloom.train.job import Job, introduce, open_corpus, open_run
 from rankloom.train.optim import build_optimizer, schedule
 from rankloom.train.prepare import prepare
+from rankloom.train.resume import resume, save_in_run
 from rankloom.train.run_folder import Journal
 from rankloom.train.schema import Config
 from rankloom.train.split import SHARING_AXES, is_split
@@ -65,6 +66,7 @@ class Stepper:
     def __init__(self, job: Job, journal: Journal):
         self.job, self.journal = job, journal
         self.engine = build_engine(job.config, job.shape, job.world, job.sink)
+        resume(job, self.engine)
         self.stop, self.agreement = StopSignal(), Agreement(job.world)
         self.signal = 0                           # the one that all ranks agreed on
         self.tokens, self.seconds = 0, 0.0        # trained on, over all ranks; what the steps took
@@ -76,7 +78,8 @@ class Stepper:
         job, train = self.job, self.job.config.train
         loader = Loader(
             job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=self.engine.group.rank,
-            ranks=self.engine.group.size, seed=job.config.run.seed, steps=train.steps, device=job.world.device,
+            ranks=self.engine.group.size, seed=job.config.run.seed, start_step=self.engine.steps_done, steps=train.steps,
+            device=job.world.device,
         )
         with loader:
             self._steps(loader)
@@ -93,19 +96,23 @@ class Stepper:
 
     def _steps(self, loader: Iterator[Batch]) -> None:
         """Step until the last step, a signal or a problem: on every rank until the same step."""
-        every, steps = self.job.config.train.eval_every, self.job.config.train.steps
+        every, steps, interval = self.job.config.train.eval_every, self.job.config.train.steps, self.job.config.checkpoint.interval
         for batch in loader:
             report = self.engine.step(batch)
             self.loss, self.tokens, self.seconds = report.loss, self.tokens + int(report.count), self.seconds + report.seconds
             done = self.engine.steps_done
             if every and done % every == 0 and done < steps:
                 self._evaluate()
+            if interval and done % interval == 0:
+                save_in_run(self.job, self.engine)
             signal, problem = self.agreement.exchange(self.stop.number, self.journal.problem is not None)
             self.signal = self.signal or signal
             if self.signal or problem:
                 break
         self.signal = self.signal or self.agreement.last()[0]
         self.job.world.agree(self.journal.problem, label="write the journals")
+        if interval and self.engine.steps_done % interval:
+            save_in_run(self.job, self.engine)
 
     def _evaluate(self) -> None:
         """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""

@@ -10,13 +10,14 @@ The engine runs a step over either, and does not know which:
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch
+from rankloom.checkpoint.manifest import Part
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
@@ -25,6 +26,7 @@ from rankloom.parallel.values import difference, shapes_in
 from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.apply import global_norm
+from rankloom.train.parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
 
@@ -95,6 +97,15 @@ class Placement(Protocol):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `values`; raises ModelMismatch."""
+
+    def parts(self) -> list[Part]:
+        """What this rank has of each tensor of the model's state dict, in the master format; extra state apart."""
+
+    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+        """The same of a tensor `name` that lies like a parameter of which this rank has `piece`, one of `pieces`."""
+
+    def rewritten(self) -> AbstractContextManager[None]:
+        """The memory of `parts` may be written inside; afterwards what computes is what was written. A collective."""
 
     def pieces(self) -> Mapping[str, Piece]:
         """For each owner, which elements it holds of its parameter, as that lies on this rank."""
@@ -199,6 +210,22 @@ class Whole:
         self.model.load_state_dict(state)
         for name, owner in self.owners.items():
             owner.copy_(state[name])
+        self._reducer.summing.begin_anew()
+        self.publish()
+
+    def parts(self) -> list[Part]:
+        """Everything: masters in place of what is rounded."""
+        masters = {id(param): self.owners[name] for name, param in self._masters.params.items()}
+        return [whole_part(MODEL + name, masters.get(id(value), value)) for name, value in unique_tensors(self.model).items()]
+
+    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+        """Everything, too."""
+        return parts_of_piece(name, piece, values, shape=piece.shape)
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Masters go into the model; what compression remembers was of other values."""
+        yield
         self._reducer.summing.begin_anew()
         self.publish()
 

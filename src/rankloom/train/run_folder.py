@@ -6,6 +6,7 @@
       metrics.jsonl       one line per step and evaluation, from rank 0
       events/rank-N.jsonl everything that happened on each rank
       logs/               what the ranks printed, when `rankloom train` launched them
+      checkpoints/        whole states to go on from, if [checkpoint] asks for some
       model.safetensors, model.json, tokenizer.json
       samples.txt, summary.json, loss.png
 
@@ -68,7 +69,7 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
 def holds_run(path: Path) -> bool:
     """Whether a folder holds what nobody wants to lose: a finished step, or weights."""
     metrics = path / "metrics.jsonl"
-    return (path / "model.safetensors").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    return (path / "model.safetensors").exists() or (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _next_free(path: Path) -> Path:

@@ -273,6 +273,14 @@ class Comm(ConfigSection):
         return self
 
 
+class Checkpoint(ConfigSection):
+    """The whole state of a run, written to its folder now and then, after its last step and when a signal ends it."""
+
+    interval: Whole = 0                    # steps between two; 0: none is written
+    keep_latest: Count = 2                 # older ones are removed
+    resume: str | None = Field(default=None, pattern=PRINTABLE)   # a run folder, or a checkpoint in it, to go on from
+
+
 class Config(ConfigSection):
     """A whole run. Every section may be left out, [train] aside: it must say a batch size."""
 
@@ -284,6 +292,7 @@ class Config(ConfigSection):
     optimizer: Optimizer = Optimizer()
     schedule: LRSchedule = LRSchedule()
     comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

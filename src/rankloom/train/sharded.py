@@ -6,23 +6,25 @@ Read train/placement.py before this file; parallel/zero.py has the table of stag
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
+from rankloom.checkpoint.manifest import Part
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.values import full_values, load_values, owned_pieces, value_entries
+from rankloom.parallel.values import full_values, load_values, owned_pieces, units_of, value_entries
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.apply import global_norm
+from rankloom.train.parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.world.group import Group
 
 
@@ -135,6 +137,31 @@ class Sharded:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces."""
         load_values(self.model, self.sharding, state, self._groups())
+
+    def parts(self) -> list[Part]:
+        """Slices, and what is in no unit as a whole."""
+        units, found = units_of(self.sharding), list[Part]()
+        for name, value in unique_tensors(self.model).items():
+            if id(value) in units:
+                unit, own = units[id(value)]
+                piece = Piece(own, unit.layout.slot(own).shape, *unit.layout.piece(own, unit.group.rank))
+                found += self.parts_like(MODEL + name, piece, unit.slice_view(unit.own, own))
+            elif isinstance(value, nn.Parameter):   # frozen; it may be split over other ranks
+                found += self.parts_like(MODEL + name, Piece(name, value.shape, 0, value.numel()), value)
+            else:
+                found.append(whole_part(MODEL + name, value))
+        return found
+
+    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+        """The boxes of a run of elements."""
+        return parts_of_piece(name, piece, values, shape=piece.shape)
+
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Slices, which are published."""
+        self.sharding.wait_for_readers()
+        yield
+        self.sharding.publish()
 
     def pieces(self) -> dict[str, Piece]:
         """One for each parameter, maybe empty."""
@@ -274,6 +301,11 @@ class ShardedParts(Sharded):
         """Whether it is a tensor that lies on the ranks as its parameter does."""
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
+
+    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+        """Boxes of the model before it was split."""
+        whole = self.split.whole_shape(piece.name, piece.shape)
+        return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank takes its pieces of its parts."""

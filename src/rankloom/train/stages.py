@@ -20,6 +20,7 @@ from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.events import Load
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
+from rankloom.checkpoint.manifest import Part
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
@@ -221,6 +222,11 @@ class ShardedStages(ShardedParts):
     def copies(self, name: str) -> int:
         """A tied parameter stands in two stages."""
         return super().copies(name) * len(self.local.where[name])
+
+    def parts_like(self, name: str, piece: Owned, values: Tensor) -> list[Part]:
+        """Of a tied parameter, the first of its stages writes what there is."""
+        later = self.pipe.rank != min(self.local.where[piece.name])
+        return [replace(part, is_copy=later) for part in super().parts_like(name, piece, values)]
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """In the order of the model, not of the stages."""

@@ -5,7 +5,6 @@ a few times a second that the work goes on, so only a rank that is really gone e
 """
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -41,8 +40,11 @@ def while_others_wait(world: World, work: Callable[[], object] | None, *, label:
     worker = _Worker(work) if work else None
     if worker:
         worker.start()
-    while _any_alive(world, worker, label):
-        time.sleep(SECONDS_BETWEEN_SIGNS)
+    is_going_on = True
+    while is_going_on:
+        if worker:   # the others wait in the collective
+            worker.join(SECONDS_BETWEEN_SIGNS)
+        is_going_on = _any_alive(world, worker, label)
     error = worker.error if worker else None
     told = world.all_gather_object([type(error).__name__, str(error) or repr(error)] if error else None, label=label)
     if error is not None:

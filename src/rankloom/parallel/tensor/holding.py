@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
+from rankloom.base.spans import Box
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
@@ -65,6 +66,23 @@ class Holding:
             at += stop - start
         part.narrow(self.dim, at, self.length - at).zero_()   # padding
         return part
+
+    def boxes(self, box: Box, rank: int) -> Iterator[tuple[Box, Box]]:
+        """A box of the part of `rank` -> boxes of it, and where each of them lies in the whole; padding lies nowhere.
+
+        >>> list(Holding((6,), 3, dim=0, spans=cut_each([4, 2], 2)).boxes((Span(1, 3),), rank=1))
+        [((Span(start=1, stop=2),), (Span(start=3, stop=4),)), ((Span(start=2, stop=3),), (Span(start=5, stop=6),))]
+        """
+        if self.dim is None:
+            yield box, box
+            return
+        at, (first, last) = 0, box[self.dim]
+        for start, stop in self.spans[rank]:
+            here = Span(max(first, at), min(last, at + stop - start))
+            if here.start < here.stop:
+                there = Span(here.start + start - at, here.stop + start - at)
+                yield tuple((*box[:self.dim], span, *box[self.dim + 1:]) for span in (here, there))   # type: ignore[misc]
+            at += stop - start
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole, from the parts of all ranks, in rank order."""

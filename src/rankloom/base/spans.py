@@ -1,0 +1,75 @@
+"""Which elements of a tensor: boxes, what two of them share, and the boxes that a run of its flat memory is made of.
+
+Pure arithmetic, for whoever saves and loads tensors that ranks hold in pieces. A box has a span for each dim; that of a number without
+dims is empty, and holds one element.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from rankloom.base.layout import Span
+
+Box = tuple[Span, ...]
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All elements of a tensor of this shape."""
+    return tuple(Span(0, length) for length in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The shape of what lies in the box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def numel(box: Box) -> int:
+    """How many elements lie in the box."""
+    return prod(shape_of(box))
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """What lies in both, or None.
+
+    >>> common((Span(0, 4), Span(2, 6)), (Span(3, 8), Span(0, 3)))
+    (Span(start=3, stop=4), Span(start=2, stop=3))
+    """
+    both = tuple(Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where the elements of `box` lie in a tensor that holds those of `outer`, which it is a part of.
+
+    >>> within((Span(3, 4),), (Span(2, 6),))
+    (slice(1, 2, None),)
+    """
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The elements [start, stop) of a flattened tensor as boxes, in the order of memory: the rest of a row, whole rows, a row's beginning.
+
+    At most 2d - 1 boxes in d dims. Laid end to end they are the run.
+
+    >>> [[tuple(span) for span in box] for box in boxes_of_run((3, 4), 2, 9)]
+    [[(0, 1), (2, 4)], [(1, 2), (0, 4)], [(2, 3), (0, 1)]]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row, inside = prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row   # the whole rows are first .. last - 1
+    if first > last:   # begins and ends in one row
+        yield from _in_row(last, inside, start - last * row, stop - last * row)
+        return
+    yield from _in_row(first - 1, inside, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield (Span(first, last), *whole_box(inside))
+    yield from _in_row(last, inside, 0, stop - last * row)
+
+
+def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_run(shape, start, stop):
+        yield (Span(row, row + 1), *box)

@@ -1,0 +1,197 @@
+"""The files of a checkpoint: what a rank writes, and boxes of tensors read out of them again. Read manifest.py first.
+
+A rank's file is in the safetensors format, written tensor by tensor: no second copy of a state that fills the memory. It is
+hashed on the way, and is on the disk, not only on its way there, before anybody speaks of it.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.spans import common, shape_of, within
+from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
+
+MANIFEST = "manifest.json"
+OURS = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")   # nothing else in a folder is ever removed
+FORMATS = {   # as safetensors calls them
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64"}
+
+
+def file_name(token: str, rank: int) -> str:
+    """What a rank's file is called. token: 12 hexadecimal digits, another one for each checkpoint"""
+    return f"{token}-{rank:05}.safetensors"
+
+
+def expect_known(parts: Iterable[Part]) -> None:
+    """Raise ConfigError for a dtype that the format has not."""
+    for part in parts:
+        if part.values.dtype not in FORMATS:
+            raise ConfigError(f"{part.name} is {part.values.dtype}, which the safetensors format has not; "
+                              f"it has {', '.join(str(dtype).removeprefix('torch.') for dtype in FORMATS)}")
+
+
+@torch.no_grad()
+def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
+    """Write these parts; the file is whole, and on the disk, when this returns. On an error it is gone.
+
+    memory: one part at a time beyond what there is
+    raises: ConfigError that names the file
+    """
+    header, offset = {}, 0
+    for part in parts:
+        end = offset + part.values.numel() * part.values.itemsize
+        about = {"dtype": FORMATS[part.values.dtype], "shape": shape_of(part.box), "data_offsets": (offset, end)}
+        header[key_of(part.name, part.box)] = about
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)   # tensors begin at a multiple of 8 bytes
+    try:
+        with open(path, "xb") as file:
+            return _write_all(file, [len(text).to_bytes(8, "little"), text], parts)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def _write_all(file: Any, head: list[bytes], parts: Sequence[Part]) -> SavedFile:
+    digest, nbytes = hashlib.sha256(), 0
+    for data in chain(head, map(_bytes_of, parts)):
+        digest.update(data)
+        file.write(data)
+        nbytes += len(data)
+    file.flush()
+    os.fsync(file.fileno())
+    return SavedFile(Path(file.name).name, nbytes, digest.hexdigest())
+
+
+def _bytes_of(part: Part) -> Any:   # a buffer
+    return part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """From now on the checkpoint in `folder` is this one; the files of what was there before are removed.
+
+    raises: ConfigError; the one from before is then as it was
+    """
+    temporary = folder / f".{MANIFEST}.tmp"
+    try:
+        for saved in manifest.files:
+            _expect_size(folder, saved)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(to_json(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / MANIFEST)
+        _sync_folder(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
+    named = {saved.name for saved in manifest.files}
+    for path in folder.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in named:   # of the checkpoint before, or of one that was never finished
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on the disk when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _expect_size(folder: Path, saved: SavedFile) -> None:
+    path = folder / saved.name
+    if not path.exists():
+        raise ConfigError(f"{path}: was written by another rank and is not here; give a folder that all hosts share")
+    if path.stat().st_size != saved.nbytes:
+        raise ConfigError(f"{path}: has {path.stat().st_size} bytes, expected {saved.nbytes}")
+
+
+def read_manifest(folder: Path) -> tuple[str, Manifest]:
+    """The text of the manifest, and what it says; all its files are there, and as long as they should be.
+
+    raises: DataError
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        reason = "no such folder" if not folder.exists() else f"holds no {MANIFEST}, so there is no checkpoint; was it still being written?"
+        raise DataError(f"{folder}: {reason}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    manifest = from_json(text, str(path))
+    for saved in manifest.files:
+        try:
+            _expect_size(folder, saved)
+        except (ConfigError, OSError) as error:
+            raise DataError(f"{error}: the checkpoint is damaged") from None
+    return text, manifest
+
+
+def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
+    """Raise DataError for a file that is not what was written."""
+    for saved in files:
+        try:
+            with open(folder / saved.name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{folder / saved.name}: cannot be read ({error.strerror})") from None
+        if found != saved.sha256:
+            raise DataError(f"{folder / saved.name}: has SHA-256 {found[:12]}..., expected {saved.sha256[:12]}...; the file is damaged")
+
+
+class Reader:
+    """Boxes of the tensors of a checkpoint. Files are mapped, and only what is asked for is read."""
+
+    def __init__(self, folder: Path, manifest: Manifest, until: ExitStack):
+        self.folder, self.manifest, self._until = folder, manifest, until
+        self._open: dict[int, Any] = {}
+
+    @torch.no_grad()
+    def fill(self, part: Part) -> None:
+        """Write the saved elements of a part's box into its memory; they are cast to its dtype.
+
+        raises: DataError
+        """
+        for piece in self.manifest.tensors[part.name].pieces:
+            if (both := common(piece.box, part.box)) is not None:
+                key = key_of(part.name, piece.box)
+                try:
+                    saved = self._file(piece.file)
+                    values: Tensor = saved.get_slice(key)[within(both, piece.box)] if both else saved.get_tensor(key)
+                except (OSError, SafetensorError) as error:
+                    raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {part.name} cannot be read ({error})") from None
+                part.values[within(both, part.box)].copy_(values)
+
+    def _file(self, number: int) -> Any:
+        if number not in self._open:
+            self._open[number] = self._until.enter_context(safe_open(self.folder / self.manifest.files[number].name, "pt"))
+        return self._open[number]
+
+
+@contextmanager
+def reading(folder: Path, manifest: Manifest) -> Iterator[Reader]:
+    """A reader; its files are closed afterwards."""
+    with ExitStack() as until:
+        yield Reader(folder, manifest, until)
+
+
+def sizes_of(manifest: Manifest, prefix: str) -> Mapping[str, torch.Size]:
+    """The shapes of saved tensors whose names begin so, by the rest of the name."""
+    return {name.removeprefix(prefix): torch.Size(saved.shape) for name, saved in manifest.tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,226 @@
+"""Checkpoints: the state of a model in training on disk, written by all ranks and read on any mesh.
+
+    save    ranks tell each other which boxes of which tensors they hold, and deal: each box is written once
+            each writes its own into one file; rank 0 writes the manifest last: with its rename the checkpoint exists
+    load    files are compared with their hashes, shapes with the model's; nothing has been changed until then
+            each rank reads the boxes that it will hold, out of whatever boxes there are
+
+No value travels between ranks. Read checkpoint/manifest.py, train/parts.py and train/state.py before this file.
+"""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.checkpoint.files import (
+    Reader,
+    commit,
+    expect_known,
+    expect_unchanged,
+    file_name,
+    read_manifest,
+    reading,
+    sizes_of,
+    write_parts,
+)
+from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, deal, tell
+from rankloom.parallel.values import EXTRA, difference
+from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
+from rankloom.train.parts import MODEL, OPTIMIZER, whole_part
+from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
+from rankloom.train.together import while_others_wait
+from rankloom.world.connect import World
+
+
+def save_checkpoint(state: TrainingState, folder: Path) -> None:
+    """Write `state` into `folder`, in the place of the checkpoint that may be there. A collective.
+
+    memory: one tensor at a time beyond what there is
+    raises: ConfigError, on all ranks; what was there is then as it was
+    """
+    world = state.world
+    parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
+    world.agree(_problem(partial(_begin, folder, parts, facts)), label="begin a checkpoint")
+    token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
+    told = world.all_gather_object(tell(parts), label="what ranks hold")
+    shares = deal(told)
+    own = [part for part in parts if not part.is_copy]
+    mine = [own[number] for number in shares[world.rank]]
+    path, written = folder / file_name(token, world.rank), list[SavedFile]()
+    try:
+        while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
+    except BaseException:   # maybe of another rank
+        path.unlink(missing_ok=True)
+        raise
+    files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
+    others = world.all_gather_object(facts, label="facts of a checkpoint")
+    manifest = assemble(told, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
+    try:
+        world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
+    except ConfigError:   # and no other: a rank that is lost now may be lost after the commit
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any]) -> None:
+    """Find out what cannot be written before anything is."""
+    expect_known(parts)
+    for name, value in [*facts["extra"].items(), *facts["values"].items(), ("a parameter group", facts["param_groups"])]:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle ({error}): keep numbers, strings, None, or "
+                              "lists and dicts of these, and tensors as buffers") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
+
+
+def _problem(work: Any) -> str | None:
+    """What an error of the user's says, for all ranks to raise together."""
+    try:
+        work()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+# ---------------------------------------------------------------------- what there is to save
+
+
+def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, Piece, nn.Parameter]]:
+    """Parameter, key and value of all that the optimizer remembers of what this rank has a piece of; the piece, and its owner."""
+    held, pieces = state.optimizer.state, state.placement.pieces()
+    for name, owner in state.placement.owners.items():
+        if owner in held and not pieces[name].is_empty:
+            for key, value in held[owner].items():
+                yield name, key, value, pieces[name], owner
+
+
+def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
+    for _, key, value, piece, owner in _remembered(state):
+        if isinstance(value, Tensor):
+            yield from _parts_of(state, key, value, piece, lies_alike=value.shape == owner.shape)
+
+
+def _parts_of(state: TrainingState, key: str, value: Tensor, piece: Piece, *, lies_alike: bool) -> list[Part]:
+    """One value that the optimizer remembers. lies_alike: as the parameter does; else every rank that has it has the same"""
+    saved = f"{OPTIMIZER}{key}/{piece.name}"
+    return state.placement.parts_like(saved, piece, value) if lies_alike else [whole_part(saved, value)]
+
+
+def _facts(state: TrainingState) -> dict[str, Any]:
+    """All that is no tensor. Of extra state and optimizer values each rank has its own, by name; the rest is the same on all."""
+    run = state.run()
+    values = {f"{key}/{name}": value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
+    extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if name.endswith(EXTRA)}
+    groups = whole_state(state.optimizer, state.placement.owners, {})["param_groups"]
+    plain = [{key: value.tolist() if isinstance(value, Tensor) else value for key, value in part.items()} for part in groups]
+    amax = {name: row.tolist() for name, row in run["amax"].items()}
+    return {"run": run | {"amax": amax}, "extra": extra, "values": values, "param_groups": plain}
+
+
+def _joined(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    first = facts[0]
+    return first | {kind: {name: value for rank in reversed(facts) for name, value in rank[kind].items()} for kind in ("extra", "values")}
+
+
+# ---------------------------------------------------------------------- and to load
+
+
+def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
+    """Take over the checkpoint in `folder`. A collective. Returns what belongs to no parameter.
+
+    memory: one value of the optimizer's state, as this rank has it, at a time, beyond what there is afterwards
+    raises: DataError, ModelMismatch, on all ranks, with nothing changed
+    """
+    world, parts = state.world, state.placement.parts()
+    manifest = _manifest_of_all(world, folder)
+    _expect_same_model(world, parts, manifest)
+    facts = manifest.facts
+    run = NEW_RUN | facts["run"]
+    run["amax"] = {name: torch.tensor(row) for name, row in run["amax"].items()}
+    saved = own_parts(state, _described(state, manifest))
+    expect_fit(state, saved, run)
+    state.float8.drop_casts()   # a step that failed left them
+
+    def read_here() -> None:
+        pieces = state.placement.pieces()
+        with torch.no_grad(), reading(folder, manifest) as reader:
+            for part in parts:
+                reader.fill(part)
+            load_optimizer_state(state.optimizer, state.placement.owners, pieces, saved, rank=world.rank,
+                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name]))
+
+    with state.placement.rewritten():
+        while_others_wait(world, read_here, label="read a checkpoint")
+    _set_extra_state(state.placement.model, facts["extra"])
+    state.float8.load_state_dict(run["amax"])
+    return run
+
+
+def _manifest_of_all(world: World, folder: Path) -> Manifest:
+    """The manifest that every rank has read; each rank has compared some files with their hashes."""
+    found: list[tuple[str, Manifest]] = []
+    while_others_wait(world, lambda: found.append(read_manifest(folder)), label="read the manifest of a checkpoint")
+    (text, manifest), = found
+    digests = world.all_gather_object(hashlib.sha256(text.encode()).hexdigest(), label="which checkpoint")
+    if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ModelMismatch(f"{folder}: holds another checkpoint on rank {other[0]} than on rank 0; give a folder that all hosts share")
+    mine = manifest.files[world.rank :: world.size]
+    while_others_wait(world, lambda: expect_unchanged(folder, mine), label="compare files with their hashes")
+    return manifest
+
+
+def _expect_same_model(world: World, parts: list[Part], manifest: Manifest) -> None:
+    """raises: ModelMismatch, on all ranks, when the tensors of their models are not those that were saved"""
+    told = world.all_gather_object({part.name.removeprefix(MODEL): list(part.shape) for part in parts}, label="tensors of the model")
+    shapes = {name: torch.Size(shape) for rank in told for name, shape in rank.items()}
+    saved = {name: torch.empty(shape, device="meta") for name, shape in sizes_of(manifest, MODEL).items()}
+    if problem := difference(shapes, saved, f"rank {world.rank}"):
+        raise ModelMismatch(problem)
+
+
+def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
+    """The optimizer's whole state, with tensors that have shapes and no memory."""
+    held: dict[str, dict[str, Any]] = {}
+    for joint, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
+                         for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
+        key, _, name = joint.partition("/")
+        held.setdefault(name, {})[key] = value
+    groups = manifest.facts["param_groups"]
+    if len(groups) == len(state.optimizer.param_groups):
+        groups = [{key: _like(ours.get(key), value) for key, value in saved.items()}
+                  for ours, saved in zip(state.optimizer.param_groups, groups)]
+    return {"state": held, "param_groups": groups}
+
+
+def _like(ours: Any, saved: Any) -> Any:
+    """A setting of a group as JSON has it -> as the optimizer has it."""
+    if isinstance(ours, Tensor):
+        return torch.tensor(saved, dtype=ours.dtype, device=ours.device)
+    return tuple(saved) if isinstance(ours, tuple) else saved
+
+
+def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: Piece) -> Tensor:
+    """Memory with what was saved, for a value of the optimizer that has a shape and no memory yet."""
+    made = torch.zeros(value.shape, dtype=value.dtype)   # zeros: where a vocabulary is padded there is nothing to read
+    for part in _parts_of(state, key, made, piece, lies_alike=value.shape == state.placement.owners[piece.name].shape):
+        reader.fill(part)
+    return made
+
+
+def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    for name in model.state_dict(keep_vars=True):
+        if name.endswith(EXTRA) and name in extra:
+            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(extra[name])

@@ -1,0 +1,84 @@
+"""The state of a model in training, all of it: what a run needs to go on as if it had never stopped. Gathered whole, and taken over.
+
+That is parameters, what the optimizer remembers, the step, the loss scale, the magnitudes that fp8 scales by. Nothing else is state:
+random numbers, the data's position and learning rates follow from the step. On disk it is a checkpoint: train/checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.shard.optimizer import Optimizer
+from rankloom.shard.optimizer_state import load_optimizer_state, misfit
+from rankloom.train.fp8 import Float8Layers
+from rankloom.train.placement import Placement
+from rankloom.world.connect import World
+
+NEW_RUN: dict[str, Any] = {"step": 0, "loss_scale": None, "amax": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Where the state of an engine is, and its numbers."""
+
+    world: World
+    placement: Placement
+    optimizer: Optimizer
+    float8: Float8Layers
+    step: int
+    loss_scale: dict[str, Any] | None
+
+    def run(self) -> dict[str, Any]:
+        """What belongs to no parameter."""
+        return {"step": self.step, "loss_scale": self.loss_scale, "amax": self.float8.state_dict()}
+
+
+def gather_state(state: TrainingState, rank: int | None) -> dict[str, dict[str, Any]]:
+    """See `Engine.full_state_dict`."""
+    _expect_one_receiver(state.world, rank)
+    whole = {"model": state.placement.values(rank), "optimizer": state.placement.state(state.optimizer, rank)}
+    if rank in (None, state.world.rank):
+        whole["optimizer"]["run"] = state.run()
+    return whole
+
+
+def _expect_one_receiver(world: World, rank: Any) -> None:
+    if rank is None:   # whoever holds the whole has it when the other ranks are gone, too
+        return
+    asked = world.all_gather_object(repr(rank), label="who gets the whole state")
+    if len(set(asked)) > 1:
+        at = next(at for at, other in enumerate(asked) if other != asked[0])
+        raise ConfigError(f"full_state_dict: rank 0 asks for rank={asked[0]}, rank {at} for rank={asked[at]}; all ranks give the same")
+    if isinstance(rank, bool) or rank not in range(world.size):
+        raise ConfigError(f"full_state_dict(rank={rank!r}): there are ranks 0 to {world.size - 1}; give one of them, or None for all")
+
+
+def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """See `Engine.load_full_state_dict`. Returns what belongs to no parameter."""
+    world, placement = state.world, state.placement
+    lacks = " and ".join(key for key in ("model", "optimizer") if not whole.get(key))
+    problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
+               "optimizer's, as of a plain model, are loaded into the model before `rl.prepare`") if lacks else None
+    world.agree(problem, error=ModelMismatch, label="load a state")
+    saved, run = own_parts(state, whole["optimizer"]), NEW_RUN | whole["optimizer"].get("run", {})
+    expect_fit(state, saved, run)
+    state.float8.drop_casts()   # a step that failed left them
+    placement.load(whole["model"])
+    load_optimizer_state(state.optimizer, placement.owners, placement.pieces(), saved, rank=world.rank)
+    state.float8.load_state_dict(run["amax"])
+    return run
+
+
+def own_parts(state: TrainingState, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer, each value cut to this rank's part of the model."""
+    parts = {name: {key: state.placement.part(name, value) for key, value in held.items()}
+             for name, held in optimizer.get("state", {}).items()}
+    return {**optimizer, "state": parts}
+
+
+def expect_fit(state: TrainingState, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raise ModelMismatch, on all ranks, when an optimizer's state, cut to parts, or fp8's is not this engine's."""
+    placement = state.placement
+    problem = misfit(state.optimizer, placement.owners, placement.pieces(), saved) or state.float8.misfit(run["amax"])
+    state.world.agree(problem, error=ModelMismatch, label="load an optimizer")

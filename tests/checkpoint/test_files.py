@@ -1,0 +1,115 @@
+"""Files of a checkpoint: what was written is read in any other boxes, and what is damaged or half there is refused."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.layout import Span
+from rankloom.base.spans import boxes_of_run, shape_of, whole_box, within
+from rankloom.checkpoint.files import FORMATS, commit, expect_known, expect_unchanged, file_name, read_manifest, reading, write_parts
+from rankloom.checkpoint.manifest import Part, assemble, deal, key_of, tell
+
+TOKENS = ("0" * 12, "1" * 12)
+
+
+def whole(name, values):
+    return Part(name, tuple(values.shape), whole_box(values.shape), values)
+
+
+def cut(name, values, at):
+    """Two runs of the flat memory of `values`, as two ranks would have them."""
+    box = whole_box(values.shape)
+    runs = (0, at), (at, values.numel())
+    return [[Part(name, tuple(values.shape), each, values[within(each, box)]) for each in boxes_of_run(values.shape, *run)] for run in runs]
+
+
+def save(folder, ranks, token=TOKENS[0], facts=None):
+    told = [tell(parts) for parts in ranks]
+    shares = deal(told)
+    files = [write_parts(folder / file_name(token, rank), [ranks[rank][number] for number in share]) for rank, share in enumerate(shares)]
+    made = assemble(told, shares, files, facts or {})
+    commit(folder, made)
+    return made
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 3), (2, 0, 3), (3, 4, 2)], ids=str)
+def test_what_was_written_in_two_runs_is_read_in_two_others(tmp_path, dtype, shape):
+    values = torch.arange(torch.Size(shape).numel()).remainder(2 if dtype is torch.bool else 100).view(shape).to(dtype)
+    saved = cut("w", values, values.numel() // 3) if values.numel() > 1 else [[whole("w", values)], []]
+    manifest = save(tmp_path, saved)
+    into = torch.zeros_like(values)
+    with reading(tmp_path, manifest) as reader:
+        for parts in cut("w", into, 2 * values.numel() // 3) if values.numel() > 1 else [[whole("w", into)]]:
+            for part in parts:
+                reader.fill(part)
+    assert torch.equal(into.view(torch.uint8) if shape else into, values.view(torch.uint8) if shape else values)
+
+
+def test_memory_in_any_order_is_written_as_it_reads_and_the_file_is_plain_safetensors(tmp_path):
+    values = torch.randn(4, 6).t()[1:5, ::2]
+    part = whole("w", values)
+    write_parts(tmp_path / "x.safetensors", [part])
+    assert torch.equal(load_file(tmp_path / "x.safetensors")[key_of("w", part.box)], values)
+
+
+def test_a_dtype_that_the_format_has_not_is_told_before_anything_is_written():
+    with pytest.raises(ConfigError, match="w is torch.complex128, which the safetensors format has not"):
+        expect_known([whole("w", torch.zeros(1, dtype=torch.complex128))])
+
+
+def test_a_new_checkpoint_replaces_the_old_one_and_touches_no_other_file(tmp_path):
+    strangers = ["model.safetensors", "notes.txt", "abc-00000.safetensors"]
+    for name in strangers:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / file_name("f" * 12, 7)).write_text("of a save that was never finished")
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+    save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
+    assert {path.name for path in tmp_path.iterdir()} == {*strangers, "manifest.json", file_name(TOKENS[1], 0)}
+    assert all((tmp_path / name).read_text() == "mine" for name in strangers)
+
+
+def test_a_file_that_cannot_be_written_whole_is_gone_and_the_checkpoint_from_before_is_there(tmp_path):
+    before = save(tmp_path, [[whole("w", torch.zeros(3))]])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_parts(tmp_path / "nowhere" / "x", [whole("w", torch.ones(3))])
+    written = write_parts(tmp_path / file_name(TOKENS[1], 0), [whole("w", torch.ones(3))])
+    (tmp_path / written.name).unlink()   # as on a host that does not share the folder
+    told = [tell([whole("w", torch.ones(3))])]
+    with pytest.raises(ConfigError, match="give a folder that all hosts share"):
+        commit(tmp_path, assemble(told, deal(told), [written], {}))
+    assert read_manifest(tmp_path)[1] == before
+
+
+def test_a_file_that_was_changed_cut_short_or_removed_is_noticed(tmp_path):
+    manifest = save(tmp_path, [[whole("w", torch.zeros(300))]])
+    path = tmp_path / manifest.files[0].name
+    data = bytearray(path.read_bytes())
+    expect_unchanged(tmp_path, manifest.files)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="has SHA-256 .* the file is damaged"):
+        expect_unchanged(tmp_path, manifest.files)
+    path.write_bytes(data[:-1])
+    with pytest.raises(DataError, match="bytes, expected .* the checkpoint is damaged"):
+        read_manifest(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match="the checkpoint is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_where_there_is_no_checkpoint_the_reason_is_told(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        read_manifest(tmp_path / "never")
+    with pytest.raises(DataError, match=r"holds no manifest.json"):
+        read_manifest(tmp_path)
+
+
+def test_a_reader_takes_no_more_than_the_box_that_is_asked_for(tmp_path):
+    manifest = save(tmp_path, [[whole("w", torch.arange(12.0).view(3, 4))]])
+    into = torch.full((3, 4), -1.0)
+    box = (Span(1, 3), Span(1, 2))
+    with reading(tmp_path, manifest) as reader:
+        reader.fill(Part("w", (3, 4), box, into[within(box, whole_box((3, 4)))]))
+    assert into[1:3, 1].tolist() == [5.0, 9.0] and (into == -1).sum() == 10 and shape_of(box) == (2, 1)

@@ -1,0 +1,66 @@
+"""What ranks write of a checkpoint is dealt by a pure function: each element once, in even shares; a manifest says where it is."""
+
+import pytest
+import torch
+
+from rankloom.base.errors import DataError, ModelMismatch
+from rankloom.base.layout import Span
+from rankloom.checkpoint.manifest import Part, SavedFile, assemble, deal, from_json, tell, to_json
+
+
+def part(name, shape, box, dtype=torch.float32, **more):
+    spans = tuple(Span(*span) for span in box)
+    return Part(name, shape, spans, torch.zeros([stop - start for start, stop in box], dtype=dtype), **more)
+
+
+HALVES = [tell([part("w", (4, 2), [(0, 2), (0, 2)])]), tell([part("w", (4, 2), [(2, 4), (0, 2)])])]
+REPEATED = [tell([part(f"w{i}", (100,), [(0, 100)]) for i in range(8)])] * 4
+
+
+def test_every_rank_writes_what_only_it_has():
+    assert deal(HALVES) == [[0], [0]]
+
+
+def test_what_all_ranks_have_is_written_once_and_by_each_an_even_share():
+    shares = deal(REPEATED)
+    assert sorted(number for share in shares for number in share) == list(range(8))
+    assert [len(share) for share in shares] == [2, 2, 2, 2]
+
+
+def test_a_copy_that_is_cut_in_another_way_is_nobodys_to_write():
+    told = [tell([part("w", (4,), [(0, 4)])]), tell([part("w", (4,), [(1, 4)], is_copy=True)])]
+    assert deal(told) == [[0], []]
+
+
+@pytest.mark.parametrize("second, said", [
+    (part("w", (4, 2), [(3, 4), (0, 2)]), "6 elements of w between them, expected 8"),
+    (part("w", (4, 3), [(2, 4), (0, 2)]), "w is float32 (4, 2) on rank 0 and float32 (4, 3) on rank 1"),
+    (part("w", (4, 2), [(2, 4), (0, 2)], torch.float64), "w is float32 (4, 2) on rank 0 and float64 (4, 2) on rank 1"),
+])
+def test_ranks_that_do_not_hold_one_tensor_between_them_are_told(second, said):
+    with pytest.raises(ModelMismatch) as error:
+        deal([HALVES[0], tell([second])])
+    assert said in str(error.value)
+
+
+def manifest():
+    files = [SavedFile("a.safetensors", 16, "aa"), None, SavedFile("b.safetensors", 16, "bb")]
+    told = [HALVES[0], [], HALVES[1]]
+    return assemble(told, deal(told), files, {"run": {"step": 3}})
+
+
+def test_a_manifest_is_the_same_after_it_was_written_and_read():
+    made = manifest()
+    assert from_json(to_json(made), "here") == made
+    assert [(piece.file, piece.box[0]) for piece in made.tensors["w"].pieces] == [(0, Span(0, 2)), (1, Span(2, 4))]
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "is no manifest"), ("[]", "is no manifest"), ("{}", "is no manifest"),
+    ('{"format": 99}', "is of format 99, this rankloom reads 1"),
+    (to_json(manifest()).replace('"float32"', '"float31"'), "is no manifest"),
+    (to_json(manifest()).replace("[[2, 4], [0, 2]]", "[[2, 3], [0, 2]]"), "has 6 elements of w, expected 8"),
+])
+def test_a_damaged_manifest_is_refused_by_name(text, said):
+    with pytest.raises(DataError, match="here: " + said.replace("(", r"\(")):
+        from_json(text, "here")

@@ -1,0 +1,305 @@
+"""`engine.save` and `engine.load`: a run goes on from a checkpoint on any mesh as if it had never stopped, and nothing of it is lost,
+written twice, or half there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom import GPT, GPTConfig
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.checkpoint.files import read_manifest, sizes_of
+from rankloom.models.config import MoEConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train.fp8 import Recipe
+from rankloom.train.precision import PRECISIONS
+
+ROWS, BEFORE, AFTER = 8, 2, 2
+DENSE = [(rl.Mesh(), 0), (rl.Mesh(replicate=2), 0), (rl.Mesh(shard=2), 3), (rl.Mesh(replicate=2, shard=2), 1), (rl.Mesh(tensor=2), 0),
+         (rl.Mesh(tensor=4), 1), (rl.Mesh(shard=2, tensor=2), 3), (rl.Mesh(pipe=2), 0), (rl.Mesh(pipe=4), 2),
+         (rl.Mesh(pipe=2, shard=2), 2), (rl.Mesh(pipe=2, tensor=2), 1), (rl.Mesh(context=2, shard=2), 2)]
+MIXED = [(rl.Mesh(), 0), (rl.Mesh(expert=2), 0), (rl.Mesh(shard=2, expert=2), 3), (rl.Mesh(tensor=2, expert=2), 1), (rl.Mesh(pipe=2), 1)]
+VOCABULARY = 37   # that two ranks pad, and four
+
+
+def engine_of(world: rl.World, stage: int, *, experts: bool = False, tie: bool = True, **how) -> rl.Engine:
+    moe = MoEConfig(experts=4, top_k=2, ffn=12, shared=1, bias_rate=0.01) if experts else None
+    config = GPTConfig(vocab_size=VOCABULARY, width=16, layers=4, heads=4, kv_heads=2, ffn=24, seq_len=12, tie=tie, moe=moe)
+    how = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2), "accumulate": 2, "clip": 1.0} | how
+    model = GPT(config, seed=1, dtype=how.pop("dtype", torch.float64))
+    return rl.prepare(model, loss=language_model_loss, world=world, stage=stage, **how)
+
+
+def steps(engine: rl.Engine, count: int) -> list[float]:
+    """Losses of so many steps, each on the batch of its number."""
+    losses = []
+    for _ in range(count):
+        tokens = torch.randint(0, VOCABULARY, (ROWS, 13), generator=torch.Generator().manual_seed(engine.steps_done))
+        mine = tokens.tensor_split(engine.group.size)[engine.group.rank]
+        losses.append(engine.step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss)
+    return losses
+
+
+def saved_by(mesh: rl.Mesh, stage: int, folder, **how) -> list[float]:
+    """The losses after the save, of a run that does not stop."""
+    def body(world):
+        engine = engine_of(world, stage, **how)
+        steps(engine, BEFORE)
+        engine.save(folder)
+        return steps(engine, AFTER)
+
+    return rl.simulate(mesh, body)[0]
+
+
+def gone_on(mesh: rl.Mesh, stage: int, folder, **how) -> list[float]:
+    def body(world):
+        engine = engine_of(world, stage, **how)
+        engine.load(folder)
+        assert engine.steps_done == BEFORE
+        return steps(engine, AFTER)
+
+    return rl.simulate(mesh, body)[0]
+
+
+@pytest.mark.parametrize("mesh, stage", DENSE, ids=str)
+def test_a_run_goes_on_from_any_mesh_on_one_rank_and_from_one_rank_on_any_mesh(tmp_path, mesh, stage):
+    there, back = tmp_path / "there", tmp_path / "back"
+    # the layouts add in other orders: as everywhere, 1e-12 in fp64
+    reference = saved_by(mesh, stage, there)
+    assert gone_on(rl.Mesh(), 0, there) == pytest.approx(reference, rel=1e-12)
+    assert gone_on(mesh, stage, there) == pytest.approx(reference, rel=1e-12)
+    reference = saved_by(rl.Mesh(), 0, back)
+    assert gone_on(mesh, stage, back) == pytest.approx(reference, rel=1e-12)
+
+
+@pytest.mark.parametrize("other", MIXED, ids=str)
+@pytest.mark.parametrize("mesh, stage", MIXED, ids=str)
+def test_experts_go_from_any_mesh_to_any_other(tmp_path, mesh, stage, other):
+    reference = saved_by(mesh, stage, tmp_path, experts=True, tie=False)
+    assert gone_on(*other, tmp_path, experts=True, tie=False) == pytest.approx(reference, rel=1e-12)
+
+
+@pytest.mark.parametrize("mesh, stage", [*DENSE, (rl.Mesh(replicate=2, expert=2), 0)], ids=str)
+def test_each_element_is_written_once_and_the_files_are_of_even_size(tmp_path, mesh, stage):
+    def body(world):
+        engine = engine_of(world, stage, experts=mesh.expert > 1)
+        steps(engine, 1)
+        engine.save(tmp_path)
+        state = engine.full_state_dict()
+        unique = state["model"]   # a tied GPT has one name for its one matrix
+        remembered = [value for held in state["optimizer"]["state"].values() for value in held.values()]
+        return sum(value.nbytes for value in (*unique.values(), *remembered)), {name: value.shape for name, value in unique.items()}
+
+    nbytes, shapes = rl.simulate(mesh, body)[0]
+    _, manifest = read_manifest(tmp_path)
+    assert sizes_of(manifest, "model/") == shapes
+    held = [tensor.dtype.itemsize * torch.Size(tensor.shape).numel() for tensor in manifest.tensors.values()]
+    assert sum(held) == nbytes
+    headers = sum(int.from_bytes((tmp_path / file.name).read_bytes()[:8], "little") + 8 for file in manifest.files)
+    assert sum(file.nbytes for file in manifest.files) == nbytes + headers
+    if mesh.pipe == 1:   # stages are as large as they are
+        sizes = [file.nbytes for file in manifest.files]
+        assert len(sizes) == mesh.size and max(sizes) < 2 * min(sizes)
+
+
+def test_no_value_travels_between_ranks(tmp_path):
+    def body(world):
+        engine = engine_of(world, 3)
+        steps(engine, 1)
+        before = world.ledger.bytes
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+        return world.ledger.bytes - before, sum(value.nbytes for value in engine.full_state_dict()["model"].values())
+
+    for sent, whole in rl.simulate(rl.Mesh(shard=2), body):
+        assert sent < whole   # of a state of three times that: the names and boxes of tensors, which are small here
+
+
+def bits(engine: rl.Engine) -> list[torch.Tensor]:
+    state = engine.full_state_dict()
+    remembered = state["optimizer"]["state"]
+    return [*state["model"].values(), *(remembered[name][key] for name in sorted(remembered) for key in sorted(remembered[name]))]
+
+
+@pytest.mark.parametrize("stage, other", [(0, 3), (3, 0), (2, 1)])
+def test_a_deterministic_run_has_the_same_bits_whether_it_stopped_or_not(tmp_path, stage, other):
+    how = {"deterministic": 4, "accumulate": 1, "dtype": torch.float32, "precision": "bf16"}
+
+    def straight(world):
+        engine = engine_of(world, stage, **how)
+        steps(engine, BEFORE)
+        engine.save(tmp_path)
+        steps(engine, AFTER)
+        return bits(engine)
+
+    def stopped(world):
+        engine = engine_of(world, other, **how)
+        engine.load(tmp_path)
+        steps(engine, AFTER)
+        return bits(engine)
+
+    expected = rl.simulate(2, straight)[0]
+    for ranks in (1, 3):
+        for mine, theirs in zip(rl.simulate(ranks, stopped)[0], expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+DELAYED = replace(PRECISIONS["fp8"], float8=Recipe(timing="delayed", history=3))
+
+
+@pytest.mark.parametrize("how", [
+    {"precision": "fp16", "dtype": torch.float32}, {"precision": "bf16", "dtype": torch.float32},
+    {"optimizer": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9)},
+    {"optimizer": lambda params: torch.optim.Adagrad(params, lr=1e-2)},
+    {"optimizer": lambda params: torch.optim.AdamW([{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "betas": (0.8, 0.9)}])},
+    {"optimizer": lambda params: torch.optim.Adafactor(params)},
+    {"schedule": lambda step: 1e-2 / (step + 1)},
+], ids=["fp16", "bf16", "momentum", "adagrad", "groups", "adafactor", "schedule"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_all_that_a_step_depends_on_comes_back(tmp_path, how, stage):
+    # on as many ranks, where addition has one order: the very same losses
+    assert saved_by(rl.Mesh(shard=2), stage, tmp_path, **how) == gone_on(rl.Mesh(shard=2), stage, tmp_path, **how)
+
+
+class Wide(nn.Module):
+    """Layers that fp8 multiplies, and a note of its own."""
+
+    def __init__(self, note=None):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        self.note = note
+        for at, param in enumerate(self.parameters()):
+            param.data.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(at))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def wide(world, note=None, **how):
+    loss = lambda model, batch: (model(batch).float().square().sum(), batch.shape[0])
+    return rl.prepare(Wide(note), loss=loss, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), world=world, **how)
+
+
+def wide_steps(engine, count):
+    draw = torch.Generator().manual_seed(engine.steps_done)
+    return [engine.step(torch.randn(32, 32, generator=draw)).loss for _ in range(count)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_delayed_scaling_remembers_and_extra_state_come_back(tmp_path, stage):
+    def straight(world):
+        engine = wide(world, note=[1, "two"], stage=stage, precision=DELAYED)
+        wide_steps(engine, BEFORE)
+        engine.save(tmp_path)
+        return wide_steps(engine, AFTER)
+
+    def stopped(world):
+        engine = wide(world, stage=stage, precision=DELAYED)
+        engine.load(tmp_path)
+        return engine.model.note, wide_steps(engine, AFTER)
+
+    expected = rl.simulate(2, straight)
+    assert rl.simulate(2, stopped) == [([1, "two"], losses) for losses in expected]
+
+
+def test_extra_state_that_json_has_not_is_told_by_name_on_all_ranks(tmp_path):
+    def body(world):
+        with pytest.raises(ConfigError, match="_extra_state cannot be in a checkpoint, which has no pickle"):
+            wide(world, note={1, 2}).save(tmp_path)
+
+    rl.simulate(2, body)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def refused(kind, said, make, folder):
+    """All ranks raise, and each trains on as if nothing had been asked."""
+    def body(world):
+        untouched, engine = make(world), make(world)
+        steps(untouched, 1), steps(engine, 1)
+        with pytest.raises(kind, match=said):
+            engine.load(folder)
+        assert all(torch.equal(a, b) for a, b in zip(bits(engine), bits(untouched), strict=True))
+        assert steps(engine, 1) == steps(untouched, 1)
+
+    rl.simulate(2, body)
+
+
+def test_where_there_is_no_checkpoint_loading_says_so_and_changes_nothing(tmp_path):
+    refused(DataError, "no such folder", lambda world: engine_of(world, 3), tmp_path / "never")
+    refused(DataError, "holds no manifest.json", lambda world: engine_of(world, 0), tmp_path)
+
+
+def test_a_damaged_file_is_noticed_before_anything_is_changed(tmp_path):
+    saved_by(rl.Mesh(shard=2), 3, tmp_path)
+    path = max(tmp_path.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    refused(DataError, "the file is damaged", lambda world: engine_of(world, 1), tmp_path)
+
+
+def test_the_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
+    saved_by(rl.Mesh(shard=2), 3, tmp_path)
+    refused(ModelMismatch, "head.weight: missing in the state dict", lambda world: engine_of(world, 3, tie=False), tmp_path)
+    sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9)}
+    refused(ModelMismatch, "it is the state of another kind of optimizer", lambda world: engine_of(world, 3, **sgd), tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_told_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    def body(world):
+        engine = engine_of(world, 0)
+        steps(engine, 1)
+        with pytest.raises(ConfigError, match="file: cannot be made"):
+            engine.save(tmp_path / "file")
+        return steps(engine, 1)
+
+    rl.simulate(2, body)
+
+
+def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_from_before(tmp_path, monkeypatch):
+    reference = saved_by(rl.Mesh(shard=2), 3, tmp_path)
+    from rankloom.train import checkpoint
+
+    real = checkpoint.write_parts
+
+    def full_disk(path, parts):
+        if path.name.endswith("-00001.safetensors"):
+            raise ConfigError(f"{path}: cannot be written (No space left on device)")
+        return real(path, parts)
+
+    monkeypatch.setattr(checkpoint, "write_parts", full_disk)
+
+    def body(world):
+        engine = engine_of(world, 3)
+        steps(engine, BEFORE + 1)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            engine.save(tmp_path)
+
+    rl.simulate(rl.Mesh(shard=2), body)
+    assert gone_on(rl.Mesh(shard=2), 3, tmp_path) == reference
+    assert len(list(tmp_path.iterdir())) == 3   # a manifest, and a file of each rank: nothing of the save that failed
+
+
+def test_saving_again_replaces_what_was_there(tmp_path):
+    def body(world):
+        engine = engine_of(world, 2)
+        for _ in range(2):
+            steps(engine, 1)
+            engine.save(tmp_path)
+
+    rl.simulate(2, body)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert read_manifest(tmp_path)[1].facts["run"]["step"] == 2
