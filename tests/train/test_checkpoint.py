@@ -2,6 +2,7 @@
 written twice, or half there."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -303,3 +304,15 @@ def test_saving_again_replaces_what_was_there(tmp_path):
     rl.simulate(2, body)
     assert len(list(tmp_path.iterdir())) == 3
     assert read_manifest(tmp_path)[1].facts["run"]["step"] == 2
+
+
+def save_in_a_process(world: rl.World, folder: str) -> list[float]:
+    engine = engine_of(world, 3)
+    steps(engine, BEFORE)
+    engine.save(folder)
+    return steps(engine, AFTER)
+
+
+def test_processes_write_what_threads_read_on_another_mesh(tmp_path):
+    reference, _ = rl.spawn(2, partial(save_in_a_process, folder=str(tmp_path)))
+    assert gone_on(rl.Mesh(tensor=2), 0, tmp_path) == pytest.approx(reference, rel=1e-12)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.base.errors import DataError
@@ -106,3 +107,28 @@ def test_a_target_outside_the_vocabulary_is_refused_by_all_ranks(wrong):
             split(world, hidden, weight, targets)
 
     rl.simulate(2, body)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad, each", [(True, 3), (False, 1)])
+def test_a_loss_without_gradients_multiplies_once_for_each_chunk_and_one_with_them_three_times(grad, each):
+    hidden, weight, targets = inputs(10, rows=8)
+
+    def body(world):
+        mine = weight[world.rank * 5:(world.rank + 1) * 5].clone().requires_grad_()
+        with Products() as products, torch.set_grad_enabled(grad):
+            split_cross_entropy(hidden, mine, targets, Rows.of(10, world), world, chunk=4)
+        return products.count
+
+    assert rl.simulate(2, body) == [2 * each] * 2

@@ -131,7 +131,7 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: R
     expect_alike(targets, TOKENS, group, f"{label}: targets")
     if chunk is None:
         chunk = chunk_rows(weight.shape[0], hidden.device.type)
-    total: Tensor = _SplitCrossEntropy.apply(hidden, weight, targets, _Loss(rows, group, chunk, label))   # type: ignore[no-untyped-call]
+    total: Tensor = _SplitCrossEntropy.apply(hidden, weight, targets, _Loss(rows, group, chunk, label, torch.is_grad_enabled()))   # type: ignore[no-untyped-call]
     return total
 
 
@@ -141,6 +141,7 @@ class _Loss:
     group: Group
     chunk: int
     label: str
+    learns: bool   # inside of a Function nobody can tell: gradients are off, and its inputs are said to need one, either way
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of a chunk, and its gradient towards this rank's logits [n, c]: softmax minus one-hot, 0 where not counted."""
@@ -167,7 +168,7 @@ class _SplitCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: _Loss) -> Tensor:
         total = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
-        learns = any(ctx.needs_input_grad)
+        learns = loss.learns and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if learns else None
         grad_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)) if learns else None
         for start in range(0, hidden.shape[0], loss.chunk):
