@@ -78,6 +78,10 @@ class ModelSplit:
         return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
                                 and (self._is_cut(name) or self.tensor.rank == goal.tensor))
 
+    def is_cut(self, name: str) -> bool:
+        """Whether other ranks of the tensor or the expert axis hold other elements of the parameter."""
+        return self._is_cut(name) or name in self.experts
+
     def _is_cut(self, name: str) -> bool:
         return self.tensor.size > 1 and name in self.held and self.held[name].dim is not None
 

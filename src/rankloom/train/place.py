@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankloom.base.errors import ConfigError
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
@@ -54,6 +55,8 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = _made_alike(build, stand_ins, world)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
+    if split is not None:
+        _expect_uncut(whole, split)
     cast_activations(model, settings.precision)
     if stages is not None:
         model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
@@ -74,6 +77,16 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     placement = _placement_of(model, sharding, world, settings, split, stages, stage=strategy.stage)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
+
+
+def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:
+    """raises: ConfigError, on all ranks, when an optimizer that may look at whole tensors would get parts of them"""
+    cut = [name for name in sorted(whole) if split.is_cut(name)]
+    if cut:
+        raise ConfigError(f"the optimizer of {cut[0]} (and of {len(cut) - 1} more) may look at whole tensors: it is not elementwise, as "
+                          "Muon and Adafactor are not, or has hooks. Ranks along tensor and expert hold parts of it, and the update of a "
+                          "part is not that part of the update. Give it an elementwise optimizer such as AdamW, or cut over shard or pipe "
+                          "instead; one whose hooks treat each element by itself says so by `optimizer.elementwise = True`")
 
 
 def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) -> Optimizer:
