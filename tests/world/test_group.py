@@ -349,6 +349,8 @@ def test_shares_that_do_not_add_up_are_refused(shares):
     def body(world):
         with pytest.raises(rl.ShapeMismatch, match="4 rows cannot be dealt"):
             world.all_to_all(torch.zeros(4, 1), **shares)
+        with pytest.raises(rl.ShapeMismatch, match="0 rows cannot be dealt"):
+            world.all_to_all(torch.tensor(1.0), **shares)
 
     rl.simulate(2, body)
 

@@ -209,12 +209,13 @@ class Group:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
-        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size \
-                or sum(send_rows) != x.shape[0] or min(*send_rows, *recv_rows) < 0 or send_rows[self.rank] != recv_rows[self.rank]:
-            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
+        there = sum(x.shape[:1])
+        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or x.dim() == 0 \
+                or sum(send_rows) != there or min(*send_rows, *recv_rows) < 0 or send_rows[self.rank] != recv_rows[self.rank]:
+            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {there} rows cannot be dealt as send_rows={send_rows}, "
                                 f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
-        bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
+        bill = Bill((there - send_rows[self.rank]) * (x.nbytes // max(there, 1)), self.size - 1)
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
         # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.

@@ -20,6 +20,8 @@ CALLS = {
     "send": lambda world, x: world.send(x, 0) if world.rank else [world.recv(torch.zeros_like(x), frm) for frm in range(1, P)][-1],
 }
 
+ONE_SIDE = {"send": lambda world, x: world.send(x, 0), "recv": lambda world, x: world.recv(x, 0)}
+
 
 def account(world):
     ledger = world.ledger
@@ -39,6 +41,20 @@ def test_results_and_account_are_those_of_the_long_way(name, shape):
 
     for (mine, charged), (reference, expected) in zip(*(rl.simulate(P, body, backend="rankloom") for body in (short, long))):
         assert torch.equal(mine, reference) and mine.shape == reference.shape and charged == expected
+
+
+@pytest.mark.parametrize("name", [*CALLS, "recv"])
+def test_a_tensor_whose_storage_was_freed_is_refused_and_nobody_reads_at_address_0(name):
+    def body(world):
+        x = torch.ones(6)
+        x.clone = lambda: x
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ShapeMismatch, match=r"a Tensor of shape \(6,\) has no memory"):
+            (CALLS | ONE_SIDE)[name](world, x)
+        world.barrier()
+        return True
+
+    assert rl.simulate(P, body, backend="rankloom") == [True] * P
 
 
 def numbers(world, shape):

@@ -6,7 +6,9 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import rankloom as rl
 from conformance.ranks import Ranks
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveTimeout
@@ -65,3 +67,24 @@ def test_what_came_through_the_host_is_brought_once_whoever_waits_again():
     assert work.is_completed() and there.tolist() == [1.0] * 3
     there.fill_(2.0)   # by its owner, who has it now
     assert work.wait() and there.tolist() == [2.0] * 3
+
+
+def lose_a_rank_in_backward(world):
+    """At the top of the module, for processes: what rank 0 is told as rank 1 leaves before the third backward of torch's DDP."""
+    dist.init_process_group("rankloom", store=dist.PrefixStore("torch", world._store), rank=world.rank, world_size=world.size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    for _ in range(2):   # in the second forward DDP orders its buckets anew, and asks rank 0
+        model(torch.ones(2, 8)).sum().backward()
+    told = ""
+    if world.rank == 0:
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+        except RuntimeError as error:
+            told = str(error)
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_rank_that_is_lost_in_a_backward_of_ddp_is_an_error_in_its_cpp_and_no_crash():
+    told, _ = rl.spawn(2, lose_a_rank_in_backward)
+    assert "RankLost: rank 0: all_reduce in group '0' lost rank 1" in told

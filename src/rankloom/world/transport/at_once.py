@@ -30,6 +30,8 @@ class AtOnce:
         if number is None or not _is_plain(x) or expects_gradient(x):
             return False
         address, nbytes = x.data_ptr(), x.nbytes
+        if nbytes and not address:   # a wrapper, or a fake
+            return False
         self._call(ALL_REDUCE, number, op, (address, address, nbytes), label)
         bill = all_reduce_bill(nbytes, self._size)
         self._ledger.enter(bill.sent, bill.messages)
@@ -66,7 +68,7 @@ class AtOnce:
             return None
         source, target = x.data_ptr(), out.data_ptr()
         behind = target - source
-        if not (behind >= x.nbytes or -behind >= out.nbytes or behind == home):
+        if not (behind >= x.nbytes or -behind >= out.nbytes or behind == home) or (nbytes and not (source and target)):
             return None
         self._call(kind, number, SUM, (source, target, nbytes), label)
         self._ledger.enter(nbytes * (self._size - 1), self._size - 1)
@@ -85,8 +87,10 @@ class AtOnce:
         """Send a tensor to a rank of the group."""
         if not (0 <= to < self._size and is_tag(tag) and _is_plain(x)):
             return False
-        nbytes = x.nbytes
-        if (sender := self._message(1, x.data_ptr(), nbytes, to, tag, self._channel.timeout)) < 0:
+        address, nbytes = x.data_ptr(), x.nbytes
+        if nbytes and not address:
+            return False
+        if (sender := self._message(1, address, nbytes, to, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "send", peer=to)
         self._ledger.enter(nbytes, 1)
         return True
@@ -95,7 +99,10 @@ class AtOnce:
         """Receive a tensor from a rank of the group."""
         if not (0 <= frm < self._size and is_tag(tag) and _is_plain(into)):
             return False
-        if (sender := self._message(0, into.data_ptr(), into.nbytes, frm, tag, self._channel.timeout)) < 0:
+        address, nbytes = into.data_ptr(), into.nbytes
+        if nbytes and not address:
+            return False
+        if (sender := self._message(0, address, nbytes, frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peer=frm)
         return True
 
@@ -105,7 +112,7 @@ class AtOnce:
         if not (known and _is_plain(out) and _is_plain(into)):
             return False
         source, nbytes, target, room = out.data_ptr(), out.nbytes, into.data_ptr(), into.nbytes
-        if source < target + room and target < source + nbytes:
+        if (source < target + room and target < source + nbytes) or (nbytes and not source) or (room and not target):
             return False
         if why := self._exchange(source, nbytes, to, target, room, frm, tag, self._channel.timeout):
             raise self._channel.explain(why, label or "exchange", peer=frm)

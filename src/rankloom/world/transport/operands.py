@@ -8,7 +8,7 @@ import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,8 +75,23 @@ def expect_operand(x: Tensor, device: torch.device, where: str) -> None:
 
 def dense(x: Tensor, label: str) -> Tensor:
     """`x` itself, or a contiguous copy of it; refused when it is not a plain tensor in memory that has addresses."""
+    return _contiguous(_in_memory(x, label))
+
+
+def _in_memory(x: Tensor, label: str) -> Tensor:
+    """`x`, or what it wraps if it is torch's AsyncCollectiveTensor, which is waited for; raises ShapeMismatch where no memory is."""
     if x.layout != torch.strided or not (x.is_cpu or x.is_cuda):
         raise misplaced(x, label)
+    if x.data_ptr() or not x.nbytes:
+        return x
+    if (wait := getattr(x, "trigger_wait", None)) is not None:
+        wait()
+        return cast(Tensor, getattr(x, "elem"))   # noqa: B009   # torch's types do not know it
+    raise ShapeMismatch(f"{label}: a {type(x).__name__} of shape {tuple(x.shape)} has no memory, expected one of {x.nbytes} bytes; pass "
+                        "the tensor that it wraps (of a DTensor x.to_local()), or one that is no fake and whose storage was not freed")
+
+
+def _contiguous(x: Tensor) -> Tensor:
     if x.is_contiguous() and not is_lazy(x):
         return x
     return _copied_by(x.detach().resolve_conj().resolve_neg()).contiguous().view(x.dtype)
@@ -94,7 +109,8 @@ def misplaced(x: Tensor, label: str) -> ShapeMismatch:
 
 def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
     """Where to write a result for `x`, and how to bring it to `x` afterwards (None: it is there already)."""
-    flat = dense(x, label)
+    x = _in_memory(x, label)
+    flat = _contiguous(x)
     if flat is x:
         return x, None
     _refuse_shared_places(x, label)

@@ -133,7 +133,7 @@ class Pending(Work):
         """A future that a thread of this group sets when the work has ended."""
         future: torch.futures.Future = torch.futures.Future()
         self._herald.announce(self, future)
-        return future
+        return failing_in_cpp(future)
 
     def _end(self, why: int, seconds: float | None) -> None:
         with self._lock:
@@ -281,7 +281,7 @@ class PendingMessage(Pending):
         """A future with a thread of its own: messages end in any order, and those behind must not wait for this one."""
         future: torch.futures.Future = torch.futures.Future()
         threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
-        return future
+        return failing_in_cpp(future)
 
     def _await(self, seconds: float) -> int:
         sender = self._channel.link.settle(self.handle, seconds)
@@ -361,3 +361,8 @@ def tell(work: Pending, future: torch.futures.Future, before: Callable[[], objec
     else:
         before()
         future.set_result(work.result())
+
+
+def failing_in_cpp(future: torch.futures.Future) -> torch.futures.Future:
+    """`future`, whose error C++ sees too. To C++, `set_exception` sets a value, and DDP would read gradients from it."""
+    return future.then(lambda ended: ended.value())
