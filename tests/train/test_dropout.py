@@ -14,6 +14,7 @@ from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.sequences import cut_sequence
+from rankloom.parallel.tensor.layers import Between
 from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
 
@@ -354,3 +355,71 @@ def test_other_kinds_of_dropout_are_refused_with_context_ranks():
     for mesh in (rl.Mesh(context=2), rl.Mesh(pipe=2, context=2)):
         with pytest.raises(rl.ConfigError, match=r"blocks.1.mlp_dropout draws its mask by how many tokens are here"):
             rl.simulate(mesh, lambda world: rl.prepare(copy.deepcopy(model), loss=language_model_loss, optimizer=adamw, world=world))
+
+
+class Attends(nn.Module):
+    """Attention that drops probabilities of its heads, and features of what it returns."""
+
+    def __init__(self, width: int, p: float, flat: bool):
+        super().__init__()
+        self.num_heads, self.flat = 4, flat
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.inside, self.after = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        shares = (q @ k.mT).softmax(-1)
+        dropped = self.inside(shares.flatten(0, 1)).view_as(shares) if self.flat else self.inside(shares)
+        return x + self.after(self.out((dropped @ v).transpose(1, 2).flatten(2)))
+
+
+class Perceives(nn.Module):
+    """As wide between its layers on each of two ranks as outside of them, so that shapes do not tell which is which."""
+
+    def __init__(self, width: int, p: float):
+        super().__init__()
+        self.up, self.down, self.inside, self.after = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.after(self.down(self.inside(self.up(x).tanh())))
+
+
+def made_between(flat: bool) -> nn.Module:
+    torch.manual_seed(3)
+    blocks = nn.Sequential(Attends(16, 0.3, flat), Perceives(16, 0.4))
+    return nn.Sequential(nn.Embedding(37, 16), nn.Dropout(0.1), blocks, nn.Linear(16, 37)).double()
+
+
+def train_between(world, plain: nn.Module, plan=None, **options):
+    model = copy.deepcopy(plain)
+    loss = lambda model, batch: (nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), reduction="sum"), batch.numel())
+    engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, tensor_plan=plan, seed=7, **options)
+    tokens = torch.randint(0, 37, (4, 6), generator=torch.Generator().manual_seed(1)).tensor_split(engine.group.size)[engine.group.rank]
+    return [number for _ in range(2) for report in [engine.step(tokens)] for number in (report.loss, report.grad_norm)]
+
+
+BETWEEN = {f"2.0.{name}": "colwise" for name in "qkv"} | {"2.0.out": "rowwise", "2.1.up": "colwise", "2.1.down": "rowwise"}
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ({"tensor": 2}, {}), ({"tensor": 4}, {}), ({"tensor": 2, "shard": 2}, {"stage": 3}),
+    ({"tensor": 2}, {"recompute": "full", "units": (Attends, Perceives)})], ids=["2", "4", "2 and stage 3", "2, computed again"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_features_and_heads_that_ranks_share_are_dropped_as_in_one_process(flat, mesh, options):
+    plain = made_between(flat)
+    (alone,) = rl.simulate(1, lambda world: train_between(world, plain))
+    for mine in rl.simulate(rl.Mesh(**mesh), lambda world: train_between(world, plain, BETWEEN, **options)):
+        assert mine == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_compiled_block_knows_between_which_of_its_layers_features_are_cut():
+    def build():
+        layers = [nn.Identity(), KeyedDropout(0.5, "inside", DropoutKey(5)), nn.Identity(), KeyedDropout(0.5, "after", DropoutKey(5))]
+        layers[1].between = layers[3].between = between = Between(rank=1, heads=0)
+        layers[0].register_forward_hook(between.enter)
+        layers[2].register_forward_pre_hook(between.leave)
+        return layers
+
+    x, plain, block = torch.ones(1, 3, 40), nn.Sequential(*build()), torch.compile(nn.Sequential(*build()), backend="aot_eager")
+    whole = KeyedDropout(0.5, "inside", DropoutKey(5))(torch.ones(1, 3, 80))[..., 40:] * KeyedDropout(0.5, "after", DropoutKey(5))(x)
+    assert torch.equal(plain(x), whole) and torch.equal(block(x), whole)

@@ -17,12 +17,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.coins import coins, line_keys
+from rankloom.base.coins import GOLDEN_32, coins, line_keys
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
+from rankloom.parallel.tensor.layers import Between
 from rankloom.train.batches import rows_of
 from rankloom.world.group import Group
 
@@ -87,6 +88,7 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1), dims: int = 0):
         super().__init__()
         self.p, self.name, self.key, self.part, self.dims = p, name, key, part, dims
+        self.between: Between | None = None   # says when features or heads are cut (tensor parallel)
         self._place = _take_place(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -105,12 +107,14 @@ class KeyedDropout(nn.Module):
             return x * 0.0
         together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # torch's Dropout2d takes these for rows of [channels, places]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
-        kept = keyed_mask(like, self._place) if torch.compiler.is_compiling() else self.mask(like)
+        is_cut = self.between is not None and self.between.is_cut
+        kept = keyed_mask(like, self._place, is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
         return x * kept.view(kept.shape + (1,) * together)
 
-    def mask(self, x: Tensor) -> Tensor:
+    def mask(self, x: Tensor, is_cut: bool = False) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
 
+        is_cut: it holds this rank's features only, or heads
         Dim 0 is taken for the rows of the micro-batch, each of as many lines as fit in, or dim 1 where the tokens come first; where the
         rows divide neither (a table that all rows share), the whole of `x` is for the first of them.
         """
@@ -119,10 +123,21 @@ class KeyedDropout(nn.Module):
             return kept
         if self._has_tokens_first(x):
             keys = line_keys(seed, rows, torch.arange(x.shape[0], device=x.device))
-            return self._draw(keys.t().flatten(), kept)
+            return self._draw(_from_column(keys.t().flatten(), self._first(x, 1, is_cut)[1]), kept)
         if x.dim() == 0 or not rows or x.shape[0] % len(rows):
             rows = range(rows.start, rows.start + 1)
-        return self._draw(line_keys(seed, rows, self._lines(x, len(rows))).flatten(), kept)
+        head, column = self._first(x, len(rows), is_cut)
+        keys = line_keys(seed, rows, self._lines(x, len(rows), head)).flatten()
+        return self._draw(_from_column(keys, column), kept)
+
+    def _first(self, x: Tensor, rows: int, is_cut: bool) -> tuple[int, int]:
+        """The numbers of the first head and the first column of `x` in the whole."""
+        if not (is_cut and self.between and x.dim()):
+            return 0, 0
+        heads = prod(x.shape[:-2]) // rows if x.dim() > 2 else 0
+        if heads and heads == self.between.heads and (x.dim() > 3 or x.shape[0] != rows or x.shape[-1] == x.shape[-2]):
+            return self.between.rank * heads, 0
+        return 0, self.between.rank * x.shape[-1]
 
     def _has_tokens_first(self, x: Tensor) -> bool:
         """Of [tokens, rows, features]; not of the square of attention, whose heads may lie in dim 0 with the rows."""
@@ -137,8 +152,11 @@ class KeyedDropout(nn.Module):
             into.copy_(coins(some, columns) < limit)
         return kept.mul_(1.0 / (1.0 - self.p))
 
-    def _lines(self, x: Tensor, rows: int) -> Tensor:
-        """The numbers that the lines of `x` (along its last dim) have in their rows, by position where others hold some. int64 [lines]"""
+    def _lines(self, x: Tensor, rows: int, head: int = 0) -> Tensor:
+        """The numbers that the lines of `x` (along its last dim) have in their rows, by position where others hold some. int64 [lines]
+
+        head: the first that is here
+        """
         at, parts = self.part
         tokens = x.shape[-2] if x.dim() > 2 else x.shape[0] // rows if x.dim() == 2 else 1
         spans, length = self.key.here or ((range(parts * tokens),), parts * tokens)
@@ -147,7 +165,7 @@ class KeyedDropout(nn.Module):
                                 "features]: where ranks share a sequence, a mask goes by token; set this dropout to 0")
         positions = torch.cat([torch.arange(span.start, span.stop, device=x.device) for span in take_run(spans, at * tokens, tokens)])
         others = prod(x.shape[:-2]) // rows if x.dim() > 2 else 1
-        return (torch.arange(others, device=x.device).unsqueeze(-1) * length + positions).flatten()
+        return (torch.arange(head, head + others, device=x.device).unsqueeze(-1) * length + positions).flatten()
 
 
 # A compiler must not write names, counters and keys into its graph: blocks would each have a graph of their own, made anew in each
@@ -163,14 +181,19 @@ def _take_place(module: KeyedDropout) -> Tensor:
 
 
 @torch.library.custom_op("rankloom::keyed_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def keyed_mask(x: Tensor, place: Tensor) -> Tensor:
+def keyed_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
     """The mask for `x` of the module at a place, as one operation of a compiled graph."""
-    return _places[int(place)].mask(x)
+    return _places[int(place)].mask(x, is_cut)
 
 
 @keyed_mask.register_fake
-def _shape_of_mask(x: Tensor, place: Tensor) -> Tensor:
+def _shape_of_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
     return torch.empty_like(x)
+
+
+def _from_column(keys: Tensor, first: int) -> Tensor:
+    """Keys whose column 0 is column `first` of lines that have these: columns count in the low half of a key. keys: int64"""
+    return (keys >> 32 << 32) | ((keys + first * GOLDEN_32) & 0xFFFFFFFF) if first else keys
 
 
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
@@ -180,6 +203,7 @@ def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     for name, module in found:
         parent, _, child = name.rpartition(".")
         keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)), CHANNELS.get(type(module), 0))
+        keyed.between = getattr(module, "between", None)
         vars(keyed).update(hooks_of(module))
         key.is_used |= module.p > 0
         setattr(model.get_submodule(parent), child, keyed.train(module.training))

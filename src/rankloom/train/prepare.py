@@ -31,6 +31,7 @@ from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import expect_not_averaged, expect_same_tensors, make_replicas_equal
+from rankloom.parallel.tensor.apply import expect_plan
 from rankloom.parallel.wrapping import AUTO, Policy, section_names
 from rankloom.parallel.zero import STAGES, ShardingStrategy, expect_counts
 from rankloom.shard.optimizer import Build, expect_build
@@ -112,11 +113,11 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     cutting: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
                                "gradient_memory": gradient_memory}
     changes_blocks = recompute != NONE or offload_activations or compile
-    _check(model, world, settings, pipe)
+    _check(model, world, settings)
+    _check_axes(model, world, pipe=pipe, context=context, tensor_plan=tensor_plan, **cutting)
     _check_sums(world, settings, **summing)
     _check_stage(stage, summing | cutting | ({"units": AUTO} if changes_blocks and _classes(units) else {}))
     _check_blocks(model, world, stage, units, changes_blocks)
-    expect_kind(context)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
                                          "deterministic": settings.leaves, **summing})
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
@@ -226,9 +227,23 @@ def _check_types(model: Any, world: Any, **functions: Any) -> None:
             expect_callable(name, function, "a function")
 
 
-def _check(model: nn.Module, world: World, settings: Settings, pipe: Pipe | str | None) -> None:
+def _check_axes(model: nn.Module, world: World, *, pipe: Pipe | str | None, context: str, tensor_plan: Mapping[str, str] | None,
+                **cutting: Any) -> None:
+    """Nothing that is about an axis is accepted and then ignored."""
+    expect_kind(context)
     if pipe is not None and world.mesh.pipe == 1:
         raise ConfigError("pipe= has no meaning on a mesh without pipe ranks")
+    if context != RING and world.mesh.context == 1:
+        raise ConfigError(f"context={context!r} has no meaning on a mesh without context ranks")
+    if tensor_plan is not None and world.mesh.tensor == 1:   # the same plan may be for other meshes too
+        expect_plan(model, tensor_plan)
+    for name in ("gradient_memory", "reshard_after_forward", "ahead") if world.mesh.pipe > 1 else ():
+        if repr(cutting[name]) != repr(HAS_EFFECT[name][0]):
+            raise ConfigError(f"{name}={cutting[name]!r} has no meaning with pipe ranks: stages are gathered before the schedule and "
+                              "reduced after it; leave it out")
+
+
+def _check(model: nn.Module, world: World, settings: Settings) -> None:
     if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
         raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
     if settings.leaves and is_split(world):

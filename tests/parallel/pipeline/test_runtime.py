@@ -206,6 +206,36 @@ def test_where_nothing_below_is_trained_no_gradient_travels():
     assert forth - back == 3 * 2 + 1, "two tensors of each micro-batch and one header; all else is sent by both"
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("trained", [False, True])   # in the last step
+def test_what_is_frozen_up_to_a_border_after_the_first_step_equals_one_process_and_may_be_thawed(name, trained):
+    """The receiver was told in the first step that gradients are wanted, and hears of nothing else."""
+    def freeze_first_half(pieces, frozen=True):
+        for parts, _ in pieces[:2]:
+            for part in parts.values():
+                part.requires_grad_(not frozen)
+        return pieces
+
+    def body(world):
+        pieces = layers()
+        stages = make_stages(pieces, [4 // schedule.stages] * schedule.stages)
+        held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+        pipeline = Pipeline(held, world, schedule, loss)
+        for frozen in (False, True, not trained):
+            freeze_first_half(pieces, frozen)
+            for stage in held.values():
+                stage.zero_grad()
+            totals = pipeline.step(batches)
+        return totals, {name: p.grad for stage in held.values() for name, p in stage.named_parameters()}
+
+    def layers():
+        return [({f"layer{at}": layer}, lambda x, layer=layer: layer(x).tanh()) for at in range(4) for layer in (linear(4, 4),)]
+
+    schedule = make_schedule(name, 2 * CHUNKS[name], 3)
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    expect_equal(rl.simulate(2, body), one_process(freeze_first_half(layers(), not trained), loss, batches))
+
+
 def test_a_stage_that_ignores_its_input_leaves_those_below_without_a_gradient():
     def deaf():
         first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()

@@ -17,7 +17,7 @@ from rankloom.parallel.tensor.moves import OWED, WHOLE, redistribute
 
 from .test_gpt import make, tokens
 from .test_gpt import run as run_gpt
-from .test_styles import NormedHeads, Pair, Tower, run, run_tokens, shaken
+from .test_styles import EXPERTS, Bank, Mixture, NormedHeads, Pair, Tower, run, run_tokens, shaken
 
 
 @pytest.fixture(autouse=True)
@@ -418,6 +418,32 @@ def test_what_is_right_is_not_refused(what):
             return self.second(self.middle(RIGHT[what](self, x, self.first(x))))
 
     rl.simulate(2, lambda world: run(rl.tensor_parallel(shaken(Middle()), {"first": "colwise", "second": "rowwise"}, world)))
+
+
+class OneByOne(Bank):
+    """As the experts of `transformers` are: each takes its matrices out of the bank, and what is between is a module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x, weights):
+        total = torch.zeros_like(x)
+        for expert, down in enumerate(self.down):
+            gate, up = F.linear(x, self.gate_up[expert]).split(self.intermediate_dim, dim=-1)
+            total.index_add_(0, torch.arange(len(x)), F.linear(self.act(gate) * up, down) * weights[:, expert, None])
+        return total
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_experts_pass_with_gradients_and_without(mode):
+    def body(world):
+        model = Mixture()
+        model.experts = OneByOne()
+        with mode():
+            rl.tensor_parallel(shaken(model), EXPERTS, world)(torch.ones(1, 2, 6).double())
+
+    rl.simulate(2, body)
 
 
 def test_a_norm_of_heads_passes_where_its_gradient_is_summed_or_not_wanted():

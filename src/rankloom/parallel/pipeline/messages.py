@@ -78,10 +78,10 @@ class Messages:
         if known is None:
             sent.append(self._start(_header(shapes, action).to(self.group.device), action, self._tag(way, stage, kind, TENSORS)))
             self._learn(way, stage, kind, shapes)
-        elif any(shape is not None and shape != expected for shape, expected in zip(shapes, known, strict=True)):
+        elif any(shape is not None and not _is_as(shape, expected) for shape, expected in zip(shapes, known, strict=True)):
             raise ShapeMismatch(f"{self.group.where(str(action))}: the stage gave {shapes}, and {known} for an earlier micro-batch of "
                                 "the same shapes; neither shapes nor what needs a gradient may depend on anything else. If you have "
-                                "frozen or thawed parameters, build the pipeline anew")
+                                "thawed parameters, build the pipeline anew")
         for index, value in enumerate(values):
             if value is None and known and (expected := known[index]):
                 value = torch.zeros(expected.dims, dtype=expected.dtype, device=self.group.device)
@@ -109,6 +109,11 @@ class Messages:
         if action in self._next:
             self._next.remove(action)
         self._open_ahead()
+
+    def is_answered(self, receive: Action) -> bool:
+        """Whether gradients come back for what was sent: what the receiver was told first holds, for it hears of no freezing."""
+        shapes = self._known["F", receive.stage + 1, self._kinds[receive.microbatch or 0]]
+        return any(shape is not None and shape.gradient for shape in shapes)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -170,6 +175,11 @@ class Messages:
 
     def _tag(self, way: str, stage: int, number: int, index: int) -> int:
         return ((number * self.schedule.stages + stage) * 2 + (way == "B")) * (TENSORS + 1) + index
+
+
+def _is_as(shape: Shape, told: Shape | None) -> bool:
+    """Whether the receiver may take it for what it was told. A gradient that nobody wants since parameters were frozen does no harm."""
+    return told is not None and told in (shape, shape._replace(gradient=True))
 
 
 def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:

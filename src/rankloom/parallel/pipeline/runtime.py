@@ -193,7 +193,7 @@ class Pipeline:
 
     def _expects(self, receive: Action) -> bool:
         """Whether anything comes: gradients that nobody wants are not sent."""
-        return receive.kind == "RECV_F" or _trained(self._live[receive.stage, receive.microbatch].outputs)
+        return receive.kind == "RECV_F" or self._messages.is_answered(receive)
 
     def _tied_here(self) -> list[tuple[nn.Parameter, list[int]]]:
         """This rank's trained parameters that stand on other ranks too, each with all of its ranks, in one order everywhere."""

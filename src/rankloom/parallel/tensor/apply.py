@@ -23,7 +23,8 @@ from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.parallel.replicas import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.tensor.holding import Holding, owed_parameters, sum_owed
-from rankloom.parallel.tensor.styles import COLUMNS, STYLES, Cutting, Site, is_transposed, out_features
+from rankloom.parallel.tensor.layers import watch_dropout
+from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
 from rankloom.world.group import Group
 
@@ -35,6 +36,7 @@ _GPT2 = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_rep",
 }
+_PLAN = "name patterns and their words, as a dict, or None for the model's own tp_plan"
 PLANS = {"GPT2LMHeadModel": _GPT2}   # of models that bring none
 
 
@@ -55,7 +57,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
     """
     expect_model_and_group(model, group)
-    expect_type("plan", plan, (Mapping, NoneType), "name patterns and their words, as a dict, or None for the model's own tp_plan")
+    expect_type("plan", plan, (Mapping, NoneType), _PLAN)
     if overlap < 1:
         raise ConfigError(f"overlap = {overlap} pieces; it must be 1 or more")
     plan = _plan_of(model) if plan is None else dict(plan)
@@ -63,18 +65,27 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     words = _with_tied(model, _words(model, plan))
     if not any(param.is_meta for param in model.parameters()):
         make_replicas_equal(model, group)
-    columns = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
+    outputs = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
                if words.get(name) in COLUMNS and is_transposed(module) is not None]
-    cutting = Cutting(model, group, words, {name: out_features(module) for name, module in columns}, pieces=overlap)
+    cutting = Cutting(model, group, words, {name: out_features(module) for name, module in outputs}, pieces=overlap)
     _expect_entry(cutting)
     _cut_modules(cutting)
     cutting.expect_ties()
     cutting.tell_attention()
+    modules = dict(model.named_modules(remove_duplicate=False))   # of experts the plan names parameters
+    columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
+    watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
     if finish_gradients and group.size > 1:
         _finish_in_backward(model, group)
     if group.debug and group.size > 1:
         watch(model, group)
     return model
+
+
+def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """What can be wrong with a plan where there is nobody to cut for. raises: ConfigError as `tensor_parallel`"""
+    expect_type("tensor_plan", plan, Mapping, _PLAN)
+    _words(model, plan)
 
 
 def _cut_modules(cutting: Cutting) -> None:

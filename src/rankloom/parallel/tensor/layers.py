@@ -9,7 +9,8 @@ cut by tokens, the exit is a reduce-scatter, and the norm before the pair gather
 dropout and residuals are computed and kept once, not once a rank: Korthikanti et al. 2022.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -174,3 +175,61 @@ def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(add_up)
+
+
+@dataclass(slots=True)
+class Between:
+    """Whether what runs is between the column-cut layers of a module and the row-cut ones: each rank has other features there, or heads.
+
+    heads: query heads of this rank, if it is attention
+    """
+
+    rank: int
+    heads: int
+    is_cut: bool = False
+
+    def leave(self, *_: Any) -> None:
+        """From here on activations are whole."""
+        self.is_cut = False
+
+    def enter(self, *_: Any) -> None:
+        """From here on they are cut."""
+        self.is_cut = True
+
+
+# No word of a plan says which dropouts stand between cut layers, and shapes do not tell. So the module that has these layers is watched
+# as it runs. What draws masks by name and place (train/dropout.py) looks there; torch's own dropout does not.
+
+
+def watch_dropout(model: nn.Module, columns: list[str], rows: list[str], heads: Mapping[str, int], group: Group) -> None:
+    """Tell every `nn.Dropout` that stands in one module with column-cut layers and row-cut ones when it is between them.
+
+    columns, rows: names of these layers
+    heads:         attention module -> query heads of this rank
+    """
+    known: dict[str, Between] = {}
+    for name, module in model.named_modules():
+        owner = _owner(name, columns, rows) if type(module) is nn.Dropout and module.p > 0 and group.size > 1 else None
+        if owner is None:
+            continue
+        if owner not in known:
+            known[owner] = Between(group.rank, heads.get(owner, 0))
+            model.get_submodule(owner).register_forward_pre_hook(known[owner].leave)
+            for column in _inside(owner, columns):
+                model.get_submodule(column).register_forward_hook(known[owner].enter)
+            for row in _inside(owner, rows):
+                model.get_submodule(row).register_forward_pre_hook(known[owner].leave)
+        vars(module)["between"] = known[owner]
+
+
+def _owner(name: str, columns: list[str], rows: list[str]) -> str | None:
+    """The innermost module around `name` that has layers of both kinds."""
+    while name:
+        name = name.rpartition(".")[0]
+        if _inside(name, columns) and _inside(name, rows):
+            return name
+    return None
+
+
+def _inside(owner: str, names: list[str]) -> list[str]:
+    return [name for name in names if not owner or name.startswith(f"{owner}.")]

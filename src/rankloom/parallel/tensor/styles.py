@@ -374,3 +374,4 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "replicate": lambda site: None,
 }
 COLUMNS = ("colwise", "packed_colwise", "packed_qkv_colwise")
+ROWS = ("rowwise", "packed_rowwise")   # whose input comes cut

@@ -40,6 +40,7 @@ from rankloom.world.group import Group
 ALIKE = Layout.parse("[...]")               # a parameter that every rank holds whole
 USED_APART = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
 _ENDS = "rankloom_ends"   # where a module keeps what it reads and gives
+_UNSEEN = "rankloom_unseen"   # of a tensor without a tag that is no constant either: without gradients, nothing else tells
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 # What a tensor is and what it should be -> what to do. States of base/layout.py: "" is whole, "+" a term of a sum, "-" a whole tensor
@@ -146,10 +147,14 @@ class _Watch(TorchFunctionMode):
     @torch.compiler.disable
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        layout = None if self.running[-1][1] else self._derive(func, list(_floats((args, kwargs))))
+        operands = list(_floats((args, kwargs)))
+        layout = None if self.running[-1][1] else self._derive(func, operands)
         result = func(*args, **kwargs)
         if layout:
             self._take_as(_floats(result), layout, f"{_name(func)} in {self.running[-1][0] or 'the model'}", anew=True)
+        elif not _is_new(func) and any(tag_of(x) or _is_unseen(x) for x in operands):
+            for x in _floats((args[0], result) if _name(func) == "__setitem__" else result):
+                vars(x)[_UNSEEN] = True
         return result
 
     def _derive(self, func: Any, operands: list[Tensor]) -> Layout | None:
@@ -157,7 +162,7 @@ class _Watch(TorchFunctionMode):
         if _name(func).endswith("_as"):   # of the other operand only shape or dtype is used
             operands = operands[:1]
         tags = [(x, known) for x in operands if (known := tag_of(x))]
-        if not tags or _name(func).startswith("new_") or _name(func).endswith("_like") or any(map(_is_unseen, operands)):
+        if not tags or _is_new(func) or any(map(_is_unseen, operands)):
             return None
         where = self.group.where(f"{_name(func)} in {self.running[-1][0] or 'the model'}")
         if func in _ATTENTION and tags[0][1].layout.state(AXIS) == "tokens":
@@ -240,9 +245,14 @@ def _is_cut_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and known is not None and known.layout.state(AXIS) not in ("", "-")
 
 
+def _is_new(func: Any) -> bool:
+    """Whether the values of its result are not made of those of its operands."""
+    return _name(func).startswith("new_") or _name(func).endswith("_like")
+
+
 def _is_unseen(x: Tensor) -> bool:
-    """Whether it was made by a function that debug mode has not seen."""
-    return x.grad_fn is not None and tag_of(x) is None
+    """Whether it was made of activations by a function that debug mode has not seen, or that does not say how its result lies."""
+    return tag_of(x) is None and (x.grad_fn is not None or _UNSEEN in vars(x))
 
 
 def _name(func: Any) -> str:
