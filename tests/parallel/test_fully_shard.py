@@ -255,9 +255,47 @@ def two_optimizers(model, optimizer, x):
             update.step()
 
 
+def weights_in_the_loss(model, optimizer, x):
+    for _ in range(3):
+        optimizer.zero_grad()
+        (mean_square(model, x) + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+        optimizer.step()
+
+
+def weights_in_a_loss_apart(model, optimizer, x):
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(p.square().sum() for p in model.parameters()).mul(0.1).backward()
+        mean_square(model, x).backward()
+        optimizer.step()
+
+
+def other_gradients_in_their_place(model, optimizer, x):
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+        with synced(model):
+            mean_square(model, x * 3).backward()
+        mean_square(model, x * 2).backward()
+        optimizer.step()
+
+
+def frozen_for_a_while(model, optimizer, x):
+    for at in range(4):
+        for name, param in model.named_parameters():
+            if "blocks.0" in name or name == "last.bias":
+                param.requires_grad_(at not in (1, 2))
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        optimizer.step()
+
+
 LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph, retained_graph_of_two_forwards,
          forwards_ahead_of_backwards, accumulating, forgotten_accumulation, looking_between, a_forward_that_nobody_backs, keeping_zeros,
-         with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers]
+         with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers, weights_in_the_loss,
+         weights_in_a_loss_apart, other_gradients_in_their_place, frozen_for_a_while]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -478,6 +516,67 @@ def test_gradients_may_be_forgotten_one_by_one():
 
 def test_blocks_that_the_user_has_compiled_equal_plain_torch():
     expect_as_plain(plainly, Compiled, ranks=[(2, "gloo")])
+
+
+class Heads(Net):
+    """Two, of which each call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x, head):
+        return self.heads[head](super().forward(x))
+
+
+def recomputed_side_by_side(model, x):
+    return checkpoint(model, x, 0, use_reentrant=False) + checkpoint(model, x * 2, 1, use_reentrant=False)
+
+
+def recomputed_in_a_chain(model, x):
+    return checkpoint(model, checkpoint(model, x, 0, use_reentrant=False), 1, use_reentrant=False)
+
+
+@pytest.mark.parametrize("calls", [recomputed_side_by_side, recomputed_in_a_chain])
+def test_a_model_that_is_recomputed_twice_in_one_backward_equals_plain_torch(calls):
+    def loop(model, optimizer, x):
+        for _ in range(3):
+            optimizer.zero_grad()
+            calls(model, x).square().mean().backward()
+            optimizer.step()
+
+    expect_as_plain(loop, Heads)
+
+
+class CallsItself(nn.Module):
+    """Twice, between its two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth=2):
+        x = self.into(x)
+        return self.out(torch.tanh(self(x, depth - 1)) if depth else x)
+
+
+@pytest.mark.parametrize("build", [CallsItself, lambda: Net(CallsItself)], ids=["root", "blocks"])
+def test_a_module_that_calls_itself_stays_until_its_outermost_call_has_ended(build):
+    expect_as_plain(looking_between, build)
+
+
+def test_blocks_called_without_the_root_leave_nothing_behind():
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        optimizer, lengths = adamw(model.parameters()), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.module.blocks[1](model.module.blocks[0](inputs())).square().mean().backward()
+            optimizer.step()
+            lengths.append(len(model._sharding._calls.order))
+        return lengths
+
+    assert rl.simulate(2, body) == [[2, 2, 2]] * 2
 
 
 def test_buffers_are_the_mean_over_replicas_too():
@@ -904,6 +1003,230 @@ def test_a_step_while_gradients_wait_for_their_reduction_is_an_error(p):
         optimizer.step()
 
     rl.simulate(p, body)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_step_inside_of_no_sync_is_an_error(backend):
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        optimizer = adamw(model.parameters())
+        with model.no_sync():
+            mean_square(model, inputs()).backward()
+            with pytest.raises(UnitError, match=rf"rank {world.rank}: an optimizer steps before gradients are reduced"):
+                optimizer.step()
+
+    rl.simulate(2, body, backend=backend)
+
+
+class OwnWay(Block):
+    """A branch that only some ranks take, inside of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alt = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, take):
+        y = super().forward(x)
+        return y + self.alt(x) if take else y
+
+
+class OwnWays(Net):
+    """Blocks that are told whether to take it; so is the root, whose matrix comes last in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(OwnWay)
+        self.first.requires_grad_(False)   # so the root's gradients are the first to come
+
+    def forward(self, x, take):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, take)
+        return self.last(x) if take else x @ self.last.weight.T
+
+
+def the_second_of_two_forwards(loss):
+    loss(2)
+    loss(1).backward()
+
+
+def each_of_two_forwards(loss):
+    for one in [loss(1), loss(2)]:
+        one.backward()
+
+
+WAYS = {"one forward": (lambda loss: loss(1).backward(), [1]), "two forwards": (lambda loss: (loss(1) + loss(2)).backward(), [1, 2]),
+        "a forward nobody backs": (the_second_of_two_forwards, [1]), "two backwards": (each_of_two_forwards, [1, 2])}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_use_other_parameters_inside_of_a_block_gather_and_reduce_in_one_order(way):
+    backwards, factors = WAYS[way]
+    plain, halves = made(OwnWays), inputs().chunk(2)
+    update = adamw([p for p in plain.parameters() if p.requires_grad])
+    for _ in range(3):
+        update.zero_grad()
+        sum(plain(half * factor, rank == 0).square().mean() / 2 for rank, half in enumerate(halves) for factor in factors).backward()
+        update.step()
+
+    def body(world):
+        model = rl.fully_shard(made(OwnWays), world)
+        update = adamw(model.parameters())
+        for _ in range(3):
+            update.zero_grad()
+            backwards(lambda factor: model(halves[world.rank] * factor, world.rank == 0).square().mean())
+            update.step()
+        return model.state_dict()
+
+    for state in rl.simulate(2, body, backend="gloo"):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+class GivesParameter(Block):
+    """Returns a view of what goes when it has returned."""
+
+    def forward(self, x):
+        return self.up.bias[:WIDTH].expand(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_block_that_returns_its_own_parameter_is_an_error(graph):
+    def body(world):
+        model = rl.fully_shard(made(lambda: Net(GivesParameter)), world)
+        says = rf"rank {world.rank}: blocks.0 \(GivesParameter\) returns its parameter blocks.0.up.bias"
+        with pytest.raises(UnitError, match=says), torch.set_grad_enabled(graph):
+            model(inputs())
+
+    rl.simulate(2, body, backend="gloo")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_what_was_frozen_when_it_was_sharded_cannot_be_thawed(backend):
+    def half_frozen():
+        model = Net()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    def body(world):
+        model = rl.fully_shard(made(half_frozen), world)
+        mean_square(model, inputs()).backward()
+        model.module.blocks[0].requires_grad_(True)
+        with pytest.raises(ConfigError, match="blocks.0.up.weight was frozen when the model was sharded"):
+            model(inputs())
+
+    rl.simulate(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_gradients_from_before_sharding_are_forgotten(backend):
+    plain = made()
+    plainly(plain, adamw(plain.parameters()), inputs())
+
+    def body(world):
+        model = made()
+        mean_square(model, inputs(3)).backward()
+        model = rl.fully_shard(model, world)
+        plainly(model, adamw(model.parameters()), inputs().chunk(2)[world.rank])
+        return model.state_dict()
+
+    for state in rl.simulate(2, body, backend=backend):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_backward_through_a_forward_from_before_the_update_is_an_error(backend, options):
+    def body(world):
+        model = rl.fully_shard(made(), world, **options)
+        optimizer, y = adamw(model.parameters()), model(inputs())
+        y.square().mean().backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.mean().backward()
+
+    rl.simulate(2, body, backend=backend)
+
+
+def test_hooks_of_slices_see_the_mean_and_those_that_nobody_would_call_are_an_error():
+    plain = made()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)   # half of 0.1, as the hook says
+    plainly(plain, optimizer, inputs())
+
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.5))
+        plainly(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs().chunk(2)[world.rank])
+        state = model.state_dict()
+        next(model.parameters()).register_hook(lambda grad: grad)
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: the slice of first.weight has a hook"):
+            model(inputs())
+        return state
+
+    for state in rl.simulate(2, body):
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_sharded_part_of_a_larger_model_is_loaded_with_it(backend):
+    def body(world):
+        part = rl.fully_shard(made(), world)
+        outer = nn.ModuleDict({"part": part, "rest": nn.Linear(2, 2)})
+        state = {name: value.clone() for name, value in outer.state_dict().items()}
+        part.load_state_dict({name: value * 0 for name, value in part.state_dict().items()})
+        assert not outer.load_state_dict(state).missing_keys
+        torch.testing.assert_close(dict(outer.state_dict()), state, rtol=0, atol=0)
+        del state["rest.bias"]
+        with pytest.raises(RuntimeError, match='Missing key.*"rest.bias"'):
+            outer.load_state_dict(state)
+        del state["part.first.bias"]
+        with pytest.raises(ModelMismatch, match="first.bias"):
+            outer.load_state_dict(state)
+
+    rl.simulate(2, body, backend=backend)
+
+
+def test_hooks_from_before_sharding_find_parameters_gathered():
+    def hooked():
+        model = Net()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda block, args: (args[0] * block.up.weight.sum(),))
+        return model
+
+    expect_as_plain(plainly, hooked, ranks=[(2, "gloo")])
+
+
+def test_a_model_is_sharded_once_and_as_a_whole():
+    def blocks_first(world):
+        model = made()
+        for block in model.blocks:
+            rl.fully_shard(block, world)
+        return model
+
+    def blocks_in_place(world):
+        model = made()
+        model.blocks[0] = rl.fully_shard(model.blocks[0], world)
+        return model
+
+    def body(world):
+        for start in (blocks_first, blocks_in_place, lambda world: rl.fully_shard(made(), world)):
+            with pytest.raises(ConfigError, match="has been sharded before: shard it once, as a whole"):
+                rl.fully_shard(start(world), world)
+
+    rl.simulate(2, body)
+
+
+def test_what_a_model_is_called_with_comes_in_the_format_it_computes_in():
+    class Named(Net):
+        def forward(self, x, also):
+            return super().forward(x[0]) + also["bias"]
+
+    def body(world):
+        model = rl.fully_shard(made(Named).float(), world, compute=torch.bfloat16)
+        y = model([inputs().float()], also={"bias": torch.ones(WIDTH)})
+        y.square().mean().backward()
+        return y.dtype, {p.grad.dtype for p in model.parameters() if p.grad is not None}
+
+    assert rl.simulate(2, body) == [(torch.bfloat16, {torch.float32})] * 2
 
 
 @pytest.mark.parametrize("units", [True, "all", None, [Block], 3.5], ids=str)

@@ -1,7 +1,8 @@
-"""In which order the sections of a model are called and gathered: where parameters come from other ranks, the same on all of them.
+"""In which order the sections of a model are called, gathered and reduced: where parameters come from other ranks, the same on all of them.
 
 A gather is a collective, and messages carry no names. A rank that calls one block while another rank calls the next would compute with
-a mixture of both, and nothing would tell. So a number stands for the order of a rank's gathers, and ranks compare it where a step ends.
+a mixture of both, and nothing would tell; so it is with a reduction on one rank where there is a gather on another. So a number stands
+for the order of a rank's gathers and reductions, and ranks compare it where a step ends.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ class Calls:
     """What a rank has called, and what it has gathered.
 
     order:    the calls of this pass    last: those of the pass before
-    gathered: stands for the gathers since the last step ended
+    gathered: stands for the gathers since the last step ended, and the reductions among them
     """
 
     order: list[Section] = field(default_factory=list)
@@ -46,6 +47,10 @@ class Calls:
         """It is about to be gathered, unless it is here."""
         if section.is_away:
             self.gathered = crc32(section.name.encode(), self.gathered)
+
+    def note_reduction(self, section: Section) -> None:
+        """Its gradients are on their way."""
+        self.gathered = crc32(f"gradients of {section.name}".encode(), self.gathered)
 
     def end_step(self, rank: int, *, alike: bool) -> None:
         """Gathers are counted anew. raises: UnitError when ranks have not gathered alike"""

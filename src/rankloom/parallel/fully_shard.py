@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
-from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.guards import CUT, guard_owners
 from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.values import full_values, load_values
@@ -37,26 +38,60 @@ class FullySharded(nn.Module):
     `parameters()` are this rank's slices, under the names of the plain model; `state_dict()` is whole, and a collective.
     """
 
-    def __init__(self, module: nn.Module, sharding: Sharding):
+    def __init__(self, module: nn.Module, sharding: Sharding, compute: torch.dtype | None = None):
         super().__init__()
         self.module = module
         self._sharding = sharding
         self._running = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
+        self._params = {name: param for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
+        self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
+        self._frozen: set[str] = set()   # of the slices, since
+        self._compute = compute
+        self._missing = 0   # names that torch had not found when this was loaded as a part of another module
+        self.register_load_state_dict_post_hook(_forget_missing)
         sharding.at_end = self._finish
         guard_owners(self._owners.values(), sharding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
-        raises: UnitError when a parameter has come since the model was wrapped, or slices were changed and nobody told
+        raises: UnitError when a parameter has come since the model was wrapped, or slices were changed and nobody told, or have a hook;
+                ConfigError when one is trained that was frozen then
         """
+        if not torch.compiler.is_compiling():
+            self._expect_as_wrapped()
+        if self._compute is not None:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _expect_as_wrapped(self) -> None:
         for running in self._running:
             running.expect_no_more()
         for section in self._sharding.sections:
             for unit in section.units:
                 unit.expect_told()
-        return self.module(*args, **kwargs)
+        for name, owner in self._owners.items():
+            if owner._backward_hooks:
+                raise UnitError(f"rank {self._sharding.group.world_rank}: the slice of {name} has a hook (`register_hook`), which no "
+                                "backward would call: take `register_post_accumulate_grad_hook`, which sees the mean, or change "
+                                "gradients before the optimizer's step")
+        self._follow_freezing()
+
+    def _follow_freezing(self) -> None:
+        """Who freezes a slice, or thaws it, means the parameter; one that is frozen itself stays so."""
+        frozen = {name for name, owner in self._owners.items() if not owner.requires_grad}
+        for name in frozen ^ self._frozen:
+            self._params[name].requires_grad_(name not in frozen)
+        self._frozen = frozen
+        with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+            thawed = next((name for name, param in self._untrained.items() if param.requires_grad), None)
+        if thawed:
+            raise ConfigError(f"{thawed} was frozen when the model was sharded, and is to be trained now: no optimizer has a slice of it. "
+                              "Shard the model with all that will be trained, and freeze parts of it afterwards")
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._compute) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's slices, one-dimensional, maybe empty, under the plain model's names."""
@@ -117,6 +152,12 @@ class FullySharded(nn.Module):
             keeper.forget_changes()   # what has been loaded is no change of a step
         return nn.modules.module._IncompatibleKeys([], [])
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
+                              *more: Any) -> None:
+        """Called by `load_state_dict` of a module that this is a part of."""
+        self.load_state_dict({key.removeprefix(prefix): state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)})
+        self._missing = len(missing)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "FullySharded":   # what `.to()`, `.half()`, `.cuda()` do to each tensor
         for owner in self._owners.values():
             like = torch.empty(0, dtype=owner.dtype, device=owner.device)
@@ -139,6 +180,13 @@ class FullySharded(nn.Module):
                 keeper.average_changed()
             for keeper in self._running:
                 keeper.forget_changes()   # what the other has written
+            for owner in self._owners.values():   # only now is it known which gradients stay
+                for hook in (owner._post_accumulate_grad_hooks or {}).values() if owner.grad is not None else ():
+                    hook(owner)
+
+
+def _forget_missing(sharded: FullySharded, keys: Any) -> None:
+    del keys.missing_keys[sharded._missing :]   # then it has looked for those of the inner module, too
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
@@ -149,7 +197,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
     replicas:       ranks of other groups that hold the same slices (hybrid sharding)
     units:          which modules are gathered at once (parallel/wrapping.py)
-    compute:        dtype of forward and backward, and in which parameters travel; left out, that of the model
+    compute:        dtype of forward and backward, and in which parameters travel, given to what the model is called with, too; left
+                    out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model
     reshard_after_forward: False: parameters stay from forward to backward: fewer gathers for more memory; a number n: cut over n neighbours
     ahead:          how many of these are gathered ahead of their use
@@ -158,6 +207,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
     expect_model_and_group(model, group)
+    if any(isinstance(part, FullySharded) for part in model.modules()) or any(hasattr(param, CUT) for param in model.parameters()):
+        raise ConfigError("the model, or a part of it, has been sharded before: shard it once, as a whole; the blocks are found by "
+                          "themselves, or as `units` says")
     for name, dtype in (("compute", compute), ("reduce", reduce)):
         expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
     if next(model.parameters(), None) is None:
@@ -187,4 +239,4 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")
     for section in sharding.sections:
         section.reduced_each_time = False   # `no_sync` is for accumulating without communication
-    return FullySharded(model, sharding)
+    return FullySharded(model, sharding, compute)

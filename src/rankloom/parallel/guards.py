@@ -68,7 +68,7 @@ def _reducers(param: torch.Tensor) -> list[GradientReducer]:
 
 
 def _expect_reduced(sharding: Sharding) -> None:
-    if sharding.syncing and any(gradient.landed for gradient in sharding.gradients()):
+    if any(gradient.landed for gradient in sharding.gradients()):
         raise UnitError(f"rank {sharding.group.world_rank}: an optimizer steps before gradients are reduced, and would find none: the last "
                         "backward ran inside of `no_sync`, or died. Step after a backward outside of `no_sync`, or forget the gradients: "
                         "`sharded.zero_grad()`")

@@ -25,17 +25,21 @@ class Queue:
         """A backward has begun."""
         self._settled, self._started = [], 0
 
-    def settle(self, section: Section, *, reduce_all: bool | None) -> None:
-        """All gradients of `section` have landed: reduce what may be reduced now.
+    def settle(self, section: Section, *, reduce_all: bool | None) -> list[Section]:
+        """All gradients of `section` have landed: reduce what may be reduced now, and say what that was.
 
         reduce_all: this is the step's last backward; before that only sections that are reduced each time set out; None: nothing does
         """
         self._settled.append(section)
+        started = []
         while self._started < len(self.order) and self.order[self._started].settled:
             following = self.order[self._started]
             self._started += 1
-            for gradient in following.gradients if reduce_all or (following.reduced_each_time and reduce_all is not None) else ():
-                gradient.start()
+            if reduce_all or (following.reduced_each_time and reduce_all is not None):
+                started.append(following)
+                for gradient in following.gradients:
+                    gradient.start()
+        return started
 
     def learn(self) -> None:
         """At the end of the first backward: agree on rank 0's order for all that follow. A collective, once."""

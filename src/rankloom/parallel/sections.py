@@ -6,7 +6,7 @@
 Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py moves sections through a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Section:
         self.gradients: list[Gradient] = []
         self.first_call: int | None = None   # when its forward first began, counted over the pass
         self.calls = 0                       # forwards whose backward is still to come
-        self.forwards = 0                    # all of the pass
+        self.depth = 0                       # forwards that are running: a module may call itself
         self.is_ahead = False                # gathered for a call that has not come yet
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
@@ -86,10 +86,11 @@ class Section:
         """Whether something of it has still to be gathered."""
         return any(unit.state is State.SHARDED for unit in self.units)
 
-    @property
-    def holders(self) -> set[nn.Module]:
-        """The modules in which its parameters hang."""
-        return {place.module for place in self._places}
+    def watch_parts(self) -> None:
+        """From now on a module in which its parameters hang may not be called, nor saved, while they are away."""
+        for part in {place.module for place in self._places}:
+            part.register_forward_pre_hook(partial(_expect_gathered, self))
+            part.register_state_dict_pre_hook(partial(_expect_values, self))
 
     @property
     def may_go_early(self) -> bool:
@@ -118,9 +119,22 @@ class Section:
         for unit in self.units:
             unit.expect_gathered()
 
+    def expect_none_of(self, given: Iterable[Any]) -> None:
+        """Raise when something that the module returns lies in the memory of its parameters, which is about to go."""
+        memory = {unit.whole.untyped_storage()._cdata: unit for unit in self.units if not unit.stays}
+        for tensor in given if memory else ():
+            strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+            if strided and (unit := memory.get(tensor.untyped_storage()._cdata)):
+                names = [name for name, param in unit.params.items()
+                         if param.data_ptr() <= tensor.data_ptr() < param.data_ptr() + param.nbytes] or list(unit.params)
+                raise UnitError(f"rank {unit.group.world_rank}: {self.name or 'the model'} ({type(self.module).__name__}) returns its "
+                                f"parameter {names[0]}, or a view of it, whose memory goes when its forward is over: return a copy "
+                                "(`.clone()`), cut the model by other `units`, or keep parameters: reshard_after_forward=False, or a "
+                                "stage below 3")
+
     def forget_pass(self) -> None:
         """A new pass begins: its calls are counted from none."""
-        self.first_call, self.calls, self.forwards = None, 0, 0
+        self.first_call, self.calls = None, 0
 
     def awaits_more(self) -> bool:
         """Whether the backward that is running will leave gradients that have not landed: of parameters read outside of the module, too."""
@@ -130,6 +144,17 @@ class Section:
         """A backward has begun."""
         self.settled = False
         self.waiting_for = {name for gradient in self.gradients for name in gradient.unit.params}
+
+
+def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if section.is_away and not keep_vars and not all(unit.stays for unit in section.units):
+        raise UnitError(f"section {section.name or 'root'} is sharded, so a plain state dict of it would be empty: "
+                        "engine.full_state_dict() joins the values, and so does the state_dict() of what fully_shard returns")
+
+
+def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        section.expect_gathered()
 
 
 def is_over(one: Section, other: Section) -> bool:

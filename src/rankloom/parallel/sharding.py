@@ -4,7 +4,7 @@ Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order 
 
     forward     gather 0;  before i: wait until i is gathered, start to gather i+1;    after i: let i go (0 stays)
     backward               before i: let go what was called after it, wait until i is gathered, start to gather what was called before it;
-                           once all gradients of i have landed: start to reduce-scatter them
+                           start to reduce-scatter the gradients of what that was, for they have landed
     end         reduce what no gradient came for, let 0 go, agree which parameters were used anywhere
 
 At stages 1 and 2 nothing is let go, and after the update each section is gathered once. The order of calls is that of the last pass;
@@ -224,8 +224,10 @@ class Sharding:
 
     def begin_pass(self) -> None:
         """The root is called, or will be: after a backward, or a forward without one, calls are noted anew."""
-        if self._moment is Moment.BACKWARD:   # the last one died on its way
-            self.abandon()
+        if self._moment is Moment.BACKWARD:
+            if torch._C._current_graph_task_id() != -1:   # recomputed, as a whole
+                return
+            self.abandon()   # the last one died on its way
         for gradient in self.gradients():
             gradient.give_back()
         if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
@@ -253,27 +255,28 @@ class Sharding:
 
     def _watch(self, section: Section) -> None:
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # who has called `module.compile()`?
-        section.module.register_forward_pre_hook(partial(before, section))
+        section.module.register_forward_pre_hook(partial(before, section), prepend=True)   # others may read parameters
         section.module.register_forward_hook(partial(after, section))
         for number, gradient in enumerate(section.gradients):
             for name, param in gradient.unit.params.items():
                 hook_gradient(param, self._landed, self.sections.index(section), number, name)
-        for part in section.holders:
-            part.register_forward_pre_hook(partial(_expect_gathered, section))
-            part.register_state_dict_pre_hook(partial(_expect_values, section))
+        section.watch_parts()
 
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
         """Gather the section that is about to run, and start to gather those that were called after it in the last pass."""
-        if section is self.sections[0]:
+        if section is self.sections[0] or self.is_over:   # a block may be called without the root
             self.begin_pass()
         section.expect_own_parameters()
         if (self.lets_go or section.is_away) and inside_of_transform():
             raise UnitError(f"rank {self.group.world_rank}: the model is called inside of torch.func (vjp, jvp, vmap ...), whose graph "
                             "reads parameters which are let go; keep them: a stage below 3")
+        if self._moment is Moment.BACKWARD:
+            self._settle_before(section)
         self._gather(section)
         section.is_ahead = False
         if self._moment is Moment.BACKWARD:   # recomputed
             return
+        section.depth += 1
         self._calls.note(section)
         following = [] if self.guide.leads else self._calls.following(self.gathering.ahead)
         for other in self.sections:
@@ -295,16 +298,20 @@ class Sharding:
         """Let the section go; a hook on what it returned tells when its backward begins."""
         if self._moment is Moment.BACKWARD:
             return
+        section.depth = max(0, section.depth - 1)
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
             section.calls += 1
-            section.forwards += 1
             # A view that is changed in place later gets another history, from its base on, and its own hook is never called.
             tensors += [tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad]
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
+        if section.depth:
+            return
         if self.gathering.let_go and section is not self.sections[0]:
+            section.expect_none_of(tensors_in(output))
             section.release(self.gathering.near if tensors else None)
         elif self.gathering.let_go and self.gathering.root and not tensors:
+            section.expect_none_of(tensors_in(output))
             self.release()
 
     # ------------------------------------------------------------------ backward
@@ -316,32 +323,35 @@ class Sharding:
                             "are let go; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
-        for other in self.sections:
-            if not other.calls and is_over(other, section):
-                self._end(other)
+        for other in self._settle_before(section):
+            if self.gathering.let_go:
+                other.release()
         self._gather(section)
         for previous in self._calls.before(section, self.gathering.ahead):
             if not (previous.settled and previous.may_go_early) and not self.guide.leads:
                 self._calls.note_gather(previous)
                 previous.start_gather()
 
-    def _end(self, section: Section) -> None:
-        """The backward of a section is over. Of several forwards nobody can tell here: there the last gradient does, or the end."""
-        if not section.settled and section.forwards == 1 and not section.awaits_more():
-            self._settle(section)
-        if self.gathering.let_go:
-            section.release()
+    def _settle_before(self, section: Section) -> list[Section]:
+        """The sections whose backward is over when that of this one begins; those that await no gradient any more are reduced.
+
+        Here, where all ranks come by alike, and not where the last gradient lands: that depends on which parameters a rank has used, and
+        what is gathered and reduced must be so in one order.
+        """
+        over = [other for other in self.sections if not other.calls and is_over(other, section)]
+        for other in over:
+            if not other.settled and not other.awaits_more():
+                self._settle(other)
+        return over
 
     def _landed(self, at: int, number: int, name: str, param: nn.Parameter) -> None:
-        """Backward has left a gradient in `param.grad`, one of `sections[at].gradients[number]`; the last one of a section settles it."""
+        """Backward has left a gradient in `param.grad`, one of `sections[at].gradients[number]`."""
         self._enter_backward()
         section = self.sections[at]
         if section.settled:
             raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced")
         section.gradients[number].land(name, param)
         section.waiting_for.discard(name)
-        if not section.waiting_for:
-            self._settle(section)   # its parameters stay: backward may still go through a use of them that has no gradient
 
     def _enter_backward(self) -> None:
         """Once for each backward, at the first of its hooks."""
@@ -357,7 +367,8 @@ class Sharding:
     def _settle(self, section: Section) -> None:
         """All gradients of the section that this backward makes have landed."""
         section.settled = True
-        self._queue.settle(section, reduce_all=self.syncing)
+        for started in self._queue.settle(section, reduce_all=self.syncing):
+            self._calls.note_reduction(started)
 
     def collect(self) -> None:
         """Without hooks, after the last backward of a step: land what is in `.grad`, and reduce."""
@@ -374,6 +385,7 @@ class Sharding:
             return
         self._enter_backward()
         for section in reversed(self.sections):
+            section.depth = 0   # a forward that died has not ended
             if not section.settled:
                 self._settle(section)
         if self.syncing is not None:
@@ -384,14 +396,3 @@ class Sharding:
         self._moment = Moment.AFTER_BACKWARD
         if self.at_end:
             self.at_end()
-
-
-def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if section.is_away and not keep_vars and not all(unit.stays for unit in section.units):
-        raise UnitError(f"section {section.name or 'root'} is sharded, so a plain state dict of it would be empty: "
-                        "engine.full_state_dict() joins the values, and so does the state_dict() of what fully_shard returns")
-
-
-def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        section.expect_gathered()

@@ -199,7 +199,8 @@ class Gradient:
         """Only parameters that some rank used keep a gradient: an optimizer skips the others, as in one process."""
         self.used, self._agreed = self.unit.owners.keys() & set(used), True
         for name in self.unit.owners.keys() - self.used:
-            self.unit.owners[name].grad = None
+            if not self._is_brought(name):
+                self.unit.owners[name].grad = None
 
     def local(self) -> dict[str, Tensor]:
         """What has landed on this rank, by name."""
@@ -291,16 +292,30 @@ class Gradient:
     def _hand_over(self, received: Tensor) -> None:
         mine = self._open_slice()
         fresh = all(owner.grad is None for owner in self.unit.owners.values())
+        in_place = received.data_ptr() == mine.data_ptr()   # there was no gradient when the sum set out
         if self.unit.host is not None:
             received = self._bring_to_host(received, mine, fresh)
-        elif fresh and received.data_ptr() != mine.data_ptr():
+        elif fresh and not in_place:
             mine.copy_(received)
         for name, owner in self.unit.owners.items():
             view = self.unit.slice_view(mine, name)
             if not fresh:
-                new = self.unit.slice_view(received, name)
-                view.copy_(new) if owner.grad is None else view.add_(new)
+                self._add(name, view, None if in_place else self.unit.slice_view(received, name))
             owner.grad = view if view.numel() else None
+
+    def _add(self, name: str, view: Tensor, new: Tensor | None) -> None:
+        """To what `owner.grad` holds; in `view`, the gradient's own place, where the new is already if it is None."""
+        held = self.unit.owners[name].grad
+        if held is not None and self._is_brought(name):
+            self.used.add(name)
+            view.add_(held) if new is None else view.copy_(held)
+        if new is not None:
+            view.copy_(new) if held is None else view.add_(new)
+
+    def _is_brought(self, name: str) -> bool:
+        """Whether its gradient is one that the user has put there, or autograd, for slices that a loss was made of: no sum of ours."""
+        grad, mine = self.unit.owners[name].grad, self.slice
+        return grad is not None and (mine is None or grad.data_ptr() != self.unit.slice_view(mine, name).data_ptr())
 
     def _bring_to_host(self, received: Tensor, mine: Tensor, fresh: bool) -> Tensor:
         """Into `mine`, the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""

@@ -60,6 +60,15 @@ class Memory(Enum):
     COMMON = "common"
 
 
+@dataclass(slots=True)
+class Counts:
+    """told:    how often the slice had been written when the whole was last made of it
+    updates: how often the whole has been made of it anew; each counts as a write of the parameters, for who went forward with the old"""
+
+    told: int = 0
+    updates: int = 0
+
+
 class Unit:
     """Parameters of one dtype, laid end to end and cut over the ranks of `group`.
 
@@ -87,7 +96,7 @@ class Unit:
         self.window.open()
         self.state = State.GATHERED
         self._pending: Callable[[], object] | None = None   # waits for what is on its way
-        self._told = 0   # how often the slice had been written when the whole was last made of it
+        self._counts = Counts()
         self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
         mark(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
@@ -125,6 +134,7 @@ class Unit:
         for name, owner in self.owners.items():
             vars(owner).update(vars(self.params[name]))   # attributes of the user's, by which optimizers may tell parameters apart
         for name, param in self.params.items():
+            param.grad = None   # from before; no optimizer of the slices would ever forget it
             if fill is None:
                 values = param.detach()
             else:
@@ -141,7 +151,7 @@ class Unit:
         sent: n(p-1)/p compute elements; nothing where the pages are common
         """
         self._expect(State.SHARDED)
-        self.state, self._told = State.GATHERING, self.own._version
+        self.state, self._counts.told = State.GATHERING, self.own._version
         if self.common:
             self.group.barrier(label=f"parameters of {self.name}")
         else:
@@ -192,13 +202,15 @@ class Unit:
         """-> SHARDED: `own` has changed. Where the whole is kept, this rank's span of it follows."""
         if self.state is State.GATHERING:
             self.wait()
-        self._near, self._told = None, self.own._version
+        self._near, self._counts.told = None, self.own._version
         if self.stays:
             if self.own.data_ptr() != self._span().data_ptr():
                 self._write_slice(self._own_here(), self._span())
             self.state = State.SHARDED if self.group.size > 1 else State.GATHERED
         elif self.state is State.GATHERED:
             self.release()
+        self._counts.updates += 1
+        _move_versions(self._read_in_backward(), 1)
 
     def make_ready(self) -> None:
         """From any state to GATHERED."""
@@ -223,9 +235,9 @@ class Unit:
         return view.view(slot.shape) if self.layout.whole_tensors and stop > start else view
 
     def version(self, name: str) -> int:
-        """How often a parameter has been written, as autograd counts; that it goes and comes is none of it."""
+        """How often a parameter has been written by others, as autograd counts; that it goes and comes is none of it."""
         away = not self.stays and self.state is not State.GATHERED
-        return writes(self.params[name]) - away
+        return writes(self.params[name]) - away - self._counts.updates
 
     @property
     def trainable(self) -> bool:
@@ -243,7 +255,7 @@ class Unit:
         if moved:
             raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
-        is_old = self.state is not State.SHARDED and self._told != self.own._version
+        is_old = self.state is not State.SHARDED and self._counts.told != self.own._version
         if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
             raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and by no torch optimizer, so ranks "
                             "would compute with old values beside new ones: call `after_update()` of the sharded model after the change")
@@ -310,6 +322,7 @@ class Unit:
 
 def _move_versions(tensors: Iterable[Tensor], by: int) -> None:
     """While memory is away, what autograd keeps of it counts as changed: a backward that reads it all the same is an error, where it
-    would find what others have left there."""
+    would find what others have left there. After an update, too: it would find new values."""
     seen = tuple(tensors)
-    torch._C._autograd._unsafe_set_version_counter(seen, tuple(tensor._version + by for tensor in seen))
+    with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+        torch._C._autograd._unsafe_set_version_counter(seen, tuple(tensor._version + by for tensor in seen))
