@@ -1,6 +1,7 @@
 """`rl.data_parallel`: for a loop of one's own, the gradients of one process with everybody's rows, whatever the model does."""
 
 import copy
+import io
 import itertools
 import threading
 import warnings
@@ -276,6 +277,44 @@ def test_recomputed_activations_give_the_same_gradients(reentrant):
         return gradients(replica.module)
 
     expect_equal(rl.simulate(2, body)[0], plain_gradients(Recomputing, square_loss, 2))
+
+
+def test_a_model_that_is_recomputed_twice_in_one_backward_gives_the_same_gradients():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = make_layers(widths=(4, 4)), nn.ModuleList([make_layers(widths=(4, 4)), make_layers(widths=(4, 4))])
+
+        def forward(self, x, head):
+            return self.heads[head](torch.tanh(self.trunk(x)))
+
+    def backward(model, rank, step=0):
+        inner = checkpoint(model, rows_of(rank, step), 0, use_reentrant=False)
+        checkpoint(model, inner, 1, use_reentrant=False).square().mean().backward()
+
+    def body(world):
+        model = rl.data_parallel(Heads(), world, bucket_bytes=1)
+        for step in range(2):
+            model.zero_grad()
+            backward(model, world.rank, step)
+        return gradients(model.module)
+
+    expected = plain_gradients(Heads, lambda model, rank: backward(model, rank, 1), 2)
+    for found in rl.simulate(2, body):
+        expect_equal(found, expected)
+
+
+def test_a_wrapped_part_of_a_larger_model_is_loaded_with_it():
+    def body(world):
+        outer = nn.ModuleDict({"part": rl.data_parallel(make_layers(), world), "rest": nn.Linear(2, 2)})
+        state = {name: torch.full_like(value, 0.5) for name, value in outer.state_dict().items()}
+        assert not outer.load_state_dict(state).missing_keys
+        torch.testing.assert_close(dict(outer.state_dict()), state, rtol=0, atol=0)
+        del state["part.0.bias"]
+        with pytest.raises(RuntimeError, match="Missing key.*0.bias"):
+            outer.load_state_dict(state)
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -747,3 +786,122 @@ def test_what_was_frozen_when_the_model_was_wrapped_cannot_be_trained_later():
             square_loss(wrapped, world.rank)
 
     rl.simulate(2, body)
+
+
+def test_a_wrapped_model_is_neither_copied_nor_pickled_and_says_what_to_take():
+    """A copy averaged nothing, without a word; as a pickle torch named a store that the user has never seen."""
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+            with pytest.raises(UnitError, match=r"`copy.deepcopy\(ddp.module\)`.*`AveragedModel\(ddp.module\)`"):
+                copied(replica)
+        with pytest.raises(UnitError, match=r"Save `ddp.state_dict\(\)`"):
+            torch.save(replica, io.BytesIO())
+        for _ in range(2):
+            replica.zero_grad()
+            square_loss(replica, world.rank)
+        average = torch.optim.swa_utils.AveragedModel(replica.module)
+        average.update_parameters(replica.module)
+        file = io.BytesIO()
+        torch.save(copy.deepcopy(replica.module), file)
+        return gradients(replica.module)
+
+    expect_equal(rl.simulate(2, body)[0], plain_gradients(make_layers, square_loss, 2))
+
+
+def test_a_cast_after_the_first_backward_is_an_error_that_names_both_dtypes():
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world)
+        square_loss(replica, world.rank)
+        replica.zero_grad()
+        replica.float()
+        with pytest.raises(UnitError, match=r"rank \d: \d.bias was cast to torch.float32 after the first backward, .* in torch.float64"):
+            replica(rows_of(world.rank).float()).sum().backward()
+
+    rl.simulate(2, body)
+
+
+class Shared(nn.Module):
+    """One block, used three times and recomputed."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.first, self.block, self.reentrant = make_layers(widths=(4, 6)), make_layers(widths=(6, 6)), reentrant
+        self.last = make_layers(widths=(6, 1))
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_a_second_gradient_in_one_backward_is_an_error_and_one_that_torch_adds_up_itself_is_none(bucket_bytes):
+    """A nested backward leaves a gradient for each use of a block: the second was added to what was scaled already, maybe under way."""
+    def body(world):
+        seen = []
+        for reentrant in (False, True):
+            replica = rl.data_parallel(Shared(reentrant), world, bucket_bytes=bucket_bytes)
+            for step in range(2):
+                replica.zero_grad()
+                with pytest.raises(UnitError, match=r"a second gradient of block.0.bias .*use_reentrant=False") if (
+                        reentrant and step) else warnings.catch_warnings():
+                    square_loss(replica, world.rank)
+                if not (reentrant and step):
+                    seen.append(gradients(replica.module))
+        return seen
+
+    truth = plain_gradients(lambda: Shared(False), square_loss, 2)
+    for seen in rl.simulate(2, body):
+        assert len(seen) == 3
+        for mine in seen:
+            expect_equal(mine, truth)
+
+
+@pytest.mark.parametrize("forwards", ["before each backward", "all first"])
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("p", [2, 3])
+def test_gradients_that_somebody_holds_are_not_written_over(p, backend, forwards):
+    """As for PCGrad: the gradients of each task are kept as they are, and put together afterwards."""
+    def two_tasks(model, rank, held=None):
+        rows = [rows_of(rank, step) for step in (0, 1)]
+        outputs = [model(x) for x in rows] if forwards == "all first" else None
+        for task in (0, 1):
+            model.zero_grad()
+            (outputs[task] if outputs else model(rows[task])).square().mean().backward()
+            kept = [param.grad for param in model.parameters()]
+            held = kept if held is None else [a - 0.5 * b for a, b in zip(held, kept)]
+        for param, gradient in zip(model.parameters(), held):
+            param.grad = gradient
+
+    def body(world):
+        replica, seen = rl.data_parallel(make_layers(), world, bucket_bytes=200), []
+        for _ in range(3):
+            two_tasks(replica, world.rank)
+            seen.append(gradients(replica.module))
+        return seen
+
+    truth = plain_gradients(make_layers, two_tasks, p)
+    for seen in rl.simulate(p, body, backend=backend):
+        for mine in seen:
+            expect_equal(mine, truth)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_gradients_that_nobody_holds_are_written_over_where_they_lie(backend):
+    """Fresh memory costs a fault for each of its pages; and that which ranks share is taken again when it is free."""
+    def body(world):
+        replica, places, kept = rl.data_parallel(make_layers(), world), [], None
+        for step in range(8):
+            replica.zero_grad()
+            square_loss(replica, world.rank, step)
+            places.append(replica._reducer.buckets[0].flat.data_ptr())
+            kept = replica.module[0].weight.grad if step == 3 and world.rank == 1 else kept if step < 6 else None
+            square_loss(replica, world.rank, step)   # on top
+        return places
+
+    for rank, places in enumerate(rl.simulate(2, body, backend=backend)):
+        assert len(set(places[:4])) == 1 and len(set(places[4:7])) == 1
+        assert (places[4] != places[3]) == (rank == 1)
+        assert places[7] == (places[0] if backend == "rankloom" else places[6])

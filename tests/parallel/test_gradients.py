@@ -1,5 +1,7 @@
 """GradientReducer, as the engine uses it: sums (no means), totals on the way, masters."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -214,3 +216,36 @@ def test_gradients_that_a_cast_of_the_model_took_elsewhere_are_summed_all_the_sa
     total = p * (p + 1) / 2
     for grads in rl.simulate(p, body):
         assert grads["small"].tolist() == [2 * total] * 3 and (grads["large"] == total).all() and grads["maybe"].tolist() == [total] * 3
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_what_a_forward_writes_beside_a_master_is_an_error_unless_it_is_what_the_master_has(p):
+    def body(world):
+        model = Three(torch.bfloat16)
+        owners = {name: nn.Parameter(p.detach().to(torch.float32, copy=True)) for name, p in named(model).items()}
+        reducer = GradientReducer(named(model), world, owners=owners)
+        for written in (0.0, 1.0):
+            reducer.abandon()
+            with torch.no_grad():   # as a forward would
+                model.small += written
+            with pytest.raises(rl.UnitError, match="the forward has written small, .* is a copy in torch.float32: it would be lost") if (
+                    written) else nullcontext():
+                model(1.0).backward()
+
+    rl.simulate(p, body)
+
+
+def test_what_forwards_write_is_looked_at_in_the_first_step_only():
+    """From then on an optimizer writes, too; and a look at each parameter takes time."""
+    def body(world):
+        model = Three()
+        reducer = GradientReducer(named(model), world)
+        for _ in range(2):
+            reducer.abandon()
+            model(1.0).backward()
+            reducer.finish()
+            with torch.no_grad():
+                model.small += world.rank
+        return reducer._arrivals._versions
+
+    assert rl.simulate(1, body) == [{}] and rl.simulate(2, body) == [{}] * 2

@@ -1,13 +1,15 @@
 """Replicas begin equal or not at all, and their running statistics stay equal."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.replicas import BufferKeeper, make_replicas_equal, named_state
+from rankloom.parallel.replicas import SAMPLE, BufferKeeper, Sampled, make_replicas_equal, named_state
 
 
 def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -149,6 +151,133 @@ def test_an_embedding_that_depends_on_the_rows_of_one_rank_is_refused_on_several
         rl.simulate(2, lambda world: make_replicas_equal(make_embedding(), world))
 
 
+def alike(model: nn.Module) -> nn.Module:
+    """With the same parameters on all ranks, which are threads with one generator."""
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    return model
+
+
+def prepared(model, world):
+    return rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world)
+
+
+@pytest.mark.parametrize("take", [rl.data_parallel, rl.fully_shard, prepared])
+@pytest.mark.parametrize("trained", [True, False])
+def test_two_parameters_in_one_memory_are_an_error_that_says_how_to_tie_them(take, trained):
+    """They were silently two from the first step on: each got a place of its own in the flat buffers."""
+    def body(world):
+        model = alike(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model[1].weight.data = model[0].weight.data
+        model[0].weight.requires_grad_(trained)
+        with pytest.raises(rl.ConfigError, match=r"1.weight and 0.weight are two parameters in one memory.*`a.weight = b.weight`"):
+            take(model, world)
+        if take is not prepared:   # which takes a model once
+            model[1].weight = model[0].weight
+            take(model, world)
+
+    rl.simulate(2, body)
+
+
+def test_parameters_without_elements_and_frozen_ones_may_be_where_others_are():
+    def body(world):
+        model = alike(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+        model[1].weight.data = model[0].weight.data[:0]
+        model[2].requires_grad_(False).bias.data = model[2].weight.data[0]
+        make_replicas_equal(model, world)
+
+    rl.simulate(2, body)
+
+
+# ---------------------------------------------------------------- parameters that a forward writes
+
+
+class FirstValues(nn.Module):
+    """As ActNorm: the first batch gives `shift` its values. `by_rows`: or what is the same whatever the rows are."""
+
+    def __init__(self, by_rows: bool = True, kept: bool = True):
+        super().__init__()
+        self.linear, self.shift, self.by_rows = alike(nn.Linear(2, 3)), nn.Parameter(torch.zeros(3)), by_rows
+        self.kept = kept   # what tells whether it has them, as a buffer
+        self.register_buffer("done", torch.tensor(False)) if kept else setattr(self, "done", False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if not self.done:
+            with torch.no_grad():
+                self.shift.copy_(-y.mean(0) if self.by_rows else F.normalize(self.shift + 1.0, dim=0))
+            self.done = torch.tensor(True) if self.kept else True
+        return y + self.shift
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_parameter_that_a_forward_gives_values_by_its_own_rows_is_an_error_on_all_ranks(kept, engine):
+    """Each rank trained on from values of its own, and nobody knew."""
+    def body(world):
+        run = (prepared if engine else rl.data_parallel)(FirstValues(kept=kept), world)
+        x = torch.full((2, 2), world.rank + 1.0)
+        with pytest.raises(rl.UnitError, match="the forward has written shift, .*than on rank 0: ranks would part. .* run one through"):
+            run.step(x) if engine else run(x).sum().backward()
+
+    rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_parameter_that_the_forward_of_one_rank_only_writes_is_an_error(writer):
+    def body(world):
+        model = FirstValues(by_rows=False, kept=False)
+        ddp = rl.data_parallel(model, world)
+        model.done = world.rank != writer
+        ddp(torch.ones(2, 2)).sum().backward()
+
+    with pytest.raises(rl.UnitError, match="rank 1: the forward .*rank 0.*: ranks would part"):
+        rl.simulate(2, body)
+
+
+def test_a_parameter_that_every_forward_writes_in_the_same_way_is_fine():
+    def body(world):
+        model = FirstValues(by_rows=False, kept=False)
+        ddp, update = rl.data_parallel(model, world), torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.done = False
+            ddp(torch.full((2, 2), 1.0 + world.rank)).sum().backward()
+            update.step()
+            update.zero_grad()
+        return model.shift.detach().clone()
+
+    first, second = rl.simulate(2, body)
+    assert torch.equal(first, second)
+
+
+def test_what_an_optimizer_of_each_rank_writes_in_no_sync_is_not_taken_for_a_forwards():
+    def body(world):
+        ddp = rl.data_parallel(make(), world)
+        update = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(world.rank))
+        for step in range(3):
+            with ddp.no_sync() if step < 2 else nullcontext():
+                ddp(x).square().sum().backward()
+                update.step()
+                update.zero_grad()
+        return ddp.module[0].weight.detach().clone()
+
+    first, second = rl.simulate(2, body)
+    assert not torch.equal(first, second)   # local SGD
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_parameter_that_a_forward_writes_beside_its_master_is_an_error(p):
+    """The step put the master's values back, and what had been written was lost."""
+    def body(world):
+        engine = rl.prepare(FirstValues(by_rows=False), loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world,
+                            precision="bf16")
+        with pytest.raises(rl.UnitError, match=r"shift.*, and what is trained is a copy in torch.float32: .* would be lost"):
+            engine.step(torch.ones(2, 2))
+
+    rl.simulate(p, body)
+
+
 # ---------------------------------------------------------------- buffers
 
 
@@ -272,3 +401,104 @@ def test_evaluation_does_not_change_the_statistics():
         return replica.module[1].running_mean.tolist()
 
     assert rl.simulate(2, body) == [[0.0] * 3] * 2
+
+
+class Watched(nn.Module):
+    """A linear layer that follows its inputs by a buffer, which `write` does in a way of its own."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear, self.write = alike(nn.Linear(3, 3)), write
+        for name in ("mean", "var"):
+            self.register_buffer(name, torch.ones(3))
+        self.register_buffer("table", torch.rand(2 * SAMPLE, generator=torch.Generator().manual_seed(0)) / 3)
+
+    def forward(self, x):
+        self.write(self, x)
+        return self.linear(x)
+
+
+def by_data(module, x):
+    module.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+def by_other_memory(module, x):
+    module.mean.data = module.mean * 0.9 + x.mean(0) * 0.1
+
+
+def by_a_kernel_that_nobody_counts(module, x):
+    F.batch_norm(x, module.mean, module.var, training=True)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+@pytest.mark.parametrize("write", [by_data, by_other_memory, by_a_kernel_that_nobody_counts])
+def test_buffers_that_are_written_without_being_counted_are_averaged_too(write, wrap):
+    """As codebooks often are, `self.codes.data.mul_(...)`: ranks parted, and nobody knew."""
+    def body(world):
+        model = Watched(write)
+        wrapped, alone = wrap(model, world), Watched(write)
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            wrapped(x).sum().backward()
+            write(alone, x)
+            for name in ("mean", "var"):
+                alone.get_buffer(name).copy_(world.all_reduce(alone.get_buffer(name).clone(), "mean"))
+        return model.mean, model.var, alone.mean, alone.var, torch.equal(model.table, alone.table)
+
+    for mean, var, true_mean, true_var, same in rl.simulate(3, body):
+        assert same   # a mean of three equal numbers has other bits
+        assert torch.equal(mean, true_mean) and torch.equal(var, true_var) and not torch.equal(mean, torch.ones(3))
+
+
+def test_a_buffer_that_was_once_found_to_be_written_uncounted_travels_in_every_step_whoever_wrote_it():
+    def body(world):
+        model = nn.Module()
+        model.register_buffer("queue", torch.zeros(50 * SAMPLE))   # of which it looks at some elements
+        keeper = BufferKeeper(model, world)
+        if world.rank == 1:
+            model.queue.data += 2.0
+        changed = [keeper.average_changed()]
+        model.queue.data[1] += world.rank
+        changed.append(keeper.average_changed())
+        return changed, model.queue[:3].tolist()
+
+    assert rl.simulate(2, body) == [([["queue"], ["queue"]], [1.0, 1.5, 1.0])] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128])
+def test_a_write_is_seen_in_its_bits_whatever_the_dtype_and_the_order_of_dims(dtype):
+    kinds = {"plain": torch.zeros(5, 3), "turned": torch.zeros(5, 3).t(), "single": torch.zeros(()), "none": torch.zeros(0, 3),
+             "long": torch.zeros(9 * SAMPLE), "nan": torch.full((2,), float("nan")), "other": torch.zeros(4)}
+    tensors = {name: value.to(dtype) for name, value in kinds.items()} | {"count": torch.zeros(3, dtype=torch.int64)}
+    sampled = Sampled(tensors)
+    assert sampled.changed() == set()
+    for name in ("plain", "turned", "single", "long"):
+        tensors[name].data.fill_(1.0)
+    assert sampled.changed() == {"plain", "turned", "single", "long"}
+
+
+def test_of_a_large_buffer_few_elements_are_looked_at_in_every_column():
+    """A rotary table may be large, and a pass over it in each step would be felt."""
+    table = torch.zeros(4 * SAMPLE, 16)
+    sampled = Sampled({"table": table})
+    (views,) = sampled._views
+    assert 0.9 * SAMPLE < views["table"].numel() <= SAMPLE
+    for column in range(16):
+        table.data[:, column] += 1.0
+        assert sampled.changed() == {"table"}
+        table.data.zero_()
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_a_buffer_that_was_made_in_inference_mode_is_averaged_like_others(wrap):
+    """As a cache that an evaluation before the first step has made: torch tells no version of it, and the backward died."""
+    def body(world):
+        model = alike(nn.Sequential(nn.Linear(2, 2)))
+        wrapped = wrap(model, world)
+        with torch.inference_mode():
+            model.register_buffer("table", torch.full((3,), float(world.rank)))
+        for _ in range(2):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        return model.table.tolist()
+
+    assert rl.simulate(2, body) == [[0.5] * 3] * 2

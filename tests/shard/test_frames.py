@@ -12,7 +12,7 @@ import torch
 import rankloom as rl
 from blocky import loss_of, make_blocky, make_turns
 from rankloom.shard import frames as module
-from rankloom.shard.frames import FRAME, Frames, Standing
+from rankloom.shard.frames import FRAME, Frames, Lasting, Standing, between_steps, memory_lent
 
 pytestmark = pytest.mark.gloo
 
@@ -154,3 +154,46 @@ def test_training_in_frames_is_training_in_memory_of_its_own_to_the_bit(options,
         assert losses == expected
         assert all(torch.equal(state[name], value) for name, value in expected_state.items())
     assert moved or options.get("reshard_after_forward")
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_memory_that_lasts_is_left_to_those_who_hold_a_view_of_it_when_it_is_closed(lent):
+    first = torch.zeros(8)
+    window, address = Lasting(first, lent=lent), first.data_ptr()
+    del first
+    window.close()
+    assert window.tensor.data_ptr() == address and window.stays and window.held == 32
+    guest = window.tensor[2:4].fill_(3.0).detach()
+    window.close()
+    window.open()
+    window.tensor.fill_(5.0)
+    assert guest.tolist() == [3.0, 3.0] and window.stays is not lent
+    other = window.tensor.data_ptr()
+    window.close()
+    assert window.tensor.data_ptr() == other
+    del guest
+    window.close()
+    assert window.tensor.data_ptr() == (address if lent else other) and window.stays
+
+
+def test_memory_between_steps_and_lent_memory_last_on_a_cpu():
+    assert isinstance(between_steps(3, torch.float32, torch.device("cpu")), Lasting)
+    assert isinstance(memory_lent(torch.zeros(3)), Lasting) and memory_lent(torch.zeros(3)).held == 12
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_gradients_of_slices_that_somebody_holds_are_not_written_over_after_the_next_forward(backend):
+    def body(world):
+        layer = torch.nn.Linear(4, 3).double()
+        for param in layer.parameters():
+            torch.nn.init.constant_(param, 0.5)   # on all ranks alike
+        model, held = rl.fully_shard(layer, world), []
+        for step in range(3):
+            model.zero_grad()
+            model(torch.full((2, 4), step + 1.0, dtype=torch.float64)).sum().backward()
+            held.append([param.grad for param in model.parameters() if param.grad is not None])
+        return [set(torch.cat(grads).tolist()) for grads in held]
+
+    for held in rl.simulate(2, body, backend=backend):
+        for step, values in enumerate(held):
+            assert values and values <= {2.0, 2.0 * (step + 1.0)}   # of the bias, and of the weight

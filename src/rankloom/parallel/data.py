@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
@@ -34,6 +35,7 @@ class DataParallel(nn.Module):
             if param.requires_grad:
                 hook_gradient(param, self._queue_finish)
         watch_optimizers()
+        self.register_load_state_dict_post_hook(lambda mine, _: mine._running.forget_changes())   # see `_load_from_state_dict`
         keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +44,8 @@ class DataParallel(nn.Module):
         raises: UnitError when a parameter was replaced since the model was wrapped, ConfigError when one is trained that was frozen then
         """
         self._running.expect_parameters()
+        if self._finish_queued and torch._C._current_graph_task_id() != -1:   # recomputed in a backward, which goes on
+            return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():
             self._finish_queued = False   # the last backward died before its end
             self._reducer.abandon()
@@ -65,6 +69,19 @@ class DataParallel(nn.Module):
         loaded = self.module.load_state_dict(*args, **kwargs)
         self._running.forget_changes()   # what has been loaded is no change of a step
         return loaded
+
+    def __deepcopy__(self, memo: Any) -> "DataParallel":
+        raise UnitError("a model that data_parallel has wrapped cannot be copied: the copy would average nothing. Copy what is inside, "
+                        "`copy.deepcopy(ddp.module)`, and give that to what copies by itself, as `AveragedModel(ddp.module)` does")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnitError("a model that data_parallel has wrapped cannot be pickled, as `torch.save(ddp)` does: it belongs to a group of "
+                        "ranks. Save `ddp.state_dict()`, which has the plain model's names")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:   # of a module that this is a part of
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def _queue_finish(self, _: Tensor) -> None:
         if self._reducer.syncing and not self._finish_queued:

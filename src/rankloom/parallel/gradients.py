@@ -36,9 +36,10 @@ from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.replicas import Arrivals
 from rankloom.parallel.worker import worker_beside
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
-from rankloom.shard.frames import Standing, between_steps
+from rankloom.shard.frames import between_steps, memory_lent, tensors_in
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
@@ -49,7 +50,8 @@ class Bucket:
     """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
 
     Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out, where its
-    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins.
+    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins; and who still
+    holds a gradient of the step before keeps it, and this takes other memory.
     """
 
     def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
@@ -58,13 +60,14 @@ class Bucket:
             owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
         parameters = FlatBuffer(owners)
         move_into(parameters, owners)
-        self.slots, size = parameters.slots, (parameters.flat.numel(), parameters.flat.dtype)
-        self._window = Standing(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
+        self.slots, self.dtype = parameters.slots, parameters.flat.dtype
+        self.owners, self.apart = owners, False   # whether it has gradients of this rank alone
+        size = (parameters.flat.numel(), self.dtype)
+        self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
         self.views: dict[str, Tensor] = {}   # while it is open
         self.open()
         self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
         self.waiting_for = set(owners)
-        self.apart = False   # whether it has gradients of this rank alone
         self.wait: Callable[[], Any] | None = None   # for its all-reduce, while that is on its way
         for name, owner in owners.items():
             gradient = gradients.pop(name)
@@ -78,7 +81,9 @@ class Bucket:
         return self._window.tensor
 
     def open(self) -> None:
-        """Gradients may come. Does nothing if it is open."""
+        """Gradients may come: over those of the step before, if nobody but this holds them."""
+        if not self.apart and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
+            self.close()
         if not self.views:
             self._window.open()
             self.views, self.gaps = views_of(self.flat, self.slots), gaps_of(self.flat, self.slots)
@@ -86,10 +91,14 @@ class Bucket:
                 gap.zero_()
 
     def close(self) -> None:
-        """Nobody holds a gradient of it."""
-        self._window.close()
-        if not self._window.held:
+        """No parameter has a gradient of it."""
+        if self._has_guests() or not self._window.stays:   # else to make the views again would be time lost
             self.views, self.gaps = {}, []
+            self._window.close()
+
+    def _has_guests(self) -> bool:
+        """Whether there are views of its memory that it has not made for itself."""
+        return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps)
 
     def gradient(self, name: str) -> Tensor:
         """The gradient to hang at a parameter: an alias of the view, because casting or moving a model gives that tensor other memory."""
@@ -148,7 +157,7 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
-        self._arrivals: dict[str, None] = {}   # an ordered set: gradients of this rank alone in no bucket; in the first backward all
+        self._arrivals = Arrivals(params)   # gradients of this rank alone in no bucket; in the first backward all
         self._launched = 0
         self._worker = worker_beside(group) if self.summing.in_python and group.device.type == "cpu" and group.size > 1 else None
         for name, param in params.items():
@@ -188,6 +197,7 @@ class GradientReducer:
 
     def give_back(self) -> None:
         """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
+        self._arrivals.begin()
         if all(owner.grad is None for owner in self.owners.values()):
             for bucket in self.buckets:
                 bucket.close()
@@ -201,6 +211,7 @@ class GradientReducer:
         """
         if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
+        self._arrivals.end()
         for bucket in self.buckets:
             for name in bucket.waiting_for:
                 self._stand_in(bucket, name)
@@ -225,13 +236,20 @@ class GradientReducer:
                             "Hooks may read it or change it; let the optimizer forget it, after its step")
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
+            if self.syncing and name not in bucket.waiting_for:
+                raise UnitError(f"rank {self.group.world_rank}: a second gradient of {name} came in one backward, when the first may have "
+                                "been sent: a module that is used several times under torch.utils.checkpoint(use_reentrant=True) does so. "
+                                "Give it use_reentrant=False")
+            if owner.dtype is not bucket.dtype:
+                raise UnitError(f"rank {self.group.world_rank}: {name} was cast to {owner.dtype} after the first backward, and its "
+                                f"gradients are summed in {bucket.dtype}. Cast the model before it is wrapped")
             bucket.land(name, param, owner, self.scale if self.syncing else 1.0)
             if self.syncing:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
             return
         # In the first backward, and by rows in every one, gradients stay where autograd made them.
-        self._arrivals.setdefault(name)
+        self._arrivals.note(name, param, owner)
         if owner is not param:
             assert param.grad is not None, f"{name}: hook without a gradient"
             owner.grad = param.grad.to(owner.dtype) if owner.grad is None else owner.grad.add_(param.grad)
@@ -325,8 +343,9 @@ class GradientReducer:
         """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""
         names = list(self.owners)
         late = [name for name in reversed(names) if name not in self._arrivals]
-        order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals)])
-        *indices, arrived = self.group.broadcast(order, label="order of gradients").tolist()
+        order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals), self._arrivals.digest()])
+        *indices, arrived, digest = self.group.broadcast(order, label="order of gradients").tolist()
+        self._arrivals.expect_alike(digest, self.group)
         ordered = [names[index] for index in indices]
         # Parameters that got no gradient have buckets of their own: they would hold up the others every step.
         for part in (ordered[:arrived], ordered[arrived:]):

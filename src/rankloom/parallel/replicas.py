@@ -1,9 +1,9 @@
-"""Replicas must begin equal, and stay equal where they are not trained: parameters at the start, buffers after each step."""
+"""Replicas begin equal, and stay equal where nobody sums: parameters at the start and in the first forward, buffers after each step."""
 
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps
+from rankloom.shard.flat import by_dtype
 from rankloom.world.group import Group
 
 
@@ -67,8 +68,9 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:
     """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError when two ranks have been
-    given one object; see `_expect_plain_embeddings` too."""
+    given one object, or parameters share memory; see `_expect_plain_embeddings` too."""
     _expect_plain_embeddings(model, group.size)
+    _expect_memory_of_their_own(model)
     _expect_own(model, group)
     mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
@@ -99,6 +101,22 @@ def _expect_own(model: nn.Module, group: Group) -> None:
                               "`copy.deepcopy(model)`")
 
 
+def _expect_memory_of_their_own(model: nn.Module) -> None:
+    """Raise ConfigError for two parameters in one memory: they get others, in flat buffers, and would be trained apart."""
+    found: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if address := _address(param):
+            first, other = found.setdefault((param.device, address), (name, param))
+            if other is not param and (param.requires_grad or other.requires_grad):
+                raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
+                                  "would be trained apart. Tie them as one parameter: `a.weight = b.weight`")
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its elements lie; 0 where they have no memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta else 0
+
+
 def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
     """Raise ConfigError for one with sparse gradients, which have no place in a flat buffer; and on several ranks for one whose weight,
     or whose gradient, depends on which rows meet on a rank.
@@ -113,15 +131,16 @@ def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
 
 
 LOAD = "Load values with `load_full_state_dict` of the engine (`load_state_dict` of what is wrapped, in a loop of one's own)"
-Seen = tuple[Tensor, int]   # a buffer, and how often its module's buffers had been written
+Seen = tuple[Tensor, int, int]   # a buffer, how often its module's buffers had been written, and where it lay
 
 
 class BufferKeeper:
     """Keeps buffers that training changes (running statistics) equal over the ranks: their mean, after each step.
 
-    Which buffers those are is seen from torch's version counters, module by module, and agreed on, so a buffer that only
-    some ranks changed is no hang. Constants (rotary tables) never travel, and a cache that is not alike on all ranks, or that only some
-    have made, is left to each.
+    Which buffers those are is seen from torch's version counters, module by module, and from some of their bits, and agreed on, so a
+    buffer that only some ranks changed is no hang. One that was found by its bits is averaged from then on in every step: the next write
+    may be to others. Constants (rotary tables) never travel, and a cache that is not alike on all ranks, or that only some have made, is
+    left to each.
     It also knows the modules and parameters that there were, and which were frozen: nobody sums the gradient of one that comes or is
     thawed later.
     """
@@ -129,6 +148,8 @@ class BufferKeeper:
     def __init__(self, model: nn.Module, group: Group):
         self.model, self.group = model, group
         self._before = self._seen()
+        self._always = set[str]()   # names of those that are written by what nobody counts
+        self._sampled = Sampled(self._quiet(self._before))
         self._own = self._common = list(self._before)   # names here, and everywhere, when ranks last told each other
         self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
                         for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
@@ -165,10 +186,11 @@ class BufferKeeper:
         now = self._seen()
         if not (now or self._common):
             return []
+        self._always |= self._sampled.changed() & self._quiet(now).keys()
         mine = [(list(now) != self._own, 0, 0)]
         for name, seen in ((name, now.get(name)) for name in self._common):
             kind = crc32(f"{list(seen[0].shape)} {seen[0].dtype}".encode()) if seen else 0
-            mine.append((not _same(self._before.get(name), seen), kind, -kind))
+            mine.append((name in self._always or not _same(self._before.get(name), seen), kind, -kind))
         flags = torch.tensor(mine, device=self.group.device)
         (others, *_), *found = self.group.all_reduce(flags, "max", label="which buffers changed").tolist()
         if others:
@@ -182,20 +204,137 @@ class BufferKeeper:
             # A count (batches tracked) is the same everywhere; where it is not, the largest is the honest one.
             op = "mean" if buffer.is_floating_point() else "max"
             buffer.copy_(self.group.all_reduce(buffer.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}"))
-        self._before = self._seen()
+        now = self._seen()
+        if (quiet := self._quiet(now)).keys() != self._sampled.names:
+            self._sampled = Sampled(quiet)
+        self._before = now
         return changed
 
     def forget_changes(self) -> None:
         """What has been written so far is equal on all ranks."""
         self._before = self._seen()
+        self._sampled = Sampled(self._quiet(self._before))
+
+    def _quiet(self, now: dict[str, Seen]) -> dict[str, Tensor]:
+        """Buffers that nobody is known to have written."""
+        if self.group.size == 1:
+            return {}
+        return {name: seen[0] for name, seen in now.items() if name not in self._always and _same(self._before.get(name), seen)}
 
     def _seen(self) -> dict[str, Seen]:
         # Batch norm's kernels write their statistics without counting; but its number of batches is counted, beside them.
-        versions = {id(b): sum(other._version for other in module.buffers(recurse=False))
+        versions = {id(b): sum(_version(other) for other in module.buffers(recurse=False))
                     for module in self.model.modules() for b in module.buffers(recurse=False)}
-        return {name: (buffer, versions[id(buffer)]) for name, buffer in self.model.named_buffers()}
+        return {name: (buffer, versions[id(buffer)], _address(buffer)) for name, buffer in self.model.named_buffers()}
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version   # torch counts no writes of what inference mode has made
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:
     """Whether it is the same tensor, untouched like those beside it; a module may also put another in its place."""
-    return before is not None and now is not None and before[0] is now[0] and before[1] == now[1]
+    return before is not None and now is not None and before[0] is now[0] and before[1:] == now[1:]
+
+
+SAMPLE = 512   # elements: every write of a whole is seen in them, and 64 tables of 1 MiB take 0.2 ms
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}   # by their bytes
+
+
+class Sampled:
+    """Elements of tensors as bits: torch's version counters see no write through `.data`, nor those of some kernels (batch norm).
+
+    In tensors of more than SAMPLE elements it sees a write only if that changes one of those that are looked at.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.names = set(tensors)
+        views = {name: view for name, tensor in tensors.items() if (view := _bits(tensor)) is not None}
+        self._views = by_dtype(views, list(views))   # some: a copy and a comparison for each, however many tensors there are
+        self._before = self._now()
+
+    def changed(self) -> set[str]:
+        """Names of those that were written since this was made, as far as it sees."""
+        found: set[str] = set()
+        for views, before, now in zip(self._views, self._before, self._now()):
+            if not torch.equal(before, now):
+                sizes = [view.numel() for view in views.values()]
+                found |= {name for name, old, new in zip(views, before.split(sizes), now.split(sizes)) if not torch.equal(old, new)}
+        return found
+
+    def _now(self) -> list[Tensor]:
+        return [torch.cat(list(views.values())) for views in self._views]
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    """At most SAMPLE elements of a tensor of floats, as integers (a NaN is itself), in its own memory; None where they cannot be had."""
+    tensor = tensor.detach()
+    if not _address(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))   # so that one whose dims were swapped is flat
+    if not tensor.is_contiguous():
+        return None
+    step = -(-tensor.numel() // SAMPLE)
+    step += step % 2 == 0   # or it would see few columns of a matrix
+    return tensor.view(-1).view(INTEGERS[tensor.itemsize])[::step]
+
+
+BEFORE = "Where that gives first values by a batch, run one through the plain model before it is wrapped: all ranks get those of rank 0"
+
+
+class Arrivals(dict[str, None]):
+    """Names of parameters, in the order in which their gradients came. In the first step it also sees which of them the forward wrote.
+
+    A forward that gives a parameter its first values by the rows it sees (ActNorm) gives each rank others. One that does to it what every
+    rank does (a norm of its own) is fine.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]):
+        super().__init__()
+        self._params = dict(params)
+        self._versions: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A forward begins."""
+        if self or not self._versions:   # else no optimizer can have stepped since the last one
+            self._versions = {name: param._version for name, param in self._params.items()}
+
+    def note(self, name: str, param: Tensor, owner: Tensor) -> None:
+        """A gradient has come, for an optimizer that updates `owner`; raises UnitError when that has other values than `param`."""
+        self.setdefault(name)
+        if self._versions and self._versions[name] != param._version and owner is not param and not torch.equal(param, owner.to(param)):
+            raise UnitError(f"{self._told(name)}, and what is trained is a copy in {owner.dtype}: it would be lost. {BEFORE}")
+
+    def end(self) -> None:
+        """The first step has ended."""
+        self._params, self._versions = {}, {}
+
+    def _written(self) -> dict[str, Tensor]:
+        """What has changed since the forward began; by loading, too, which gives all ranks the same."""
+        return {name: self._params[name] for name, version in self._versions.items() if self._params[name]._version != version}
+
+    def digest(self) -> int:
+        """Of the values that have been written; 0 for none."""
+        found = 0
+        for name, param in sorted(self._written().items()):
+            values = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found = crc32(values.numpy().tobytes(), crc32(name.encode(), found))
+        return found
+
+    def expect_alike(self, first: int, group: Group) -> None:
+        """The first backward has ended. Raise UnitError when rank 0 has written other values, whose digest is `first`: on all ranks, if it
+        has written any."""
+        problem, root = None, group.ranks[0]
+        if self.digest() != first:
+            told = (f"{self._told(next(iter(written)))}, to other values than on rank {root}" if (written := self._written()) else
+                    f"the forward of rank {root} has written a parameter that is trained, and the one of this rank has not")
+            problem = f"rank {group.world_rank}: {told}: ranks would part. {BEFORE}"
+        if first:
+            group.agree(problem, error=UnitError, label="written by a forward")
+        elif problem:
+            raise UnitError(problem)
+        self.end()
+
+    def _told(self, name: str) -> str:
+        return f"the forward has written {name}, a parameter that is trained"

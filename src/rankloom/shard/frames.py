@@ -39,6 +39,10 @@ class Window(Protocol):
         """Memory goes, where it does not stay for good."""
 
     @property
+    def stays(self) -> bool:
+        """Whether it is the same memory when it is opened again, if nobody else holds any of it."""
+
+    @property
     def held(self) -> int:
         """Bytes of it in use."""
 
@@ -56,9 +60,37 @@ class Standing:
         """It stays."""
 
     @property
+    def stays(self) -> bool:
+        """It does."""
+        return True
+
+    @property
     def held(self) -> int:
         """All of it."""
         return self.tensor.nbytes
+
+
+class Lasting(Standing):
+    """Memory on a CPU that stays, unless somebody holds a view of it when it is closed: they keep it, and fresh memory takes its place.
+
+    lent: collectives reduce this one where it lies, so it is taken again as soon as nobody else holds it
+    """
+
+    def __init__(self, tensor: Tensor, *, lent: bool = False):
+        super().__init__(tensor)
+        self._lent = tensor if lent else None
+
+    def close(self) -> None:
+        """It stays, where it is nobody else's."""
+        if self._lent is not None and tensors_in(self._lent) == 1:
+            self.tensor = self._lent
+        elif tensors_in(self.tensor) > 1:
+            self.tensor = torch.zeros_like(self.tensor)
+
+    @property
+    def stays(self) -> bool:
+        """While it is not that which has taken its place."""
+        return self._lent is None or self.tensor is self._lent
 
 
 class Resized:
@@ -75,6 +107,11 @@ class Resized:
     def close(self) -> None:
         """Free."""
         self.tensor.untyped_storage().resize_(0)
+
+    @property
+    def stays(self) -> bool:
+        """It goes."""
+        return False
 
     @property
     def held(self) -> int:
@@ -98,6 +135,11 @@ class Fresh:
         self.tensor = self.tensor.new_empty(0)
 
     @property
+    def stays(self) -> bool:
+        """It goes."""
+        return False
+
+    @property
     def held(self) -> int:
         """What is allocated."""
         return self.tensor.nbytes
@@ -106,7 +148,18 @@ class Fresh:
 def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
     """Memory for what lasts from a backward to the beginning of the next step, closed. Then activations can have it, where the device
     has an allocator of its own; on a CPU it stays, for pages that come again cost more than they save."""
-    return Fresh(n, dtype, device) if has_allocator(device) else Standing(torch.zeros(n, dtype=dtype))
+    return Fresh(n, dtype, device) if has_allocator(device) else Lasting(torch.zeros(n, dtype=dtype))
+
+
+def memory_lent(tensor: Tensor) -> Window:
+    """Memory that a group lends for good: its ranks share that, or the device."""
+    # Detached: torch lets a view hold what it is a view of, and that would count.
+    return Standing(tensor) if has_allocator(tensor.device) else Lasting(tensor.detach(), lent=True)
+
+
+def tensors_in(tensor: Tensor) -> int:
+    """How many tensors lie in the memory of `tensor`, views of it and itself."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1   # that of what asks
 
 
 def has_allocator(device: torch.device) -> bool:
@@ -153,6 +206,11 @@ class _Moving:
         """From now on others may take its frames."""
         self._spare.update(dict.fromkeys(self._addresses, self._memory))
         self._open = False
+
+    @property
+    def stays(self) -> bool:
+        """It goes."""
+        return False
 
     @property
     def held(self) -> int:
