@@ -1,7 +1,7 @@
 """The files of a checkpoint: what a rank writes, and boxes of tensors read out of them again. Read manifest.py first.
 
-A rank's file is in the safetensors format, written tensor by tensor: no second copy of a state that fills the memory. It is
-hashed on the way, and is on the disk, not only on its way there, before anybody speaks of it.
+A rank's file is in the safetensors format, written tensor by tensor: no second copy of a state that fills the memory. It is on the disk,
+not only on its way there, before anybody speaks of it; meanwhile it is hashed.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -60,21 +61,22 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
     text += b" " * (-len(text) % 8)   # tensors begin at a multiple of 8 bytes
     try:
         with open(path, "xb") as file:
-            return _write_all(file, [len(text).to_bytes(8, "little"), text], parts)
+            for data in chain([len(text).to_bytes(8, "little"), text], map(_bytes_of, parts)):
+                file.write(data)
+            file.flush()
+            with ThreadPoolExecutor(1) as beside:
+                synced = beside.submit(os.fsync, file.fileno())   # which waits, and computes nothing
+                digest = _digest_of(path)
+                synced.result()
+        return SavedFile(path.name, path.stat().st_size, digest)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
-def _write_all(file: Any, head: list[bytes], parts: Sequence[Part]) -> SavedFile:
-    digest, nbytes = hashlib.sha256(), 0
-    for data in chain(head, map(_bytes_of, parts)):
-        digest.update(data)
-        file.write(data)
-        nbytes += len(data)
-    file.flush()
-    os.fsync(file.fileno())
-    return SavedFile(Path(file.name).name, nbytes, digest.hexdigest())
+def _digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _bytes_of(part: Part) -> Any:   # a buffer
@@ -148,8 +150,7 @@ def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
     """Raise DataError for a file that is not what was written."""
     for saved in files:
         try:
-            with open(folder / saved.name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = _digest_of(folder / saved.name)
         except OSError as error:
             raise DataError(f"{folder / saved.name}: cannot be read ({error.strerror})") from None
         if found != saved.sha256:
