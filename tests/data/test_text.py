@@ -48,7 +48,10 @@ def test_json_lines_give_their_text_and_skip_empty_lines(tmp_path):
 
 @pytest.mark.parametrize(("line", "message"), [
     ('{"text": "a"', "not JSON"), ('["a"]', 'string under "text"'), ('{"txt": "a"}', 'string under "text"'),
-    ('{"text": 3}', 'string under "text"'), ('{"text": "\\ud800"}', "surrogate")])
+    ('{"text": 3}', 'string under "text"'), ('{"text": "\\ud800"}', "surrogate"),
+    ('{"text": "a", "n": ' + "9" * 5000 + "}", "JSON that Python does not read: .*digits"),
+    ('{"text": ' + "[" * 200_000 + "]" * 200_000 + "}", "JSON that Python does not read: .*recursion")],
+    ids=["cut off", "list", "other key", "number", "surrogate", "digits", "brackets"])
 def test_a_bad_json_line_is_named_by_file_and_line(tmp_path, line, message):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")

@@ -111,6 +111,16 @@ def test_what_a_row_loses_does_not_depend_on_the_rows_beside_it():
     torch.testing.assert_close(extra, sum(loss for _, loss in apart), rtol=RTOL, atol=RTOL)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 5), (2, 0, 5), (0, 0, 5)], ids=str)
+@pytest.mark.parametrize("capacity", [0.0, 0.6])
+def test_no_rows_and_rows_without_tokens_give_nothing_cost_nothing_and_have_gradients(shape, capacity):
+    layer, x = make_layer(capacity=capacity, balance_loss=0.3, router_z_loss=0.1, shared=1), torch.zeros(shape, dtype=torch.float64)
+    out = layer(x)
+    assert out.shape == shape and layer.extra.item() == 0.0
+    (out.sum() + layer.extra).backward()
+    assert all(not param.grad.any() for param in layer.parameters() if param.grad is not None)
+
+
 def test_outside_training_nothing_is_dropped_counted_or_charged():
     tight, wide = make_layer(capacity=0.5, balance_loss=0.5).eval(), make_layer().eval()
     x = draw(3, 7, 5)

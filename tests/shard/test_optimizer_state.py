@@ -170,7 +170,8 @@ def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others
     (lambda s: s["state"]["wide"].update(exp_avg=torch.zeros(23, 9)), r"exp_avg of wide has shape \(23, 9\), expected \(9, 23\)"),
     (lambda s: s["state"]["pair"].update(exp_avg_sq=torch.zeros(3)), r"rank 3: .*exp_avg_sq of pair has shape \(3,\), expected \(2,\)"),
     (lambda s: s["param_groups"][0].update(nesterov=s["param_groups"][0].pop("betas")), "has nesterov where this one has betas"),
-], ids=["keys", "groups", "more", "fewer", "unknown", "shape", "shape elsewhere", "kind"])
+    (lambda s: s["param_groups"][1].update(params=[1, 2]), r"rank 3: the saved optimizer has numbers \(1 first\) in place of .*names\[i\]"),
+], ids=["keys", "groups", "more", "fewer", "unknown", "shape", "shape elsewhere", "kind", "numbers"])
 def test_the_state_of_another_model_is_refused_and_changes_nothing(spoil, said):
     saved = gathered_alone(by_dims)
     spoil(saved)

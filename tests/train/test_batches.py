@@ -3,6 +3,7 @@
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 import rankloom as rl
 from rankloom.comm.canonical import owned_leaves
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, map_tensors, rows_of, with_halves
 
 Pair = namedtuple("Pair", "x y")
 
@@ -54,6 +55,54 @@ def test_a_dataclass_is_a_batch_whatever_it_does_when_it_is_made():
     assert (first.x.tolist(), first.twice.tolist(), first.kind) == ([0, 1], [0, 2], "even")
     assert (second.x.tolist(), second.twice.tolist(), second.kind) == ([2], [4], "even")
     assert isinstance(as_given([first, second], 2, 0), MicroBatches) and sample.x.tolist() == [0, 1, 2]
+
+
+class Two(tuple):
+    """Made of two things."""
+
+    def __new__(cls, x, y):
+        return tuple.__new__(cls, (x, y))
+
+
+class Named(list):
+    """Made with a name."""
+
+    def __init__(self, name, *values):
+        super().__init__(values)
+        self.name = name
+
+
+def test_lists_tuples_and_dataclasses_are_batches_whatever_they_ask_for_when_they_are_made():
+    pair, named = Two(torch.arange(2), "text"), Named("left", torch.arange(2))
+    pair.kind = "even"
+    half = cut_batch([pair, named, torch.max(torch.ones(2, 3), dim=1), Sample(torch.arange(2), "even"), torch.Size([1, 2, 3])], 2, 0)[1]
+    assert type(half[0]) is Two and half[0][1] == "text" and half[0].kind == "even" and half[0][0].tolist() == [1]
+    assert type(half[1]) is Named and half[1].name == "left" and half[1][0].tolist() == [1]
+    assert half[2].indices.shape == (1,) and half[3].x.tolist() == [1] and not hasattr(half[3], "twice")
+    assert half[4] == torch.Size([1, 2, 3])
+
+
+def test_what_is_no_tensor_and_has_an_entry_for_each_row_is_cut_with_the_rows():
+    x = torch.arange(3)
+    batch = {"x": x, "captions": ["a", "b", "c"], "names": ("d", "e", "f"), "numpy": np.arange(3), "sparse": torch.eye(3).to_sparse(),
+             "boxes": [np.zeros(4), np.zeros(1), np.zeros(2)], "nested": [["a"], ["b"], [{"c": 1}]], "pair": Pair("p", "q"),
+             "sizes": [5, 6], "shape": torch.Size([1, 1, 1]), "columns": [x, x, x], "numpy columns": [np.arange(3)] * 3, "text": "abc"}
+    first, second = cut_batch(batch, 2, 0)
+    assert [first[key] for key in ("captions", "names", "nested")] == [["a", "b"], ("d", "e"), [["a"], ["b"]]]
+    assert [second[key] for key in ("captions", "names", "nested")] == [["c"], ("f",), [[{"c": 1}]]]
+    assert second["numpy"].tolist() == [2] and second["sparse"].to_dense().tolist() == [[0, 0, 1]] and len(second["boxes"]) == 1
+    for key in ("pair", "sizes", "shape", "text"):
+        assert first[key] == second[key] == batch[key]
+    assert [column.tolist() for key in ("columns", "numpy columns") for column in second[key]] == [[2]] * 6
+
+
+def test_a_row_alone_comes_twice_where_halves_are_asked_for():
+    batch = (torch.arange(1), ["a"], np.arange(1), torch.ones(1, 1).to_sparse())
+    whole, *halves = with_halves(batch, 1, 0)
+    assert whole[0].tolist() == [0, 0] and whole[1] == ["a", "a"] and whole[2].tolist() == [0, 0] and whole[3].shape == (2, 1)
+    assert [half[1] for half in halves] == [["a"], ["a"]]
+    whole, *halves = with_halves((torch.arange(4), ["a", "b", "c", "d"]), 3, 0)
+    assert whole[1] == ["a", "b", "c"] and [half[1] for half in halves] == [["a", "b"], ["c"]]
 
 
 def test_rows_are_counted_along_dim_0():
@@ -130,6 +179,21 @@ def test_columns_are_dealt_by_their_names_in_whatever_order_a_rank_has_them():
         return list(mine) == list(given), {name: t.tolist() for name, t in mine.items()}
 
     assert rl.simulate(2, body) == [(True, {"tokens": [1, 1], "targets": [2, 2]})] * 2
+
+
+def test_rows_that_are_no_tensors_are_dealt_to_nobody_and_every_rank_says_so():
+    def body(world, held):
+        first = sum(held[:world.rank])
+        numbers = list(range(first, first + held[world.rank]))
+        try:
+            mine, *_ = deal_leaves((torch.tensor(numbers), [str(number) for number in numbers] if world.rank else None), world, 4)
+        except rl.BatchError as error:
+            return str(error)
+        return mine[0].tolist()
+
+    assert rl.simulate(2, lambda world: body(world, [2, 2])) == [[0, 1], [2, 3]]
+    for said in rl.simulate(2, lambda world: body(world, [1, 3])):
+        assert "rank 1 brings rows that are no tensors" in said and "brought [1, 3] rows where deterministic training wants [2, 2]" in said
 
 
 def test_rows_that_lie_right_already_do_not_travel():

@@ -148,6 +148,7 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--train.stage", "4"],
         ["--train.offload", "true"],
         ["--train.reshard_after_forward", "false"],
+        ["--train.stage", "3", "--mesh.shard", "2", "--mesh.pipe", "2", "--train.reshard_after_forward", "false"],
         ["--train.stage", "3", "--mesh.shard", "4", "--train.reshard_after_forward", "3"],
         ["--train.recompute", "some"],
         ["--train.stage", "3", "--mesh.replicate", "2"],

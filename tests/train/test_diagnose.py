@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankloom as rl
+from rankloom.train.batches import with_halves
 from rankloom.train.diagnose import expect_sum, explain_non_finite
 
 
@@ -87,7 +88,7 @@ def judge(loss, *, rows: int = 6, model: nn.Module | None = None) -> None:
         value, count = loss(model, part)
         return torch.stack((value.detach().double(), torch.tensor(float(count), dtype=torch.float64)))
 
-    expect_sum(totals, model, x, rank=3, on_any=bool)
+    expect_sum(totals, model, with_halves(x, rows, 3), rank=3, on_any=bool)
 
 
 def test_a_mean_with_a_count_is_refused_with_the_arithmetic():
@@ -122,6 +123,15 @@ def test_a_mean_over_what_is_not_padding_is_refused_though_all_tokens_are_counte
     parts = iter([slice(0, 4), slice(0, 2), slice(2, 4), slice(0, 4)])
     with pytest.raises(rl.LossError, match="mean, not their sum"):
         judge(lambda model, x: (losses[part := next(parts)].sum() / kept[part].sum(), losses[part].numel()), rows=4)
+
+
+@pytest.mark.parametrize("counted", [20, 1, 0])
+def test_a_sum_is_no_mean_where_one_half_has_nearly_all_that_is_counted(counted):
+    """As of a long answer beside a short one, or beside a row that is all padding."""
+    losses = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0)) + 0.5
+    losses[1, counted:] = 0.0
+    parts = iter([slice(0, 2), slice(0, 1), slice(1, 2), slice(0, 2)])
+    judge(lambda model, x: (losses[part := next(parts)].sum(), int((losses[part] > 0).sum())), rows=2)
 
 
 def test_a_mean_over_one_item_is_its_sum():
@@ -162,6 +172,89 @@ def test_all_ranks_compute_a_loss_again_where_it_seems_a_mean_on_one():
         return calls
 
     assert rl.simulate(2, body, backend="gloo") == [[4, 2, 2, 4, 4]] * 2
+
+
+class TwoHeads(nn.Module):
+    """In training it returns two things, as GoogLeNet does, in evaluation one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        y = self.layer(x)
+        return (y, 2 * y) if self.training else y
+
+
+def loss_of_two(model, x):
+    first, second = model(x)   # of two rows it would not fail in evaluation either
+    return (first + second).square().sum(), len(x)
+
+
+def probed(stage: int, model, loss, p: int = 2) -> list:
+    """Rank 0 has 4 rows of ones, rank 1 has 5 of twos."""
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=loss, world=world, stage=stage,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        return engine.step(torch.full((4 + world.rank, 4), 1.0 + world.rank)).count, engine.model
+
+    return rl.simulate(p, body, backend="gloo")   # where ranks share memory, parameters are not gathered
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_returns_other_things_in_training_than_in_evaluation_trains(stage):
+    assert [count for count, _ in probed(stage, TwoHeads(), loss_of_two)] == [9, 9]
+
+
+def test_one_rank_whose_loss_raises_when_it_is_tried_computes_as_often_as_the_others():
+    """At stage 3 they would wait for it."""
+    def loss(model, x):
+        y = model(x)
+        if not model.training and x[0, 0] == 2.0:   # of rank 1
+            raise KeyError("only in evaluation")
+        return y.square().sum(), len(x)
+
+    assert [count for count, _ in probed(3, nn.Linear(4, 2), loss)] == [9, 9]
+
+
+class TrainsOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.training, "this model is for training"
+        return self.layer(x)
+
+
+def test_what_is_raised_amid_a_forward_that_ranks_share_is_raised_with_a_note_and_is_no_matter_elsewhere():
+    square = lambda model, x: (model(x).square().sum(), len(x))
+    assert [count for count, _ in probed(0, TrainsOnly(), square)] == [9, 9]
+    with pytest.raises(AssertionError, match="for training") as error:
+        probed(3, TrainsOnly(), square)
+    assert any("the loss was tried in evaluation mode when this was raised" in note for note in error.value.__notes__)
+
+
+class Seen(nn.Module):
+    """Counts rows in every mode, in place and anew, and makes a table when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        self.calls = self.calls + 1
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(2))
+        return self.layer(x) * self.table
+
+
+def test_what_forwards_count_in_buffers_begins_with_the_first_step():
+    (_, model), = probed(0, Seen(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
+    assert (model.rows, model.calls) == (4, 1)
 
 
 def test_a_sum_over_a_single_row_passes_the_engine_though_other_ranks_have_more():

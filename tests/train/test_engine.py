@@ -4,6 +4,7 @@ import copy
 import math
 import time
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -512,6 +513,43 @@ def test_micro_batches_may_come_cut_already_and_differ_in_every_length(given, st
         torch.testing.assert_close(mine_w, w, rtol=RTOL, atol=0)
 
 
+@pytest.mark.parametrize("more", [{"accumulate": 4}, {"accumulate": 4, "stage": 3}, {"deterministic": 8}, {"deterministic": 8, "stage": 3}],
+                         ids=str)
+def test_a_search_for_nan_computes_no_more_rows_at_once_than_the_step(more):
+    def body(world):
+        asked = []
+        engine = prepare(world, loss=lambda model, x: (asked.append(len(x)), squares(model, x))[1], **more)
+        engine.step(rows(8))
+        x = rows(8)
+        x[5] = math.nan if world.rank else x[5]
+        asked.clear()
+        with pytest.raises(rl.NonFinite, match="rank 1: the loss of its own batch is nan"):
+            engine.step(x)
+        return asked
+
+    assert rl.simulate(2, body) == [[2] * 8] * 2
+
+
+def test_captions_go_with_their_rows_into_micro_batches_and_stay_with_them_where_rows_are_dealt():
+    def loss(model, batch):
+        x, captions, numbers = batch
+        assert len(x) == len(captions) == len(numbers)
+        return (model(x) * torch.tensor([float(caption) for caption in captions]) * torch.from_numpy(numbers)).sum(), len(x)
+
+    def body(world, cut, **more):
+        x, first = rows(8), sum(cut[:world.rank])
+        own = slice(first, first + cut[world.rank])
+        engine = prepare(world, loss=loss, **more)
+        engine.step((x[own], [str(row) for row in range(8)][own], np.arange(8.0)[own]))
+        return engine.full_state_dict()["model"]
+
+    (one,) = rl.simulate(1, lambda world: body(world, [8]))
+    for cut, more in [([8], {"accumulate": 4}), ([3, 5], {}), ([4, 4], {"deterministic": 4})]:
+        for state in rl.simulate(len(cut), partial(body, cut=cut, **more)):
+            torch.testing.assert_close(state, one, rtol=RTOL, atol=0)
+    quickly(2, partial(body, cut=[3, 5], deterministic=4), rl.BatchError, match=r"rank 0 brings rows that are no tensors .*\[4, 4\]")
+
+
 def test_an_iterator_over_another_number_of_micro_batches_is_refused():
     pieces = [{"x": rows(2)}, {"x": rows(3)}]
     body = lambda world: prepare(world, loss=ragged, accumulate=3).step(iter(pieces))
@@ -582,6 +620,8 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"stage": 3, "reshard_after_forward": None}, "reshard_after_forward=None is no number"),
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
     ({"pipe": "1f1b"}, "pipe= has no meaning on a mesh without pipe ranks"),
+    ({"context": "all_to_all"}, "context='all_to_all' has no meaning on a mesh without context ranks"),
+    ({"tensor_plan": {"nonsense": "colwise"}}, "pattern 'nonsense' matches no module"), ({"tensor_plan": "colwise"}, "is of type str"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, full=("nrom*",))}, "full pattern 'nrom\\*' fits no module"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, reduce=torch.bfloat16)}, "'mine' reduces in torch.bfloat16"),
 ])
@@ -591,6 +631,13 @@ def test_what_cannot_be_asked_for_is_refused_on_all_ranks(asked, says):
             prepare(world, **asked)
 
     rl.simulate(3, body)
+
+
+@pytest.mark.parametrize("asked", [{"ahead": 2}, {"ahead": 0}, {"reshard_after_forward": False}, {"gradient_memory": 1 << 20}], ids=str)
+def test_what_gathers_and_reduces_within_a_step_is_refused_with_pipe_ranks_where_nothing_does(asked):
+    (name, value), = asked.items()
+    says = f"{name}={value} has no meaning with pipe ranks"
+    quickly(rl.Mesh(pipe=2), lambda world: prepare(world, stage=3, accumulate=2, **asked), rl.ConfigError, says)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipe"])
@@ -740,6 +787,33 @@ def test_a_module_put_in_the_place_of_another_after_prepare_is_an_error_if_it_ha
         model[0] = Line()
         with pytest.raises(UnitError, match="0.w came after the model was prepared: nobody sums its gradient"):
             engine.step(rows(4))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_is_appended_to_a_group_of_the_optimizer_is_an_error(stage):
+    def body(world):
+        engine = prepare(world, stage=stage)
+        engine.step(rows(4))
+        engine.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
+        with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: group 0 of the optimizer has 3 parameters, and had 2, .*nobody sums"):
+            engine.step(rows(4))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_hook_that_an_optimizer_got_after_prepare_is_an_error_where_it_would_see_pieces(stage):
+    def body(world):
+        engine = prepare(world, stage=stage)
+        engine.step(rows(4))
+        engine.optimizer.register_step_pre_hook(lambda optimizer, *_: None)
+        if stage:
+            with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: SGD has got a hook since .* are pieces"):
+                engine.step(rows(4))
+            engine.optimizer.elementwise = True
+        engine.step(rows(4))
 
     rl.simulate(2, body)
 

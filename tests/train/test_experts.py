@@ -131,20 +131,6 @@ def test_the_loss_is_the_cross_entropy_and_auxiliary_losses_stand_beside_it():
     assert first.auxiliary > 2 * MOE.balance_loss, "two layers, each 1 or more for a token, and the routers' own"
 
 
-def test_a_loss_function_that_takes_no_auxiliary_losses_has_none_to_set_apart():
-    def logits_only(model, batch):
-        logits = model(batch[0])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
-
-    def body(world):
-        engine = rl.prepare(GPT(SHAPE, dtype=torch.float64), loss=logits_only, optimizer=adamw, world=world)
-        return [engine.step(rows(8)) for _ in range(2)]
-
-    for report, one in zip(rl.simulate(1, body)[0], truth()[0], strict=False):
-        assert report.auxiliary == 0.0
-        assert report.step > 1 or report.loss == pytest.approx(one.loss, rel=RTOL)
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_choice_of_a_step_is_counted_once(accumulate):
     def body(world):
@@ -223,3 +209,24 @@ def test_what_a_step_sends_for_parameters_and_gradients_is_its_bill_where_expert
 
     monkeypatch.setattr(Group, "_collect", counting)
     assert dict(enumerate(rl.simulate(mesh, body))) == sent
+
+
+def loss_of_logits(model, batch):
+    """As many write it: the model is asked for logits only."""
+    logits, targets = model(batch[0]), batch[1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(replicate=2), rl.Mesh(shard=2, expert=2)], ids=str)
+def test_auxiliary_losses_count_whatever_loss_is_made_of_the_logits(mesh):
+    def steps(world, loss):
+        model = GPT(SHAPE, dtype=torch.float64)
+        engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, stage=3 if mesh.shard > 1 else 0, accumulate=2)
+        reports = [engine.step(share(rows(8), engine.group)) for _ in range(3)]
+        return [(report.loss, report.auxiliary, report.grad_norm) for report in reports]
+
+    flat = lambda reports: [number for step in reports for number in step]
+    expected = flat(rl.simulate(1, lambda world: steps(world, language_model_loss))[0])
+    assert expected[1] > 2 * MOE.balance_loss
+    for found in rl.simulate(mesh, lambda world: steps(world, loss_of_logits)):
+        assert flat(found) == pytest.approx(expected, rel=RTOL)

@@ -213,6 +213,29 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(
     rl.simulate(2, body)
 
 
+def numbered(optimizer: dict) -> tuple[dict, list[str]]:
+    """The state as a plain torch optimizer has it, and the names in its order."""
+    groups = optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    return {"state": {names.index(name): held for name, held in optimizer["state"].items()},
+            "param_groups": [group | {"params": [names.index(name) for name in group["params"]]} for group in groups]}, names
+
+
+@pytest.mark.parametrize("mesh, stage", [(rl.Mesh(replicate=2), 0), (rl.Mesh(shard=2), 3), (rl.Mesh(tensor=2), 0)], ids=str)
+def test_the_state_of_a_plain_optimizer_is_refused_until_it_has_names(mesh, stage):
+    def body(world):
+        engine = engine_of(world, stage)
+        state = engine.full_state_dict()
+        plain, names = numbered(state["optimizer"])
+        with pytest.raises(rl.ModelMismatch, match=r"the saved optimizer has numbers \(0 first\) in place of names"):
+            engine.load_full_state_dict(state | {"optimizer": plain})
+        named = {"state": {names[i]: held for i, held in plain["state"].items()},
+                 "param_groups": [group | {"params": [names[i] for i in group["params"]]} for group in plain["param_groups"]]}
+        engine.load_full_state_dict(state | {"optimizer": named})
+
+    rl.simulate(mesh, body)
+
+
 @pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(tensor=2), rl.Mesh(pipe=2, tensor=2)], ids=str)
 @pytest.mark.parametrize("change, said", [
     ({"norm.weight": torch.zeros(3)}, r"norm.weight: \(3,\) in the state dict, \(64,\) in the model"),

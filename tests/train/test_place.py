@@ -53,7 +53,7 @@ def test_where_ranks_are_dealt_whole_tensors_the_update_is_that_of_one_process(o
 @pytest.mark.parametrize("optimizer, mesh, experts", [
     (adafactor, rl.Mesh(tensor=2), 0), (muon, rl.Mesh(tensor=2), 0), (hooked, rl.Mesh(tensor=2), 0), (adafactor, rl.Mesh(expert=2), 2),
     (hooked, rl.Mesh(expert=2), 2),   # Muon has matrices only; experts are three-dimensional
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_where_ranks_hold_parts_of_a_tensor_it_is_refused_on_all_of_them(optimizer, mesh, experts):
     def body(world):
         with pytest.raises(ConfigError, match=r"may look at whole tensors.*Ranks along tensor and expert hold parts"):

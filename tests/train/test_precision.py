@@ -1,5 +1,6 @@
 """Number formats: masters in 32 bits, the model their rounding, and a loss scale on which all ranks agree."""
 
+import copy
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model, share, train_plainly
+from rankloom.base.errors import UnitError
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import tensors_in
@@ -243,6 +245,57 @@ def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():
     MasterWeights(model, precision_named("bf16"))
     model(torch.arange(3), weights=torch.ones(3))
     assert seen == {"tokens": torch.int64, "weights": torch.bfloat16}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("asked", ["fp64", Precision("mine", torch.float64), Precision("mine", torch.bfloat16), "fp16"], ids=str)
+def test_floats_are_cast_to_the_format_of_the_model_also_where_it_is_a_wide_one(asked, stage):
+    def body(world):
+        engine = rl.prepare(nn.Linear(2, 1), loss=lambda m, x: (m(x).square().sum(), len(x)), optimizer=adamw, world=world, stage=stage,
+                            precision=asked)
+        return engine.step(torch.ones(4, 2)).count   # fp32
+
+    assert rl.simulate(2, body) == [8, 8]
+
+
+class WithTable(nn.Module):
+    """A table in 32 bits, which makes activations of 16 bits wide."""
+
+    def __init__(self, cast: bool):
+        super().__init__()
+        self.layer, self.cast = nn.Linear(2, 1), cast
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + (self.table.to(x) if self.cast else self.table))
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_an_error_about_formats_names_the_buffers_that_have_another(name):
+    def body(world, cast):
+        engine = rl.prepare(WithTable(cast), loss=lambda m, x: (m(x).square().sum(), len(x)), optimizer=adamw, world=world, precision=name)
+        engine.step(torch.ones(4, 2))
+        return engine.model.table.dtype
+
+    assert rl.simulate(1, lambda world: body(world, cast=True)) == [torch.float32]
+    with pytest.raises(RuntimeError, match="dtype") as error:
+        rl.simulate(1, lambda world: body(world, cast=False))
+    assert any(f"precision {name!r} casts parameters and inputs to {PRECISIONS[name].compute}" in note and "table (1 in all)" in note
+               for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_an_engine_with_masters_is_not_copied_and_its_model_may_be(name):
+    """The copy's gradients had gone nowhere: it trained nothing, and nobody said so."""
+    def body(world):
+        engine, _ = train(world, name, steps=1)
+        with pytest.raises(UnitError, match="an engine with master weights cannot be copied.*engine.full_state_dict"):
+            copy.deepcopy(engine)
+        x = make_batches(1)[0]
+        loss, twin = loss_sum(engine.model, x)[0], copy.deepcopy(engine.model)
+        assert torch.equal(loss_sum(twin, x)[0], loss)
+
+    rl.simulate(1, body)
 
 
 def test_an_unknown_precision_is_answered_with_the_nearest():

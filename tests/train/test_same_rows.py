@@ -42,6 +42,16 @@ def test_rows_dealt_by_the_rank_in_the_world_are_refused_before_the_first_step(a
     rl.simulate(rl.Mesh(**axes), body)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}], ids=str)
+def test_a_sparse_tensor_is_a_batch(p, more):
+    def body(world):
+        engine = prepare(nn.Linear(4, 1), world, lambda model, x: (model(x.to_dense()).square().sum(), len(x)), **more)
+        return engine.step(torch.eye(4).roll(world.rank, 1).to_sparse()).count
+
+    assert rl.simulate(p, body) == [4 * p] * p
+
+
 def test_a_run_that_goes_on_is_told_too():
     def body(world):
         start = lambda: prepare(GPT(SHAPE), world, language_model_loss)

@@ -44,12 +44,20 @@ def test_weak_scaling_keeps_the_batch_of_a_rank(file):
 
 
 def test_a_study_is_short_and_does_nothing_after_the_steps(file):
-    config = planned(file, [2])[0]
+    config = planned(file, [2], overrides=["--checkpoint.interval", "3", "--checkpoint.resume", "runs/first"])[0]
+    assert (config.checkpoint.interval, config.checkpoint.resume) == (0, None)
     assert (config.train.steps, config.train.evaluate, config.train.eval_every, config.train.samples) == (9, False, 0, 0)
     assert config.data.baseline is False
     assert config.schedule.warmup_steps == 9
     assert config.train.threads == 2, "the same in every run"
     assert (config.run.folder, config.run.name) == ("out", "ranks-2")
+
+
+@pytest.mark.parametrize("exact", [3, 50])
+def test_steps_are_timed_as_they_are_after_the_exact_ones_however_many_these_are(file, exact):
+    words = ["--comm.compress", "int8", "--comm.compress_after", str(exact)]
+    config = planned(file, [2], overrides=words)[0]
+    assert (config.comm.compress, config.comm.compress_after) == ("int8", 0)
 
 
 def test_the_words_of_the_user_hold_and_deterministic_needs_no_accumulation(file):

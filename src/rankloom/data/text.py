@@ -157,6 +157,8 @@ def _json_text(line: bytes, place: str, start: int) -> str:
         entry = json.loads(whole)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:   # of a number with thousands of digits, of thousands of brackets
+        raise DataError(f"{place}: JSON that Python does not read: {error}") from error
     text = entry.get("text") if isinstance(entry, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{place}: expected an object with a string under "text", got {whole.strip()[:60]!r}')

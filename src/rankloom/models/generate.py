@@ -69,7 +69,8 @@ def choose_token(logits: Tensor, temperature: float, top_k: int | None, generato
     """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so every device draws alike."""
     if temperature == 0:
         return logits.argmax(dim=1)
-    scores = logits.double().cpu() / temperature
+    scores = logits.double().cpu()
+    scores = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # none overflows, however small the temperature
     if top_k is not None and top_k < scores.shape[1]:
         kth = scores.topk(top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

@@ -186,7 +186,7 @@ class MoE(nn.Module):
         rows = rows * choice.weights.flatten()[order].unsqueeze(1).to(rows.dtype)
         # Every choice has a place of its own: no two are added up in an order of chance.
         places = rows.new_zeros(expert.numel(), x.shape[-1]).index_copy(0, order, rows)
-        return places.view(*x.shape[:-1], k, -1).sum(-2)
+        return places.view(*x.shape[:-1], k, x.shape[-1]).sum(-2)
 
     def _account(self, choice: Choice, row: Tensor, kept: Tensor | None) -> None:
         config = self.config
@@ -237,7 +237,7 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
     asked = row.flatten(1)
     used = torch.zeros(row.shape[0], experts, dtype=scores.dtype, device=scores.device)
     used.scatter_add_(1, asked, torch.ones_like(asked, dtype=scores.dtype))
-    return (used * (experts / asked.shape[1]) * scores.sum(1)).sum()
+    return (used * (experts / max(1, asked.shape[1])) * scores.sum(1)).sum()
 
 
 @contextmanager

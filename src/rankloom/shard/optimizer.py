@@ -101,6 +101,45 @@ class Optimizers:
 Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
 
 
+@dataclass(frozen=True, slots=True)
+class AsBuilt:
+    """What an optimizer was when it was built; parameters and hooks that come later are an error.
+
+    rates:  of its groups           params: the ids of their parameters
+    hooked: which of its parts have hooks
+    cut:    whether it updates pieces of parameters
+    """
+
+    rates: list[float]
+    params: list[list[int]]
+    hooked: list[bool]
+    cut: bool
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, *, cut: bool) -> "AsBuilt":
+        """As it is now."""
+        groups = optimizer.param_groups
+        return cls([float(group["lr"]) for group in groups], [[id(param) for param in group["params"]] for group in groups],
+                   [_has_hooks(part) for part in parts_of(optimizer)], cut)
+
+    def expect(self, optimizer: Optimizer, rank: int) -> None:
+        """Raise ConfigError when it is another one now."""
+        now = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+        found = None if len(now) == len(self.params) else f"the optimizer has {len(now)} groups of parameters and had {len(self.params)}"
+        for at, (here, built) in enumerate(zip(now, self.params)):
+            if here != built and not found:
+                found = f"group {at} of the optimizer has {len(here)} parameters, and had {len(built)}, or others,"
+        if found:
+            raise ConfigError(f"rank {rank}: {found} when the engine was made: nobody sums the gradients of those that came. Prepare the "
+                              "model with all that will be trained, and freeze parts of it afterwards")
+        for part, hooked in zip(parts_of(optimizer), self.hooked):
+            if self.cut and _has_hooks(part) and not hooked and is_elementwise(part) and not hasattr(part, "elementwise"):
+                raise ConfigError(f"rank {rank}: {type(part).__name__} has got a hook since the engine was made, and what it updates are "
+                                  "pieces of parameters: the hook would take each for a whole one. Register it in the function that makes "
+                                  "the optimizer, then tensors stay whole; if it treats each element by itself, say so by "
+                                  "`optimizer.elementwise = True`")
+
+
 def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers that it is made of."""
     return optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]

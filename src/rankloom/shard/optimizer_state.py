@@ -215,6 +215,8 @@ def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Map
     if not {"state", "param_groups"} <= full_state.keys():
         return (f"the saved optimizer has the keys {sorted(full_state)}, expected 'state' and 'param_groups'; "
                 "was it gathered on one rank and is loaded on another?")
+    if problem := _numbered(full_state["param_groups"], owners):
+        return problem
     names = {id(owner): name for name, owner in owners.items()}
     ours = [{**part, "params": [names[id(owner)] for owner in part["params"]]} for part in optimizer.param_groups]
     problems = [*_misfits_of_groups(ours, full_state["param_groups"])]
@@ -226,6 +228,15 @@ def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Map
             own = [pieces[names[id(owner)]] for settings in part.param_groups for owner in settings["params"]]
             problems += _misfits_of_shapes(own, full_state["state"])
     return problems[0] if problems else None
+
+
+def _numbered(groups: list[dict[str, Any]], owners: Mapping[str, nn.Parameter]) -> str | None:
+    """Of the state of an optimizer in a loop of one's own, what it says in place of names."""
+    numbers = [param for group in groups for param in group["params"] if not isinstance(param, str)]
+    return (f"the saved optimizer has numbers ({numbers[0]!r} first) in place of names, as the `state_dict()` of a plain torch optimizer "
+            f"has: which of the {len(owners)} parameters is which depends on the order in which it got them. Put the names there, for "
+            "example `names = [name for name, p in model.named_parameters() if p.requires_grad]`, then names[i] for each i, as key in "
+            "'state' and in 'params' of each group") if numbers else None
 
 
 def _misfits_of_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[str]:

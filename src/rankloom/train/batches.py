@@ -1,7 +1,8 @@
 """Cut a batch in micro-batches, and deal its rows over ranks.
 
 A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested as you like; every tensor has one row per sample along
-dim 0. What is not a tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
+dim 0. A numpy array as long, and a list or tuple that holds no tensors and is as long (captions), go by rows too. What else is not a
+tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
 """
 
 import copy
@@ -11,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,22 +41,58 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
     """The same nesting, with `change(tensor)` in place of each tensor."""
-    if isinstance(batch, Tensor):
+    return change(batch) if isinstance(batch, Tensor) else _map_parts(partial(map_tensors, change), batch)
+
+
+def map_rows(change: Callable[[Any], Any], batch: Any, rows: int) -> Any:
+    """The same nesting, with `change` of all that goes by rows, tensors or not, of which there are so many."""
+    if isinstance(batch, Tensor) or _goes_by_rows(batch, rows):
         return change(batch)
+    return _map_parts(partial(map_rows, change, rows=rows), batch)
+
+
+def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
+    """The same container with `change` of each thing in it; what is no container is itself."""
     if isinstance(batch, dict | UserDict):   # what tokenizers give is the latter
         changed = copy.copy(batch)   # with all that a kind of dict knows besides its items
-        changed.update({key: map_tensors(change, batch[key]) for key in sorted(batch, key=str)})   # on all ranks, for `change` may send
+        changed.update({key: change(batch[key]) for key in sorted(batch, key=str)})   # in this order on all ranks, for `change` may send
         return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(change, value) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(change, value) for value in batch)
+        return _alike(batch, [change(value) for value in batch])
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
-        for field in fields(batch):
-            object.__setattr__(twin, field.name, map_tensors(change, getattr(batch, field.name)))   # frozen ones, too
+        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # one without a default may not be set
+            object.__setattr__(twin, name, change(getattr(batch, name)))   # frozen ones, too
         return twin
     return batch
+
+
+def _alike(kind: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """The values in a list or tuple of that kind, whatever it asks for when it is made."""
+    if isinstance(kind, list):
+        twin = copy.copy(kind)
+        twin[:] = values
+        return twin
+    if hasattr(kind, "_make"):
+        return kind._make(values)
+    try:
+        made = tuple.__new__(type(kind), values)
+    except TypeError:   # those of torch (a shape, what `max` returns) are made by their own only
+        return type(kind)(values)
+    vars(made).update(vars(kind)) if hasattr(kind, "__dict__") else None
+    return made
+
+
+def _goes_by_rows(value: Any, rows: int) -> bool:
+    """Whether something that is no tensor has one entry for each of the rows."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == rows
+    if not isinstance(value, list | tuple) or len(value) != rows or hasattr(value, "_fields") or isinstance(value, torch.Size):
+        return False
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, value)
+    columns = all(isinstance(entry, np.ndarray) and _goes_by_rows(entry, rows) for entry in value)   # as many as there are rows, by chance
+    return not (tensors or columns)
 
 
 def rows_of(batch: Any, rank: int) -> int:
@@ -80,7 +118,23 @@ def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
     rows = rows_of(batch, rank)
     expect_rows(rows, pieces, rank)
     runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
-    return [map_tensors(partial(_rows, first=first, end=end), batch) for first, end in runs]
+    return [map_rows(partial(_rows, first=first, end=end), batch, rows) for first, end in runs]
+
+
+def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
+    """The same, in fewer pieces where there are fewer rows; one without rows is one piece."""
+    if isinstance(batch, MicroBatches):
+        return list(batch)
+    rows = rows_of(batch, rank)
+    return cut_batch(batch, min(rows, pieces), rank) if rows else [batch]
+
+
+def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
+    """The first so many rows, and the two halves of these; one row has no halves, so it comes twice."""
+    middle = (rows + 1) // 2
+    runs = [partial(_rows, first=first, end=end) for first, end in ((0, rows), (0, middle), (middle, rows))]
+    change: list[Callable[[Any], Any]] = [*runs] if rows > 1 else [_twice, runs[0], runs[0]]
+    return [map_rows(each, batch, rows_of(batch, rank)) for each in change]
 
 
 def expect_rows(rows: int, pieces: int, rank: int) -> None:
@@ -97,8 +151,16 @@ def laid_out_anew(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _rows(x: Tensor, first: int, end: int) -> Tensor:
+def _rows(x: Any, first: int, end: int) -> Any:
+    if isinstance(x, Tensor) and x.is_sparse:   # has no slices
+        return x.index_select(0, torch.arange(len(x), device=x.device)[first:end])
     return x[first:end]
+
+
+def _twice(x: Any) -> Any:
+    """The first row, two times."""
+    row = _rows(x, 0, 1)
+    return torch.cat((row, row)) if isinstance(row, Tensor) else np.concatenate((row, row)) if isinstance(row, np.ndarray) else row + row
 
 
 def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
@@ -107,9 +169,13 @@ def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
     The global batch is all ranks' batches one after another, in rank order, and is cut in `leaves` contiguous shards; fewer
     when it has fewer rows.
     returns: (this rank's rows, which row of the global batch is the first of them, the number of shards)
-    raises:  BatchError, on all ranks, when there are fewer rows than ranks
+    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no tensors would have to travel
     """
-    held = group.all_gather(torch.tensor([rows_of(batch, group.rank)], device=group.device), label="rows").tolist()
+    rows, found = rows_of(batch, group.rank), list[Any]()
+    map_rows(found.append, batch, rows)
+    others = sum(not isinstance(each, Tensor) for each in found)
+    told = group.all_gather(torch.tensor([[rows, others]], device=group.device), label="rows").tolist()
+    held = [rows for rows, _ in told]
     leaves = min(leaves, sum(held))
     if leaves < group.size:
         raise BatchError(f"a global batch of {sum(held)} rows in {leaves} logical shards is too small for {group.size} ranks")
@@ -117,6 +183,10 @@ def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
     first = sum(wanted[:group.rank])
     if wanted == held:
         return batch, first, leaves
+    if brings := [rank for rank, (_, others) in zip(group.ranks, told) if others]:
+        raise BatchError(f"rank {brings[0]} brings rows that are no tensors (a numpy array, or a list or tuple as long as the batch), and "
+                         f"ranks brought {held} rows where deterministic training wants {wanted}: only tensors are sent on. Make tensors "
+                         "of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are wanted")
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
     return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, leaves
 

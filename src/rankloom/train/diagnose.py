@@ -9,6 +9,7 @@ step, and then runs this: the same micro-batches again on each rank alone, gradi
 """
 
 import hashlib
+import math
 import os
 import secrets
 import warnings
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
-from rankloom.base.modes import evaluating
+from rankloom.base.modes import evaluating, runs_together
 from rankloom.parallel.build import digest
-from rankloom.train.batches import cut_batch, map_tensors, rows_of
+from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
+from rankloom.train.split import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
@@ -50,32 +52,102 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
                      "or look at that rank's batch.")
 
 
-def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, piece: Any, rank: int, on_any: Callable[[bool], bool]) -> None:
+def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
+                       pieces: int, leaves: int) -> None:
+    """Before the first step, on about a micro-batch: a loss that returns a mean is an error, and so are too few rows, of any rank.
+
+    group:  the ranks that rows are dealt over    tokens: those over which losses add up
+    pieces: how many micro-batches the rows are   leaves: logical shards, which deal rows out anew; 0: there are none
+    A collective of the world, on all ranks or none: a forward may be one.
+    """
+    mine = torch.tensor([rows_of(batch, world.rank) * group.size + group.rank], device=group.device)
+    held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
+    if not leaves:
+        expect_rows(held, pieces, group.ranks[rank])
+    if held < 1:   # somewhere
+        return
+    parts = with_halves(batch, min(held, max(2, held // (leaves or pieces))), world.rank)
+    on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
+                                                label="does the loss seem a mean"))
+    expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
+
+
+def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequence[Any], rank: int, on_any: Callable[[bool], bool],
+               together: bool = False) -> None:
     """Raise when the loss function seems to return a mean, though it counts as for a sum.
 
-    Two halves of a batch add up to the whole for a sum; of a mean the whole lies between them, where their items or rows weigh it. (Twice
-    the whole alone is no sign: a model may take another branch for each half.) A loss that differs when it is computed again draws
-    random numbers, and is not judged. It is called without dropout and with gradients on. Nothing is checked on
-    one row, or of a compiled model, which would be compiled again for the halves.
-    on_any: whether something holds on any rank
-    raises: LossError
+    A loss that differs when it is computed again draws random numbers, and is not judged; nor is one that raises something, for a model
+    may return other things in training. It is called without dropout and with gradients on, as often on every rank, for a forward
+    may be a collective; buffers are then as they were. A compiled model is not checked: it would be compiled again for the halves.
+    parts:    rows, and their two halves
+    on_any:   whether something holds on any rank
+    together: ranks wait for each other in a forward
+    raises:   LossError
     """
-    rows = rows_of(piece, rank)
-    if rows < 2 or runs_compiled(model):
+    if runs_compiled(model):
         return
-    with evaluating(model):
-        (whole, count), *halves = [totals_of(part) for part in (piece, *cut_batch(piece, 2, rank))]
-        counts = [half[1].item() for half in halves]
-        suspect = sum(counts) == count > 1 and bool(whole) and any(
-            abs((part[0] * halves[0][0] + part[1] * halves[1][0]) / (sum(part) * whole) - 1.0) < MEAN_IF_WITHIN
-            for part in (counts, (rows - rows // 2, rows // 2)))
-        if not on_any(suspect):   # else all ranks compute it again, for a forward may be a collective
+    with evaluating(model), _buffers_put_back(model):
+        (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
+        rows = rows_of(parts[0], rank)
+        suspect = _seems_mean(whole, count, halves, rows)
+        if not on_any(suspect):
             return
-        again, _ = totals_of(piece)
+        again, _ = _tried(totals_of, parts[0], model, rank, together)
     if suspect and abs(again - whole) <= SAME_IF_WITHIN * abs(whole):
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
                         f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
+
+
+def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
+    """Two halves of a batch add up to the whole for a sum; of a mean the whole lies between them, where their items or rows weigh it.
+
+    (Twice the whole alone is no sign: a model may take another branch for each half.) Where hardly anything is counted in one of the
+    halves both are so, and nobody can tell.
+    """
+    (one, some), (other, rest) = halves
+    if not (some + rest == count > 1 and whole) or abs(one + other - whole) <= SAME_IF_WITHIN * abs(whole):
+        return False
+    return any(abs((first * one + second * other) / ((first + second) * whole) - 1.0) < MEAN_IF_WITHIN
+               for first, second in ((some, rest), (rows - rows // 2, rows // 2)))
+
+
+def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
+    """[sum, count], or two NaN where it raised something: the step itself will tell whether that is wrong in training, too.
+
+    But a rank that others wait for in their forward cannot leave its own and go on.
+    """
+    begun, ended = list[int](), list[int]()
+    hooks = [model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
+             model.register_forward_hook(lambda *_: ended.append(1))]
+    try:
+        totals: list[float] = totals_of(part).tolist()
+        return totals
+    except Exception as error:
+        if together and not len(begun) == len(ended) > 0:
+            error.add_note(f"rank {rank}: the loss was tried in evaluation mode when this was raised, before the first step, to see "
+                           "whether it is a sum; ranks share a forward here, so each must get through it in that mode too")
+            raise
+        return [math.nan, math.nan]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Whatever a forward inside has counted or put in buffers is then as it was: it belongs to no step."""
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # no script
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.layout == torch.strided]
+    try:
+        yield
+    finally:
+        for now, own in held:
+            now.clear()
+            now.update(own)
+        for buffer, before in values:
+            if buffer.shape == before.shape and not _same_bits(buffer, before):   # what is untouched shall not seem to have changed
+                buffer.detach().copy_(before)
 
 
 def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
@@ -85,8 +157,10 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     sharing: the ranks that share every row
     dealt:   the ranks that rows are dealt over
     """
+    if sharing.size == dealt.size == 1:
+        return
     tensors: list[Tensor] = []
-    map_tensors(tensors.append, batch)
+    map_tensors(lambda t: tensors.append(t.to_dense() if t.is_sparse else t), batch)
     mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
         _expect_same_rows(sharing, mine)

@@ -28,21 +28,21 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.events import Load, Sink, StepDone
-from rankloom.base.loss import sum_and_count
+from rankloom.base.loss import sum_and_count, take_extra_loss
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
 from rankloom.models.moe import taken_extra_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
-from rankloom.shard.optimizer import Optimizer
+from rankloom.shard.optimizer import AsBuilt, Optimizer
 from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, expect_rows, laid_out_anew, map_tensors, rows_of
+from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_leaves, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
     compare_rows,
     expect_one_model,
-    expect_sum,
+    expect_sum_of_step,
     explain_non_finite,
     generator_now,
     runs_compiled,
@@ -52,7 +52,7 @@ from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.held import Held, held_by, memory_told, peak_memory
 from rankloom.train.placement import Placement, Whole
-from rankloom.train.precision import UNMEASURED, LossScale, Precision
+from rankloom.train.precision import UNMEASURED, LossScale, Precision, buffers_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.split import SHARING_AXES
 from rankloom.train.state import TrainingState, gather_state, load_state
@@ -113,10 +113,10 @@ class Engine:
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
         self._running = BufferKeeper(model, tokens)
-        self._base_lrs = [float(part["lr"]) for part in self.optimizer.param_groups]
-        if settings.schedule and not self._base_lrs[0] and any(self._base_lrs):
-            raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._base_lrs[1:]}: a schedule gives the rate of "
-                              "the first, and the others keep their ratio to it. Put another group first, or freeze that one's parameters")
+        self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, Whole))
+        if settings.schedule and not self._built.rates[0] and any(self._built.rates):
+            raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._built.rates[1:]}: a schedule gives the rate "
+                              "of the first, and the others keep their ratio to it. Put another group first, or freeze its parameters")
 
     def step(self, batch: Any) -> Report:
         """One optimizer step on this rank's share of the global batch.
@@ -151,6 +151,8 @@ class Engine:
         self.steps_done += 1
         self._running.average_changed()
         auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._count_tokens(move=finite)
+        if experts:
+            self._running.forget_changes()   # biases of routers, which all ranks have moved alike
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
                         seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
         if self.sink:
@@ -271,18 +273,9 @@ class Engine:
         return self.placement.finish(None)
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
-        """Before the first step, on about a micro-batch: a loss that returns a mean is an error, and so are too few rows, of any rank."""
-        mine = torch.tensor([rows_of(batch, self.world_rank) * self.group.size + self.group.rank], device=self.group.device)
-        held, rank = divmod(int(self.tokens.all_reduce(mine, "min", label="rows")), self.group.size)
-        if not self.settings.leaves:   # which deal rows out anew
-            expect_rows(held, pieces, self.group.ranks[rank])
-        if held < 1:   # somewhere; then nobody looks, for a forward may be a collective
-            return
-        rows = max(2, held // (self.settings.leaves or self.settings.accumulate))
-        part = map_tensors(lambda t: t[:rows] if held > 1 else torch.cat((t[:1], t[:1])), batch)   # a row alone has no halves: twice
-        on_any = lambda here: bool(self.settings.world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=self.group.device), "max",
-                                                                  label="does the loss seem a mean"))
-        expect_sum(lambda piece: self._call_loss(piece)[1][:2], self.model, part, self.world_rank, on_any)
+        """Before the first step: see `expect_sum_of_step`."""
+        expect_sum_of_step(lambda piece: self._call_loss(piece)[1][:2], self.model, batch, world=self.settings.world, group=self.group,
+                           tokens=self.tokens, pieces=pieces, leaves=self.settings.leaves)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, rows: range) -> Tensor:
@@ -313,9 +306,11 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        with self.placement.without_reduction():   # a loss may take gradients of its own, by the inputs
+        with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may take gradients of its own
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
+        if self._has_experts and (extra := take_extra_loss(self.model)) is not None:   # the model's own loss has added it
+            loss = loss + extra
         return loss, self._split_auxiliary(torch.stack((loss.detach().to(torch.float64), count)))
 
     # ------------------------------------------------------------------ experts
@@ -379,19 +374,17 @@ class Engine:
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
         with self.placement.without_reduction():
-            pieces = batch if isinstance(batch, MicroBatches) else [batch]
+            leaves = self.settings.leaves and len(owned_leaves(self.group.rank, self.group.size, self.settings.leaves))
+            pieces = cut_again(batch, leaves or self.settings.accumulate, self.world_rank)   # as the step had, for memory
             numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
             return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
 
     def _set_learning_rate(self) -> float:
-        if len(self.optimizer.param_groups) != len(self._base_lrs):
-            raise ConfigError(f"rank {self.world_rank}: the optimizer has {len(self.optimizer.param_groups)} groups of parameters and had "
-                              f"{len(self._base_lrs)} when the engine was made: nobody sums the gradients of those that came. Prepare the "
-                              "model with all that will be trained, and freeze parts of it afterwards")
+        self._built.expect(self.optimizer, self.world_rank)
         if self.settings.schedule:
             lr = self.settings.schedule(self.steps_done)
             if not (isinstance(lr, Real | Tensor) and lr >= 0):   # nor NaN
                 raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate, 0 or more")
-            for part, base in zip(self.optimizer.param_groups, self._base_lrs):
-                part["lr"] = lr * (base / self._base_lrs[0] if self._base_lrs[0] else 1.0)
+            for part, base in zip(self.optimizer.param_groups, self._built.rates):
+                part["lr"] = lr * (base / self._built.rates[0] if self._built.rates[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])

@@ -9,7 +9,8 @@ source: Micikevicius et al. 2018
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from types import NoneType
@@ -116,10 +117,10 @@ def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
 
 def cast_activations(model: nn.Module, precision: Precision) -> None:
     """Inputs come in the compute format, outputs leave in the output format; modules that are `full` compute in theirs."""
-    if precision.compute is not None and precision.master is not None:
+    if precision.compute is not None:
         model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
         for name, module in model.named_modules():
-            if any(fnmatch(name, pattern) for pattern in precision.full):
+            if precision.master is not None and any(fnmatch(name, pattern) for pattern in precision.full):
                 module.register_forward_pre_hook(_CastInputs(precision.master), with_kwargs=True)
                 module.register_forward_hook(_CastOutputs(precision.compute))
     if precision.output is not None:
@@ -128,7 +129,7 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
 
 def cast_inputs(values: Any, precision: Precision) -> Any:
     """What a model is called with, however nested, as its hook would cast it: for stages, which are never called as one model."""
-    dtype = precision.compute if precision.master is not None else None
+    dtype = precision.compute
     return values if dtype is None else _cast_floats_in(values, dtype)
 
 
@@ -136,6 +137,23 @@ def cast_outputs(values: Any, precision: Precision) -> Any:
     """What a model returns, the same way."""
     dtype = precision.output
     return values if dtype is None else _cast_floats_in(values, dtype)
+
+
+@contextmanager
+def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """An error inside about formats says which buffers have another one than what the model computes in.
+
+    They keep theirs, for nobody knows what for: statistics and tables of angles need their digits. And a wide buffer widens what it meets.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        wide = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.dtype != precision.compute]
+        if precision.master is not None and wide and "type" in str(error):
+            error.add_note(f"precision {precision.name!r} casts parameters and inputs to {precision.compute}, and leaves buffers as they "
+                           f"are: {', '.join(wide[:3])} ({len(wide)} in all). What meets a wider one is wide afterwards, and fits no layer "
+                           "in 16 bits: cast it where it is used, for example `x + self.table.to(x)`")
+        raise
 
 
 class MasterWeights:
@@ -166,6 +184,14 @@ class MasterWeights:
         for name in rounded:
             watch(self.params[name])
         self._rounded = {name: self._mark(name) for name in rounded}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeights":   # the copies' gradients would go nowhere
+        if self._rounded:
+            raise UnitError("an engine with master weights cannot be copied: what moves gradients from the model to its masters is not "
+                            "copied with it. Prepare another model, and give its engine what `engine.full_state_dict()` gives")
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def _mark(self, name: str) -> tuple[int, int]:
         """Changes when somebody writes into the parameter, or puts other memory in its place."""

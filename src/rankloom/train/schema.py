@@ -344,6 +344,8 @@ class Config(ConfigSection):
             raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
         if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
             raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
+        if self.mesh.pipe > 1 and self.train.reshard_after_forward is not True:
+            raise ValueError("[train] reshard_after_forward has no meaning with [mesh] pipe: a schedule's step gathers parameters once")
         if self.train.pipe is not None and self.mesh.pipe == 1:
             raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
 

@@ -44,7 +44,8 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     warm_up = min(config.schedule.warmup_steps, steps)
     return [
         *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
-        f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
+        *(["--comm.compress_after=0"] if config.comm.compress_after else []),   # timed is how a run goes on, not how it begins
+        "--checkpoint.interval=0", "--checkpoint.resume=none", f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
     ]
 
 
