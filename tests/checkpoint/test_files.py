@@ -7,7 +7,18 @@ from safetensors.torch import load_file
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Span
 from rankloom.base.spans import boxes_of_run, shape_of, whole_box, within
-from rankloom.checkpoint.files import FORMATS, commit, expect_known, expect_unchanged, file_name, read_manifest, reading, write_parts
+from rankloom.checkpoint import files
+from rankloom.checkpoint.files import (
+    FORMATS,
+    commit,
+    expect_free,
+    expect_unchanged,
+    expect_writable,
+    file_name,
+    read_manifest,
+    reading,
+    write_parts,
+)
 from rankloom.checkpoint.manifest import Part, assemble, deal, key_of, tell
 
 TOKENS = ("0" * 12, "1" * 12)
@@ -54,9 +65,41 @@ def test_memory_in_any_order_is_written_as_it_reads_and_the_file_is_plain_safete
     assert torch.equal(load_file(tmp_path / "x.safetensors")[key_of("w", part.box)], values)
 
 
-def test_a_dtype_that_the_format_has_not_is_told_before_anything_is_written():
-    with pytest.raises(ConfigError, match="w is torch.complex128, which the safetensors format has not"):
-        expect_known([whole("w", torch.zeros(1, dtype=torch.complex128))])
+@pytest.mark.parametrize("values, said", [
+    (torch.zeros(1, dtype=torch.complex128), "w is torch.complex128, which the safetensors format has not"),
+    (torch.zeros(1).expand(4), "w is expanded: several elements share memory"),
+    (torch.eye(2).to_sparse(), "w is torch.sparse_coo: a checkpoint keeps dense tensors only"),
+], ids=["complex128", "expanded", "sparse"])
+def test_what_could_not_be_read_back_is_told_before_anything_is_written(values, said):
+    with pytest.raises(ConfigError, match=said):
+        expect_writable([whole("w", values)])
+
+
+def test_a_conjugate_is_written_as_it_reads(tmp_path):
+    part = whole("w", torch.tensor([1 + 2j, 3 - 4j]).conj())
+    write_parts(tmp_path / "x.safetensors", [part])
+    assert torch.equal(load_file(tmp_path / "x.safetensors")[key_of("w", part.box)], part.values.resolve_conj())
+
+
+def test_a_manifest_of_something_else_is_not_overwritten(tmp_path):
+    expect_free(tmp_path)
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+    expect_free(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"name": "my app"}')
+    with pytest.raises(ConfigError, match="not of a checkpoint that can be read, so it is not overwritten"):
+        expect_free(tmp_path)
+
+
+def test_a_disk_that_syncs_no_folders_and_keeps_old_files_has_the_new_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(files, "_sync_folder", refuse)
+    monkeypatch.setattr(files.Path, "unlink", refuse)
+    made = save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
+    assert read_manifest(tmp_path)[1] == made and (tmp_path / file_name(TOKENS[0], 0)).exists()
 
 
 def test_a_new_checkpoint_replaces_the_old_one_and_touches_no_other_file(tmp_path):

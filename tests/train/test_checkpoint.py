@@ -220,6 +220,75 @@ def test_extra_state_that_json_has_not_is_told_by_name_on_all_ranks(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Spread(nn.Module):
+    """A parameter in another order of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_remembered_lies_in_memory_as_its_parameter_does(tmp_path, fused, by_file):
+    """Fused kernels go through memory, not through dims."""
+    def made(world):
+        torch.manual_seed(0)
+        loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
+        return rl.prepare(Spread(), loss=loss, world=world, optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, fused=fused))
+
+    def body(world):
+        x, engine, other = torch.randn(2, 3, 5, 5), made(world), made(world)
+        for _ in range(3):
+            engine.step(x)
+        if by_file:
+            engine.save(tmp_path)
+            other.load(tmp_path)
+        else:
+            other.load_full_state_dict(engine.full_state_dict())
+        return [engine.step(x).loss for _ in range(3)], [other.step(x).loss for _ in range(3)]
+
+    straight, stopped = rl.simulate(1, body)[0]
+    assert straight == stopped
+
+
+class Computed(nn.Linear):
+    """Its state dict has something that it makes up."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = torch.tensor(5.0)
+
+
+class Remembers(torch.optim.SGD):
+    """Something that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("model, optimizer, said", [
+    (lambda: Computed(4, 4), torch.optim.SGD, "scale is in the model's state dict, and neither a parameter nor a buffer"),
+    (lambda: nn.Linear(4, 4), Remembers, "belongs to none of its parameters"),
+    (lambda: nn.Linear(4, 4), lambda params: torch.optim.SGD([{"params": params, "by": {1: 2}}]), "by cannot be in a checkpoint"),
+], ids=["computed", "no parameter's", "keys"])
+def test_what_could_not_be_given_back_is_refused_by_name_when_it_is_saved(tmp_path, model, optimizer, said):
+    def body(world):
+        torch.manual_seed(0)
+        loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
+        engine = rl.prepare(model(), loss=loss, world=world, optimizer=optimizer)
+        engine.step(torch.randn(4, 4))
+        with pytest.raises(ConfigError, match=said):
+            engine.save(tmp_path)
+
+    rl.simulate(2, body)
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,17 @@ def file_name(token: str, rank: int) -> str:
     return f"{token}-{rank:05}.safetensors"
 
 
-def expect_known(parts: Iterable[Part]) -> None:
-    """Raise ConfigError for a dtype that the format has not."""
+def expect_writable(parts: Iterable[Part]) -> None:
+    """Raise ConfigError for a tensor that the format has not, or that could not be read back where it lies."""
     for part in parts:
-        if part.values.dtype not in FORMATS:
-            raise ConfigError(f"{part.name} is {part.values.dtype}, which the safetensors format has not; "
+        values = part.values
+        if values.layout is not torch.strided:
+            raise ConfigError(f"{part.name} is {values.layout}: a checkpoint keeps dense tensors only")
+        if values.dtype not in FORMATS:
+            raise ConfigError(f"{part.name} is {values.dtype}, which the safetensors format has not; "
                               f"it has {', '.join(str(dtype).removeprefix('torch.') for dtype in FORMATS)}")
+        if any(length > 1 and stride == 0 for length, stride in zip(values.shape, values.stride())):
+            raise ConfigError(f"{part.name} is expanded: several elements share memory, so it cannot be read back; keep `x.contiguous()`")
 
 
 @torch.no_grad()
@@ -80,7 +85,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _bytes_of(part: Part) -> Any:   # a buffer
-    return part.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return part.values.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -97,14 +102,33 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / MANIFEST)
-        _sync_folder(folder)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
-    named = {saved.name for saved in manifest.files}
+    # It has happened. Whoever heard of an error now would take the new files away; some network disks sync no folders.
+    with suppress(OSError):
+        _sync_folder(folder)
+    _remove_unnamed(folder, {saved.name for saved in manifest.files})
+
+
+def _remove_unnamed(folder: Path, named: set[str]) -> None:
+    """Of the checkpoint before, or of one that was never finished. What cannot be removed stays for the next to try."""
     for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in named:   # of the checkpoint before, or of one that was never finished
-            path.unlink(missing_ok=True)
+        if OURS.fullmatch(path.name) and path.name not in named:
+            with suppress(OSError):
+                path.unlink()
+
+
+def expect_free(folder: Path) -> None:
+    """Raise ConfigError when a manifest of something else is there, which a checkpoint would overwrite."""
+    path = folder / MANIFEST
+    try:
+        from_json(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return
+    except (DataError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is there, and not of a checkpoint that can be read, so it is not overwritten ({error}); give another "
+                          "folder, or move it away") from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ tensor that was saved in pieces of one shape is loaded in pieces of any other, b
 source: the manifest as a plain list of spans, and no pickle: DCP (torch.distributed.checkpoint) has the idea of loading on another mesh
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,12 +141,20 @@ def key_of(name: str, box: Box) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """As it lies on disk: a line for each tensor and file, so that people can read it."""
+    """As it lies on disk: a line for each tensor and file, so that people can read it, and the SHA-256 of all that in the last one."""
     tensors = [f"{json.dumps(name)}: {json.dumps(_tensor_fields(saved))}" for name, saved in manifest.tensors.items()]
     files = [json.dumps([file.name, file.nbytes, file.sha256]) for file in manifest.files]
     parts = (f'"format": {FORMAT}', f'"facts": {json.dumps(manifest.facts)}', '"files": [\n' + ",\n".join(files) + "\n]",
              '"tensors": {\n' + ",\n".join(tensors) + "\n}")
-    return "{" + ",\n".join(parts) + "}\n"
+    body = ",\n".join(parts)
+    return f'{{{body}{_HASH}{_sha256(body)}"}}\n'
+
+
+_HASH = ',\n"sha256": "'
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tensor_fields(saved: SavedTensor) -> dict[str, Any]:
@@ -163,6 +172,9 @@ def from_json(text: str, where: str) -> Manifest:
         read = json.loads(text)
         if read["format"] != FORMAT:
             raise DataError(f"{where}: is of format {read['format']}, this rankloom reads {FORMAT}")
+        body = text.rpartition(_HASH)[0].removeprefix("{")
+        if _sha256(body) != read["sha256"]:
+            raise DataError(f"{where}: is not what was written: its SHA-256 is another; the manifest is damaged")
         files = [SavedFile(*fields) for fields in read["files"]]
         manifest = Manifest({name: _tensor_of(fields) for name, fields in read["tensors"].items()}, files, read["facts"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -170,7 +182,7 @@ def from_json(text: str, where: str) -> Manifest:
             raise
         raise DataError(f"{where}: is no manifest of a checkpoint ({type(error).__name__}: {error})") from None
     for name, saved in manifest.tensors.items():
-        if (count := sum(numel(piece.box) for piece in saved.pieces)) != prod(saved.shape):
+        if (count := sum(numel(piece.box) for piece in saved.pieces if piece.file < len(files))) != prod(saved.shape):
             raise DataError(f"{where}: has {count} elements of {name}, expected {prod(saved.shape)}; the manifest is damaged")
     return manifest
 

@@ -206,7 +206,10 @@ def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], part: t
         on_device = settings.get("fused") or settings.get("capturable")
         return value.to(owner.device, torch.float32) if on_device else value.to("cpu")
     torchs = type(part).__module__.startswith("torch.optim")   # those keep all they remember in the parameter's dtype
-    return value.to(owner.device, owner.dtype if torchs else value.dtype)
+    dtype = owner.dtype if torchs else value.dtype
+    if value.shape != owner.shape:
+        return value.to(owner.device, dtype)
+    return torch.empty_like(owner, dtype=dtype).copy_(value)   # in the parameter's order of memory, by which fused kernels go
 
 
 def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece],

@@ -9,9 +9,8 @@ No value travels between ranks. Read checkpoint/manifest.py, train/parts.py and 
 """
 
 import hashlib
-import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.checkpoint.files import (
     Reader,
     commit,
-    expect_known,
+    expect_free,
     expect_unchanged,
+    expect_writable,
     file_name,
     read_manifest,
     reading,
@@ -35,7 +35,7 @@ from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, de
 from rankloom.parallel.values import EXTRA, difference
 from rankloom.shard.optimizer import Piece
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
-from rankloom.train.parts import MODEL, OPTIMIZER, whole_part
+from rankloom.train.parts import MODEL, OPTIMIZER, computed_entries, is_extra, whole_part
 from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
 from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
@@ -48,8 +48,8 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
     raises: ConfigError, on all ranks; what was there is then as it was
     """
     world = state.world
-    parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
-    world.agree(_problem(partial(_begin, folder, parts, facts)), label="begin a checkpoint")
+    parts = [*state.placement.parts(), *_optimizer_parts(state)]
+    world.agree(_problem(partial(_begin, folder, parts, state)), label="begin a checkpoint")
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
     told = world.all_gather_object(tell(parts), label="what ranks hold")
     shares = deal(told)
@@ -62,7 +62,7 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
         path.unlink(missing_ok=True)
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
-    others = world.all_gather_object(facts, label="facts of a checkpoint")
+    others = world.all_gather_object(_facts(state), label="facts of a checkpoint")
     manifest = assemble(told, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
     try:
         world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
@@ -71,19 +71,40 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
         raise
 
 
-def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any]) -> None:
+def _begin(folder: Path, parts: list[Part], state: TrainingState) -> None:
     """Find out what cannot be written before anything is."""
-    expect_known(parts)
-    for name, value in [*facts["extra"].items(), *facts["values"].items(), ("a parameter group", facts["param_groups"])]:
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle ({error}): keep numbers, strings, None, or "
-                              "lists and dicts of these, and tensors as buffers") from None
+    expect_writable(parts)
+    for name in computed_entries(state.placement.model):
+        raise ConfigError(f"{name} is in the model's state dict, and neither a parameter nor a buffer, so it could not be given back: "
+                          "keep it as a buffer, or in `get_extra_state`")
+    facts, owners = _facts(state), {id(owner) for owner in state.placement.owners.values()}
+    if any(id(key) not in owners for key in state.optimizer.state):
+        raise ConfigError("the optimizer remembers something that belongs to none of its parameters, and a checkpoint has no place for "
+                          "that: keep it in a parameter group")
+    for name, value in [*facts["extra"].items(), *facts["values"].items(), *((key, _listed(value)) for part in facts["param_groups"]
+                                                                             for key, value in part.items())]:
+        if not _is_json(value):
+            raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds what JSON "
+                              "has not. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
+    expect_free(folder)
+
+
+def _listed(value: Any) -> Any:
+    """Of a setting of a parameter group: `_like` makes tuples of its lists again."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives it back as it was."""
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(held) for key, held in value.items())
+    return value is None or isinstance(value, str | int | float)
 
 
 def _problem(work: Any) -> str | None:
@@ -123,7 +144,7 @@ def _facts(state: TrainingState) -> dict[str, Any]:
     """All that is no tensor. Of extra state and optimizer values each rank has its own, by name; the rest is the same on all."""
     run = state.run()
     values = {f"{key}/{name}": value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
-    extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if name.endswith(EXTRA)}
+    extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if is_extra(name)}
     groups = whole_state(state.optimizer, state.placement.owners, {})["param_groups"]
     plain = [{key: value.tolist() if isinstance(value, Tensor) else value for key, value in part.items()} for part in groups]
     amax = {name: row.tolist() for name, row in run["amax"].items()}
@@ -142,11 +163,11 @@ def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
     """Take over the checkpoint in `folder`. A collective. Returns what belongs to no parameter.
 
     memory: one value of the optimizer's state, as this rank has it, at a time, beyond what there is afterwards
-    raises: DataError, ModelMismatch, on all ranks, with nothing changed
+    raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file goes while it is read
     """
     world, parts = state.world, state.placement.parts()
     manifest = _manifest_of_all(world, folder)
-    _expect_same_model(world, parts, manifest)
+    _expect_same_model(world, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
     facts = manifest.facts
     run = NEW_RUN | facts["run"]
     run["amax"] = {name: torch.tensor(row) for name, row in run["amax"].items()}
@@ -182,12 +203,13 @@ def _manifest_of_all(world: World, folder: Path) -> Manifest:
     return manifest
 
 
-def _expect_same_model(world: World, parts: list[Part], manifest: Manifest) -> None:
-    """raises: ModelMismatch, on all ranks, when the tensors of their models are not those that were saved"""
-    told = world.all_gather_object({part.name.removeprefix(MODEL): list(part.shape) for part in parts}, label="tensors of the model")
+def _expect_same_model(world: World, parts: list[Part], extra: Iterable[str], manifest: Manifest) -> None:
+    """raises: ModelMismatch, on all ranks, when the tensors of their models, or their extra state, are not those that were saved"""
+    mine: dict[str, list[int]] = {part.name.removeprefix(MODEL): list(part.shape) for part in parts} | {name: [] for name in extra}
+    told = world.all_gather_object(mine, label="tensors of the model")
     shapes = {name: torch.Size(shape) for rank in told for name, shape in rank.items()}
     saved = {name: torch.empty(shape, device="meta") for name, shape in sizes_of(manifest, MODEL).items()}
-    if problem := difference(shapes, saved, f"rank {world.rank}"):
+    if problem := difference(shapes, saved | manifest.facts["extra"], f"rank {world.rank}"):
         raise ModelMismatch(problem)
 
 
@@ -222,5 +244,5 @@ def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, p
 
 def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
     for name in model.state_dict(keep_vars=True):
-        if name.endswith(EXTRA) and name in extra:
+        if is_extra(name) and name in extra:
             model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(extra[name])

@@ -212,7 +212,7 @@ class Engine:
         What was there before is a whole checkpoint until this one is; afterwards it is gone.
         raises: ConfigError, on all ranks, when a file cannot be written; the checkpoint from before is as it was
         """
-        save_checkpoint(self.training(), Path(folder))
+        save_checkpoint(self.training(), Path(folder).expanduser())
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take over what `save` has written, on any mesh and at any stage: steps go on as they would have there. A collective.
@@ -220,7 +220,7 @@ class Engine:
         Each rank reads what it will hold. Files are compared with their hashes before anything is changed.
         raises: DataError, on all ranks, when there is no whole checkpoint; ModelMismatch when it is of another model
         """
-        self._go_on(load_checkpoint(self.training(), Path(folder)))
+        self._go_on(load_checkpoint(self.training(), Path(folder).expanduser()))
 
     def training(self) -> TrainingState:
         """All that the next step depends on, and the batch."""

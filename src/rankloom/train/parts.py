@@ -26,11 +26,22 @@ def stay(box: Box) -> Iterable[tuple[Box, Box]]:
     return [(box, box)]
 
 
+def is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's `get_extra_state` gives."""
+    return name.rpartition(".")[2] == EXTRA
+
+
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model's state dict, no copies; a tied parameter once, under its first name. Extra state is none of them."""
-    named = {name: value for name, value in model.state_dict(keep_vars=True).items() if not name.endswith(EXTRA)}
+    named = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_extra(name)}
     first = {id(value): name for name, value in reversed(named.items())}
     return {name: value for name, value in named.items() if first[id(value)] == name}
+
+
+def computed_entries(model: nn.Module) -> list[str]:
+    """Entries of its state dict that are no parameter, no buffer and no extra state: nobody can write into them."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [name for name, value in unique_tensors(model).items() if id(value) not in own]
 
 
 def whole_part(name: str, values: Tensor) -> Part:

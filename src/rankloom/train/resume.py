@@ -6,6 +6,7 @@ A run that goes on has a folder of its own, and may have another mesh; only the 
 """
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from rankloom.base.errors import ConfigError, DataError
@@ -46,7 +47,8 @@ def save_in_run(job: Job, engine: Engine) -> None:
     if job.world.rank == 0:
         job.sink(Saved(0, str(path)))
         for old in whole_checkpoints(job.run)[:-job.config.checkpoint.keep_latest]:
-            (old / MANIFEST).unlink(missing_ok=True)   # first: half of a checkpoint is none
+            with suppress(OSError):   # what cannot be removed is no reason to end a run
+                (old / MANIFEST).unlink()   # first: half of a checkpoint is none
             shutil.rmtree(old, ignore_errors=True)
 
 
