@@ -167,7 +167,7 @@ def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
     """
     world, parts = state.world, state.placement.parts()
     manifest = _manifest_of_all(world, folder)
-    _expect_same_model(world, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
+    _expect_same_model(world, folder, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
     facts = manifest.facts
     run = NEW_RUN | facts["run"]
     run["amax"] = {name: torch.tensor(row) for name, row in run["amax"].items()}
@@ -203,13 +203,13 @@ def _manifest_of_all(world: World, folder: Path) -> Manifest:
     return manifest
 
 
-def _expect_same_model(world: World, parts: list[Part], extra: Iterable[str], manifest: Manifest) -> None:
+def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Iterable[str], manifest: Manifest) -> None:
     """raises: ModelMismatch, on all ranks, when the tensors of their models, or their extra state, are not those that were saved"""
     mine: dict[str, list[int]] = {part.name.removeprefix(MODEL): list(part.shape) for part in parts} | {name: [] for name in extra}
     told = world.all_gather_object(mine, label="tensors of the model")
     shapes = {name: torch.Size(shape) for rank in told for name, shape in rank.items()}
     saved = {name: torch.empty(shape, device="meta") for name, shape in sizes_of(manifest, MODEL).items()}
-    if problem := difference(shapes, saved | manifest.facts["extra"], f"rank {world.rank}"):
+    if problem := difference(shapes, saved | manifest.facts["extra"], f"{folder}, on rank {world.rank}"):
         raise ModelMismatch(problem)
 
 
