@@ -368,3 +368,24 @@ def test_extra_state_that_the_model_goes_on_changing_is_a_copy_in_a_state():
         return state["model"]["0._extra_state"]
 
     assert rl.simulate(2, body) == [[1], [1]]
+
+
+class Named(nn.Linear):
+    """A buffer whose name ends like that of extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("old_extra_state", torch.zeros(2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_buffer_is_no_extra_state_whatever_it_is_called(stage):
+    def body(world):
+        torch.manual_seed(0)
+        engines = [rl.prepare(Named(), loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=torch.optim.SGD, world=world,
+                              stage=stage) for _ in range(2)]
+        engines[0].model.old_extra_state.fill_(3.0)
+        engines[1].load_full_state_dict(engines[0].full_state_dict())
+        return engines[1].model.old_extra_state.tolist()
+
+    assert rl.simulate(2, body) == [[3.0, 3.0]] * 2

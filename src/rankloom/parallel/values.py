@@ -17,7 +17,17 @@ from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 DIFFERENCES_SHOWN = 3
-EXTRA = "_extra_state"   # how the name ends of what a module's `get_extra_state` gives: anything, of any shape
+EXTRA = "_extra_state"   # what a module's `get_extra_state` gives is called so, after the module: anything, of any shape
+
+
+def is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA
+
+
+def set_extra(model: nn.Module, name: str, value: Any) -> None:
+    """Give a module its extra state, which a state dict has under `name`."""
+    model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()
@@ -96,8 +106,8 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         if id(value) in units:
             unit, own_name = units[id(value)]
             unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, new))
-        elif name.endswith(EXTRA):
-            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(new)
+        elif is_extra(name):
+            set_extra(model, name, new)
         else:
             value.detach().copy_(new)
     sharding.publish()
@@ -105,7 +115,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
 
 def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     """By name; extra state counts as a number, for nobody may ask what it is."""
-    return {name: torch.Size() if name.endswith(EXTRA) else value.shape for name, value in state.items()}
+    return {name: torch.Size() if is_extra(name) else value.shape for name, value in state.items()}
 
 
 def difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], where: str) -> str | None:

@@ -32,10 +32,10 @@ from rankloom.checkpoint.files import (
     write_parts,
 )
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, deal, tell
-from rankloom.parallel.values import EXTRA, difference
+from rankloom.parallel.values import difference, is_extra, set_extra
 from rankloom.shard.optimizer import Piece
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
-from rankloom.train.parts import MODEL, OPTIMIZER, computed_entries, is_extra, whole_part
+from rankloom.train.parts import MODEL, OPTIMIZER, computed_entries, whole_part
 from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
 from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
@@ -48,8 +48,8 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
     raises: ConfigError, on all ranks; what was there is then as it was
     """
     world = state.world
-    parts = [*state.placement.parts(), *_optimizer_parts(state)]
-    world.agree(_problem(partial(_begin, folder, parts, state)), label="begin a checkpoint")
+    parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
+    world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
     told = world.all_gather_object(tell(parts), label="what ranks hold")
     shares = deal(told)
@@ -62,7 +62,7 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
         path.unlink(missing_ok=True)
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
-    others = world.all_gather_object(_facts(state), label="facts of a checkpoint")
+    others = world.all_gather_object(facts, label="facts of a checkpoint")
     manifest = assemble(told, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
     try:
         world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
@@ -71,18 +71,12 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
         raise
 
 
-def _begin(folder: Path, parts: list[Part], state: TrainingState) -> None:
+def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:
     """Find out what cannot be written before anything is."""
     expect_writable(parts)
-    for name in computed_entries(state.placement.model):
-        raise ConfigError(f"{name} is in the model's state dict, and neither a parameter nor a buffer, so it could not be given back: "
-                          "keep it as a buffer, or in `get_extra_state`")
-    facts, owners = _facts(state), {id(owner) for owner in state.placement.owners.values()}
-    if any(id(key) not in owners for key in state.optimizer.state):
-        raise ConfigError("the optimizer remembers something that belongs to none of its parameters, and a checkpoint has no place for "
-                          "that: keep it in a parameter group")
-    for name, value in [*facts["extra"].items(), *facts["values"].items(), *((key, _listed(value)) for part in facts["param_groups"]
-                                                                             for key, value in part.items())]:
+    _expect_keepable(state)
+    settings = [item for part in facts["param_groups"] for item in part.items()]
+    for name, value in [*facts["extra"].items(), *facts["values"].items(), *((key, _listed(value)) for key, value in settings)]:
         if not _is_json(value):
             raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds what JSON "
                               "has not. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
@@ -91,6 +85,16 @@ def _begin(folder: Path, parts: list[Part], state: TrainingState) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
     expect_free(folder)
+
+
+def _expect_keepable(state: TrainingState) -> None:
+    for name in computed_entries(state.placement.model):
+        raise ConfigError(f"{name} is in the model's state dict, and neither a parameter nor a buffer, so it could not be given back: "
+                          "keep it as a buffer, or in `get_extra_state`")
+    owners = {id(owner) for owner in state.placement.owners.values()}
+    if any(id(key) not in owners for key in state.optimizer.state):
+        raise ConfigError("the optimizer remembers something that belongs to none of its parameters, and a checkpoint has no place for "
+                          "that: keep it in a parameter group")
 
 
 def _listed(value: Any) -> Any:
@@ -185,7 +189,8 @@ def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
 
     with state.placement.rewritten():
         while_others_wait(world, read_here, label="read a checkpoint")
-    _set_extra_state(state.placement.model, facts["extra"])
+    for name in filter(is_extra, state.placement.model.state_dict(keep_vars=True)):
+        set_extra(state.placement.model, name, facts["extra"][name])
     state.float8.load_state_dict(run["amax"])
     return run
 
@@ -240,9 +245,3 @@ def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, p
     for part in _parts_of(state, key, made, piece, lies_alike=value.shape == state.placement.owners[piece.name].shape):
         reader.fill(part)
     return made
-
-
-def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    for name in model.state_dict(keep_vars=True):
-        if is_extra(name) and name in extra:
-            model.get_submodule(name.removesuffix(EXTRA).removesuffix(".")).set_extra_state(extra[name])

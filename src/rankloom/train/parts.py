@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankloom.base.spans import Box, boxes_of_run, numel, shape_of, whole_box, within
 from rankloom.checkpoint.manifest import Part
-from rankloom.parallel.values import EXTRA
+from rankloom.parallel.values import is_extra
 from rankloom.shard.optimizer import Piece
 
 MODEL, OPTIMIZER = "model/", "optimizer/"   # how the names of saved tensors begin: model/NAME, optimizer/KEY/NAME
@@ -24,11 +24,6 @@ Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of what is here -> 
 def stay(box: Box) -> Iterable[tuple[Box, Box]]:
     """The place of a tensor that nothing splits: what is here is the whole."""
     return [(box, box)]
-
-
-def is_extra(name: str) -> bool:
-    """Whether an entry of a state dict is what a module's `get_extra_state` gives."""
-    return name.rpartition(".")[2] == EXTRA
 
 
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
