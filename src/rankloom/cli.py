@@ -174,7 +174,8 @@ def _conclude(summary: "Summary") -> None:
     if summary.stopped_by:
         lines.append(f"stopped by {signal.Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
     rate = summary.tokens / summary.training_seconds if summary.training_seconds else 0.0
-    lines.append(f"{summary.steps} steps, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
+    steps = f"{summary.steps} steps" if not summary.steps_before else f"steps {summary.steps_before + 1} to {summary.steps}"
+    lines.append(f"{steps}, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
     _show([*lines, f"run folder: {run}"])
 
 

@@ -93,7 +93,7 @@ def test_a_manifest_of_something_else_is_not_overwritten(tmp_path):
 def test_a_disk_that_syncs_no_folders_and_keeps_old_files_has_the_new_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, [[whole("w", torch.zeros(3))]])
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(files, "_sync_folder", refuse)

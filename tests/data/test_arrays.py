@@ -7,7 +7,7 @@ import pytest
 
 from rankloom.base.errors import DataError
 from rankloom.data import arrays
-from rankloom.data.arrays import atomic_file, open_tokens, token_dtype
+from rankloom.data.arrays import open_tokens, token_dtype
 
 
 def test_the_dtype_is_the_smallest_that_holds_every_token():
@@ -69,34 +69,3 @@ def test_what_is_not_a_token_array_is_refused(tmp_path):
         with pytest.raises(DataError, match=message) as caught:
             open_tokens(tmp_path / name)
         assert name in str(caught.value)
-
-
-def test_a_file_appears_only_when_it_is_whole(tmp_path):
-    path = tmp_path / "folder" / "x"
-    with atomic_file(path) as file:
-        file.write(b"half")
-        assert not path.exists()
-    assert path.read_bytes() == b"half"
-    with pytest.raises(ZeroDivisionError), atomic_file(path) as file:
-        file.write(b"broken")
-        _ = 1 / 0
-    assert path.read_bytes() == b"half"
-    assert [p.name for p in path.parent.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_of_several_writers_the_first_wins_when_told_so(tmp_path, links, monkeypatch):
-    path = tmp_path / "x"
-    with atomic_file(path, replace=False) as first, atomic_file(path, replace=False) as second:
-        first.write(b"outer, done last")
-        second.write(b"inner, done first")
-    assert path.read_bytes() == b"inner, done first"
-    with atomic_file(path) as file:
-        file.write(b"replaced")
-    assert path.read_bytes() == b"replaced"
-    if not links:        # a file system without hard links: the file still appears, whole
-        monkeypatch.setattr(arrays.os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links")))
-        with atomic_file(tmp_path / "y", replace=False) as file:
-            file.write(b"there")
-        assert (tmp_path / "y").read_bytes() == b"there"
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]

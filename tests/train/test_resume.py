@@ -55,7 +55,8 @@ def test_a_run_goes_on_where_another_had_its_newest_checkpoint(table, mesh, stag
     axes = {axis: ranks for axis, ranks in mesh.sizes().items() if ranks > 1}
     summary, events = run(table(mesh=axes, train={"stage": stage}, checkpoint={"resume": resume}, schedule=plain), mesh)
     _, straight = run(table(schedule=plain))
-    assert [event.step for event in events if isinstance(event, StepDone)] == [5, 6] and summary.steps == 6
+    assert [event.step for event in events if isinstance(event, StepDone)] == [5, 6]
+    assert (summary.steps, summary.steps_before, summary.tokens) == (6, 4, 2 * 12 * 16), "tokens are those of the run itself"
     assert losses(events) == pytest.approx(losses(straight)[4:], rel=1e-12)   # two steps and the validation
     assert [event.text for event in events if isinstance(event, Notice) and "goes on from" in event.text] == [
         f"goes on from {resume}, after step 4"]
@@ -93,6 +94,13 @@ def test_half_a_checkpoint_is_none(table):
     assert newest_checkpoint(folder).name == "step-00000006"
     (newest_checkpoint(folder) / MANIFEST).unlink()
     assert newest_checkpoint(folder).name == "step-00000004"
+
+
+def test_the_newest_checkpoint_has_the_greatest_step_and_not_the_last_name(tmp_path):
+    for name in ("step-99999999", "step-100000000", "step-00000002", "step-99999999-kept-by-the-user"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / MANIFEST).write_text("{}")
+    assert newest_checkpoint(tmp_path).name == "step-100000000"
 
 
 @pytest.mark.parametrize("resume, kind, said", [

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.files import replacing
 from rankloom.base.spans import common, shape_of, within
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
 
@@ -93,17 +94,14 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
     raises: ConfigError; the one from before is then as it was
     """
-    temporary = folder / f".{MANIFEST}.tmp"
     try:
         for saved in manifest.files:
             _expect_size(folder, saved)
-        with open(temporary, "w", encoding="utf-8") as file:
+        with replacing(folder / MANIFEST) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(to_json(manifest))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
     # It has happened. Whoever heard of an error now would take the new files away; some network disks sync no folders.
     with suppress(OSError):

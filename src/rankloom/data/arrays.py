@@ -1,12 +1,9 @@
 """Token arrays on disk: raw .bin (with a .json beside it that names the dtype) or .npy, memory-mapped on reading."""
 
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +20,6 @@ _BLOCK = 1 << 22
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest of uint16 and uint32 that holds every token."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-@contextmanager
-def atomic_file(path: Path, *, replace: bool = True) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole; on an error it does not appear at all.
-
-    replace: False keeps the file that is already there, so that of several writers the first wins
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        if replace or not _link(name, path):
-            os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _link(name: str, path: Path) -> bool:
-    """Give a file its name unless the name is taken; False where the file system has no links."""
-    try:
-        os.link(name, path)
-    except FileExistsError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def open_tokens(path: str | Path, vocab_size: int | None = None, *, progress: Progress | None = None) -> Tokens:

@@ -15,8 +15,9 @@ from typing import IO
 import numpy as np
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.files import replacing
 from rankloom.base.rng import key_to_seed
-from rankloom.data.arrays import Progress, Tokens, atomic_file, open_tokens, read_json, token_dtype
+from rankloom.data.arrays import Progress, Tokens, open_tokens, read_json, token_dtype
 from rankloom.data.order import permute
 from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -126,8 +127,9 @@ def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: 
         if progress:
             progress("train tokenizer", 0.0)
         trained = train_bpe(_training_text(source, cut[1]), vocab_size)
-        with atomic_file(path, replace=False) as file:
-            file.write(trained.inner.to_str().encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, keep_old=True) as temporary:
+            temporary.write_text(trained.inner.to_str(), encoding="utf-8")
         if progress:
             progress("train tokenizer", 1.0)
     return load_tokenizer(path)
@@ -156,8 +158,8 @@ def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[S
         entry = {"source": str(source), "source_sha256": cut[0].fingerprint, "tokenizer_sha256": name,
                  "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
         for path in (*(Path(f"{p}.json") for p in paths), note):
-            with atomic_file(path) as file:
-                file.write(json.dumps(entry).encode())
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(entry))
     train, held = (open_tokens(path) for path in paths)
     return train, held
 
@@ -184,8 +186,9 @@ def _encode(source: str | Path, tokenizer: Tokenizer, cut: tuple[Survey, Split],
     known, split = cut
     total, done = max(1, sum(known.sizes)), 0
     counts = [0, 0]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        files = [stack.enter_context(atomic_file(path)) for path in paths]
+        files = [stack.enter_context(open(stack.enter_context(replacing(path)), "wb")) for path in paths]
         for batch in _batches(documents(source)):
             for side in (0, 1):
                 texts = [split.cut(number, document.text)[side] for number, document in batch]

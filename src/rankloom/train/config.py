@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.train.files import replacing
+from rankloom.base.files import replacing
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]

@@ -14,7 +14,7 @@ from rankloom.base.events import Saved
 from rankloom.data.ngram import trigram_loss
 from rankloom.models.config import parameter_count
 from rankloom.train.engine import Engine
-from rankloom.train.files import replacing
+from rankloom.base.files import replacing
 from rankloom.train.job import Job, reporter
 from rankloom.train.run_folder import write_json
 from rankloom.train.samples import continue_texts, starts
@@ -32,7 +32,8 @@ class Summary:
 
     folder: str
     parameters: int
-    steps: int
+    steps: int                       # of the model
+    steps_before: int                # those of the checkpoint that the run went on from; what follows is without them
     tokens: int                      # trained on, over all ranks
     training_seconds: float          # of the steps; evaluations are not counted
     training_loss: float | None      # of the last step

@@ -67,6 +67,7 @@ class Stepper:
         self.job, self.journal = job, journal
         self.engine = build_engine(job.config, job.shape, job.world, job.sink)
         resume(job, self.engine)
+        self.steps_before = self.engine.steps_done
         self.stop, self.agreement = StopSignal(), Agreement(job.world)
         self.signal = 0                           # the one that all ranks agreed on
         self.tokens, self.seconds = 0, 0.0        # trained on, over all ranks; what the steps took
@@ -89,7 +90,7 @@ class Stepper:
     def outcome(self) -> dict[str, float | int | None]:
         """What the summary says about the steps."""
         return {
-            "steps": self.engine.steps_done, "tokens": self.tokens, "training_seconds": self.seconds,
+            "steps": self.engine.steps_done, "steps_before": self.steps_before, "tokens": self.tokens, "training_seconds": self.seconds,
             "training_loss": self.loss, "validation_loss": None if self.signal else self.validation,
             "stopped_by": self.signal or self.stop.number,
         }

@@ -33,8 +33,9 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def whole_checkpoints(run: Path) -> list[Path]:
-    """Those of a run folder, oldest first; what has no manifest is none."""
-    return sorted(path.parent for path in (run / FOLDER).glob(f"step-*/{MANIFEST}"))
+    """Those of a run folder, oldest first; what has no manifest is none, and what the user has renamed is the user's."""
+    found = {path.parent.name.removeprefix("step-"): path.parent for path in (run / FOLDER).glob(f"step-*/{MANIFEST}")}
+    return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def save_in_run(job: Job, engine: Engine) -> None:

@@ -36,7 +36,7 @@ import torch
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Evaluated, Event, StepDone
-from rankloom.train.files import replacing
+from rankloom.base.files import replacing
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
 

@@ -18,7 +18,7 @@ from rankloom.base.errors import ConfigError, DataError, ModelMismatch
 from rankloom.data.tokenizer import Tokenizer, load_tokenizer
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
-from rankloom.train.files import replacing
+from rankloom.base.files import replacing
 from rankloom.train.run_folder import write_json
 
 

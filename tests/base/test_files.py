@@ -1,0 +1,43 @@
+"""A replaced file is whole or untouched."""
+
+import os
+
+import pytest
+
+from rankloom.base.files import replacing
+
+
+def test_a_block_that_ends_well_replaces_the_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old", "a reader in between sees the old file"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_block_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(OSError, match="disk"), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("disk")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def no_links(*names):
+    raise OSError("no links")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_several_writers_the_first_wins_when_told_so(tmp_path, links, monkeypatch):
+    path = tmp_path / "x"
+    if not links:   # a file system without hard links: who comes later is asked by nobody, and the file is whole all the same
+        monkeypatch.setattr(os, "link", no_links)
+    with replacing(path, keep_old=True) as outer, replacing(path, keep_old=True) as inner:
+        outer.write_text("done last")
+        inner.write_text("done first")
+    assert path.read_text() == ("done first" if links else "done last")
+    assert list(tmp_path.iterdir()) == [path]
