@@ -18,7 +18,7 @@ SHAPES = ((2, 128, 64), (8, 256, 256), (8, 1024, 768), (4, 8, 512, 512))   # the
 def make_layers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], None]]:
     """A forward and backward of each kind, on the same input."""
     x, key = torch.randn(shape, dtype=dtype, device=device, requires_grad=True), DropoutKey(seed=0)
-    key.move_to(0, range(shape[0]))
+    key.set_rows(0, range(shape[0]))
     layers = {"torch": nn.Dropout(0.1), "rankloom": KeyedDropout(0.1, "dropout", key)}
 
     def run(layer: nn.Module) -> None:

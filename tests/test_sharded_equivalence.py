@@ -14,7 +14,7 @@ import rankloom as rl
 from awkward import adamw, fingerprint, share
 from blocky import Block, Inner, loss_of, loss_with_penalty, make_blocky, make_turns, train_blocky_plainly
 from rankloom.train import prepare
-from rankloom.train.sharded import ShardedCanonical
+from rankloom.train.sharded import CanonicalShardedPlacement
 from test_equivalence import expect_equal
 
 MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2), "(3,1)": rl.Mesh(replicate=3), "(1,2)": rl.Mesh(shard=2),
@@ -118,7 +118,7 @@ def train_for_its_hash(world: rl.World, stage: int, precision: str = "fp32") -> 
     """Three deterministic steps with dropout on, in which blocks change places and back; the hash of all that came out."""
     engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_of, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
                         precision=precision, deterministic=True)
-    assert stage == 0 or isinstance(engine.placement, ShardedCanonical)
+    assert stage == 0 or isinstance(engine.placement, CanonicalShardedPlacement)
     losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns(3)]
     return fingerprint(engine.full_state_dict(), losses)
 

@@ -1,6 +1,6 @@
 """What `rankloom bench` does apart from printing: start or join ranks, make tables of what they found, write it down.
 
-Read comm/bench.py (how things are timed), comm/fit.py (the model) and comm/findings.py (who wins, and why) before.
+Read comm/bench.py (how things are timed), comm/fit.py (the model) and comm/bench_results.py (who wins, and why) before.
 """
 
 import json
@@ -17,13 +17,13 @@ from rich.text import Text
 
 from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Event, Notice, Timed
+from rankloom.base.quantities import show_bytes, show_seconds
 from rankloom.base.topology import FASTEST, Link, Topology, parse_topology
-from rankloom.base.units import show_bytes, show_seconds
 from rankloom.comm.bench import DTYPES, Study, run_study
-from rankloom.comm.findings import Findings, bandwidth, bus_bandwidth, find
+from rankloom.comm.bench_results import Findings, bandwidth, bus_bandwidth, find
 from rankloom.comm.operands import widening
 from rankloom.train.run_folder import write_json
-from rankloom.train.study import parse_ranks
+from rankloom.train.scaling_runs import parse_ranks
 from rankloom.watch.progress import BenchProgress
 from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links

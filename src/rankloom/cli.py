@@ -213,7 +213,7 @@ def scale(
         The folder for the results; runs/scale-<time> when left out.
     """
     from rankloom.train.config import load_config
-    from rankloom.train.study import parse_ranks, plan_study
+    from rankloom.train.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows
     from rankloom.world.launch import cores
 
@@ -309,7 +309,7 @@ def bench(
         The folder for the results; runs/bench-<time> when left out.
     """
     from rankloom import bench as command
-    from rankloom.base.units import parse_sizes
+    from rankloom.base.quantities import parse_sizes
     from rankloom.comm.bench import plan_bench
     from rankloom.world.launch import find_place
 

@@ -15,9 +15,9 @@ from rich.text import Text
 from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.layout import Layout, Span
 from rankloom.base.mesh import Mesh
+from rankloom.base.quantities import show_bytes_alike
 from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, modules_of, say_modules, say_numbers
 from rankloom.base.topology import Topology
-from rankloom.base.units import show_bytes_alike
 from rankloom.data.tokenizer import load_tokenizer
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.train.config import config_of, load_config, parse_overrides, with_ranks

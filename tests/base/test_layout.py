@@ -9,14 +9,14 @@ from rankloom.base.cost import all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import ANY, Layout, Move, Span, collective, conjugate
 
-WHOLE, APART, OWED, ROWS, COLS = (Layout.parse(f"[rows{r}, cols{c}]{sign}") for r, c, sign in [
+WHOLE, GRAD_PARTIAL, PARTIAL, ROWS, COLS = (Layout.parse(f"[rows{r}, cols{c}]{sign}") for r, c, sign in [
     ("", "", ""), ("", "", " -tensor"), ("", "", " +tensor"), ("/tensor", "", ""), ("", "/tensor", "")])
 TABLE = {
-    WHOLE: [(WHOLE, "nothing"), (APART, "nothing"), (COLS, "slice(cols)"), (OWED, None)],
-    APART: [(WHOLE, None), (APART, "nothing"), (COLS, "slice(cols)"), (OWED, None)],
-    ROWS: [(WHOLE, "all_gather(rows)"), (APART, "all_gather(rows)"), (COLS, "all_to_all(rows, cols)"), (OWED, "pad(rows)"),
+    WHOLE: [(WHOLE, "nothing"), (GRAD_PARTIAL, "nothing"), (COLS, "slice(cols)"), (PARTIAL, None)],
+    GRAD_PARTIAL: [(WHOLE, None), (GRAD_PARTIAL, "nothing"), (COLS, "slice(cols)"), (PARTIAL, None)],
+    ROWS: [(WHOLE, "all_gather(rows)"), (GRAD_PARTIAL, "all_gather(rows)"), (COLS, "all_to_all(rows, cols)"), (PARTIAL, "pad(rows)"),
            (ROWS, "nothing")],
-    OWED: [(WHOLE, "all_reduce"), (APART, "all_reduce"), (COLS, "reduce_scatter(cols)"), (OWED, "nothing")],
+    PARTIAL: [(WHOLE, "all_reduce"), (GRAD_PARTIAL, "all_reduce"), (COLS, "reduce_scatter(cols)"), (PARTIAL, "nothing")],
 }
 STEPS = [(src, dst, move) for src, row in TABLE.items() for dst, move in row]
 
@@ -61,12 +61,13 @@ def test_the_collective_between_two_layouts_is_that_of_the_table(src, dst, move)
 
 
 @pytest.mark.parametrize(("there", "back"), [
-    ((OWED, WHOLE), "nothing"),             # the exit of a row-parallel layer
-    ((WHOLE, APART), "all_reduce"),         # the entrance of a column-parallel one
-    ((OWED, ROWS), "all_gather(rows)"),     # the exit, tokens split
-    ((ROWS, APART), "reduce_scatter(rows)"),   # the entrance, tokens split
-    ((ROWS, WHOLE), "slice(rows)"), ((WHOLE, ROWS), "all_gather(rows)"), ((APART, ROWS), "pad(rows)"), ((ROWS, OWED), "slice(rows)"),
-    ((ROWS, COLS), "all_to_all(cols, rows)"), ((OWED, APART), "all_reduce"),
+    ((PARTIAL, WHOLE), "nothing"),             # the exit of a row-parallel layer
+    ((WHOLE, GRAD_PARTIAL), "all_reduce"),      # the entrance of a column-parallel one
+    ((PARTIAL, ROWS), "all_gather(rows)"),     # the exit, tokens split
+    ((ROWS, GRAD_PARTIAL), "reduce_scatter(rows)"),   # the entrance, tokens split
+    ((ROWS, WHOLE), "slice(rows)"), ((WHOLE, ROWS), "all_gather(rows)"), ((GRAD_PARTIAL, ROWS), "pad(rows)"),
+    ((ROWS, PARTIAL), "slice(rows)"),
+    ((ROWS, COLS), "all_to_all(cols, rows)"), ((PARTIAL, GRAD_PARTIAL), "all_reduce"),
 ], ids=lambda value: str(value))
 def test_the_gradient_goes_back_by_the_conjugate(there, back):
     assert str(conjugate(*there, "tensor")) == back
@@ -79,7 +80,7 @@ def test_the_conjugate_of_the_conjugate_is_the_way_there(src, dst, move):
 
 
 def test_there_is_no_move_where_its_gradient_would_have_none():
-    for src, dst in itertools.product([WHOLE, APART, OWED, ROWS, COLS], repeat=2):
+    for src, dst in itertools.product([WHOLE, GRAD_PARTIAL, PARTIAL, ROWS, COLS], repeat=2):
         def possible(derive, src=src, dst=dst):
             try:
                 return derive(src, dst, "tensor") is not None

@@ -19,7 +19,7 @@ from rankloom.checkpoint.files import (
     reading,
     write_parts,
 )
-from rankloom.checkpoint.manifest import Part, assemble, deal, key_of, tell
+from rankloom.checkpoint.manifest import Part, assemble, assign_writers, key_of, tell
 
 TOKENS = ("0" * 12, "1" * 12)
 
@@ -37,7 +37,7 @@ def cut(name, values, at):
 
 def save(folder, ranks, token=TOKENS[0], facts=None):
     told = [tell(parts) for parts in ranks]
-    shares = deal(told)
+    shares = assign_writers(told)
     files = [write_parts(folder / file_name(token, rank), [ranks[rank][number] for number in share]) for rank, share in enumerate(shares)]
     made = assemble(told, shares, files, facts or {})
     commit(folder, made)
@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_written_whole_is_gone_and_the_checkpoint_from_bef
     (tmp_path / written.name).unlink()   # as on a host that does not share the folder
     told = [tell([whole("w", torch.ones(3))])]
     with pytest.raises(ConfigError, match="give a folder that all hosts share"):
-        commit(tmp_path, assemble(told, deal(told), [written], {}))
+        commit(tmp_path, assemble(told, assign_writers(told), [written], {}))
     assert read_manifest(tmp_path)[1] == before
 
 

@@ -8,7 +8,7 @@ import torch
 
 import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
-from rankloom.comm.messages import deal, gather, post
+from rankloom.comm.messages import post, start_all_gather, start_all_to_all
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
 from rankloom.comm.two_levels import TwoLevels, cut_in_pieces, overlapped_all_reduce
 
@@ -107,7 +107,7 @@ def test_dealing_and_gathering_do_what_the_collectives_do(p):
     def body(world):
         x = whole(p * 6, world.rank).view(p, 2, 3)
         before = world.ledger.bytes
-        dealt, gathered = deal(x, world, label="deal"), gather(x[0], world, label="gather")
+        dealt, gathered = start_all_to_all(x, world, label="deal"), start_all_gather(x[0], world, label="gather")
         mine = dealt(), gathered(), world.ledger.bytes - before
         assert torch.equal(dealt(), mine[0]), "waiting again changes nothing"
         return mine, (world.all_to_all(x), world.all_gather(x[0]).view(p, 2, 3), (p - 1) * 2 * 24)

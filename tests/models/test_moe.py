@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.loss import take_extra_loss
+from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models import moe
 from rankloom.models.config import GPTConfig, MoEConfig, model_flops_per_token, parameter_count
 from rankloom.models.gpt import GPT, initialize
@@ -105,8 +105,8 @@ def test_an_expert_takes_first_choices_before_second_ones_and_early_tokens_befor
 
 def test_what_a_row_loses_does_not_depend_on_the_rows_beside_it():
     layer, x = make_layer(capacity=0.6, balance_loss=0.3, router_z_loss=0.1), draw(4, 9, 5, seed=60)
-    whole, extra = layer(x), layer.extra
-    apart = [(layer(row[None])[0], layer.extra) for row in x]
+    whole, extra = layer(x), layer.auxiliary
+    apart = [(layer(row[None])[0], layer.auxiliary) for row in x]
     torch.testing.assert_close(whole, torch.stack([out for out, _ in apart]), rtol=RTOL, atol=RTOL)
     torch.testing.assert_close(extra, sum(loss for _, loss in apart), rtol=RTOL, atol=RTOL)
 
@@ -116,8 +116,8 @@ def test_what_a_row_loses_does_not_depend_on_the_rows_beside_it():
 def test_no_rows_and_rows_without_tokens_give_nothing_cost_nothing_and_have_gradients(shape, capacity):
     layer, x = make_layer(capacity=capacity, balance_loss=0.3, router_z_loss=0.1, shared=1), torch.zeros(shape, dtype=torch.float64)
     out = layer(x)
-    assert out.shape == shape and layer.extra.item() == 0.0
-    (out.sum() + layer.extra).backward()
+    assert out.shape == shape and layer.auxiliary.item() == 0.0
+    (out.sum() + layer.auxiliary).backward()
     assert all(not param.grad.any() for param in layer.parameters() if param.grad is not None)
 
 
@@ -125,7 +125,7 @@ def test_outside_training_nothing_is_dropped_counted_or_charged():
     tight, wide = make_layer(capacity=0.5, balance_loss=0.5).eval(), make_layer().eval()
     x = draw(3, 7, 5)
     torch.testing.assert_close(tight(x), wide(x), rtol=0, atol=0)
-    assert tight.routed is None and tight.dropped is None and tight.extra is None
+    assert tight.routed is None and tight.dropped is None and tight.auxiliary is None
     assert not torch.equal(tight.train()(x), wide(x))
 
 
@@ -154,14 +154,14 @@ def test_auxiliary_losses_are_sums_over_tokens_and_belong_to_training_only():
     model, tokens = GPT(dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, balance_loss=0.5, router_z_loss=0.25)),
                         dtype=torch.float64), torch.arange(24).view(2, 12)
     plain, count = model.eval()(tokens, targets=tokens)
-    assert take_extra_loss(model) is None and count == 24
+    assert take_auxiliary_loss(model) is None and count == 24
     seen = {}
     for name, layer in expert_layers(model).items():
         layer.router.register_forward_hook(lambda _, args, choice, name=name: seen.update({name: choice}))
     total, _ = model.train()(tokens, targets=tokens)
     wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.spread.square().sum() for choice in seen.values())
     torch.testing.assert_close(total - plain, wanted, rtol=1e-10, atol=0)   # a difference of larger numbers
-    assert take_extra_loss(model) is None
+    assert take_auxiliary_loss(model) is None
     model(tokens)   # logits only, and nobody takes the losses
     assert model.eval()(tokens, targets=tokens)[0] == plain
 
@@ -175,7 +175,7 @@ def test_a_block_that_is_recomputed_is_counted_once_and_its_losses_too():
         block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
     for each in (model, twin):
         each(tokens, targets=tokens)[0].backward()
-    assert [layer.routed.sum().item() for layer in expert_layers(twin).values()] == [24, 24] and take_extra_loss(twin) is None
+    assert [layer.routed.sum().item() for layer in expert_layers(twin).values()] == [24, 24] and take_auxiliary_loss(twin) is None
     for mine, ref in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, ref.grad, rtol=RTOL, atol=RTOL)
 

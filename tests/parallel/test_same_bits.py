@@ -34,7 +34,7 @@ def reduce(world: rl.World, leaves: int, steps: int = 2) -> tuple[dict, list[flo
         for leaf in owned_leaves(world.rank, world.size, leaves):
             loss = model(leaf + step)
             loss.backward()
-            reducer.take_leaf(leaf, torch.tensor([loss.item(), 1.0], dtype=torch.float64))
+            reducer.add_shard(leaf, torch.tensor([loss.item(), 1.0], dtype=torch.float64))
         totals = reducer.finish()
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, totals.tolist()
 
@@ -76,7 +76,7 @@ def test_nothing_leaves_before_the_last_leaf():
             reducer.begin(4)
             for leaf in owned_leaves(world.rank, world.size, 4):
                 model(leaf).backward()
-                reducer.take_leaf(leaf, torch.zeros(2, dtype=torch.float64))
+                reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))
                 calls.append(world.ledger.calls)
             reducer.finish()
             calls.append(world.ledger.calls)
@@ -95,7 +95,7 @@ def test_a_step_may_have_fewer_leaves_than_the_one_before():
             reducer.begin(leaves)
             for leaf in owned_leaves(world.rank, world.size, leaves):
                 model(leaf).backward()
-                reducer.take_leaf(leaf, torch.zeros(2, dtype=torch.float64))
+                reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))
             reducer.finish()
         return model.b.grad.clone()
 

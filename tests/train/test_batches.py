@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import rankloom as rl
 from rankloom.comm.canonical import owned_leaves
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_leaves, map_tensors, rows_of, with_halves
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_shards, map_tensors, rows_of, with_halves
 
 Pair = namedtuple("Pair", "x y")
 
@@ -150,7 +150,7 @@ def deal(world: rl.World, held: list[int], leaves: int):
     first = sum(held[: world.rank])
     x = torch.arange(first, first + held[world.rank])
     batch = {"x": x, "mask": x % 2 == 0, "y": [x[:, None].float() * torch.ones(2, 3).t()[:1]]}   # bools, and a tensor with gaps
-    mine, first, used = deal_leaves(batch, world, leaves)
+    mine, first, used = deal_shards(batch, world, leaves)
     assert mine["x"][:1].tolist() == [first][:len(mine["x"])]
     assert torch.equal(mine["mask"], mine["x"] % 2 == 0) and torch.equal(mine["y"][0][:, 0], mine["x"].float())
     return mine["x"].tolist(), used
@@ -175,7 +175,7 @@ def test_columns_are_dealt_by_their_names_in_whatever_order_a_rank_has_them():
     def body(world):
         batch = {name: torch.full((1 + 2 * world.rank,), value) for name, value in (("tokens", 1), ("targets", 2))}
         given = dict(reversed(batch.items())) if world.rank else batch
-        mine, _, _ = deal_leaves(given, world, 2)
+        mine, _, _ = deal_shards(given, world, 2)
         return list(mine) == list(given), {name: t.tolist() for name, t in mine.items()}
 
     assert rl.simulate(2, body) == [(True, {"tokens": [1, 1], "targets": [2, 2]})] * 2
@@ -186,7 +186,7 @@ def test_rows_that_are_no_tensors_are_dealt_to_nobody_and_every_rank_says_so():
         first = sum(held[:world.rank])
         numbers = list(range(first, first + held[world.rank]))
         try:
-            mine, *_ = deal_leaves((torch.tensor(numbers), [str(number) for number in numbers] if world.rank else None), world, 4)
+            mine, *_ = deal_shards((torch.tensor(numbers), [str(number) for number in numbers] if world.rank else None), world, 4)
         except rl.BatchError as error:
             return str(error)
         return mine[0].tolist()

@@ -59,7 +59,7 @@ def train(model, key):
     for step in range(2):
         losses = []
         for micro in range(2):
-            key.move_to(step, range(micro, micro + 1))
+            key.set_rows(step, range(micro, micro + 1))
             losses.append(language_model_loss(model, tokens(micro))[0])
         for loss in losses:
             loss.backward()
@@ -137,7 +137,7 @@ def test_a_copy_of_a_compiled_model_calls_itself_and_draws_with_its_own_key(refe
     twin = copy.deepcopy(model)
     for p in model.parameters():
         p.data.fill_(float("nan"))
-    key.move_to(9, range(9, 10))
+    key.set_rows(9, range(9, 10))
     expect_equal(train(twin, twin.embedding_dropout.key), reference)
 
 

@@ -21,7 +21,7 @@ from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_
 
 def mask(seed=0, step=0, row=0, name="drop", p=0.5, n=1000, calls=1) -> torch.Tensor:
     key = DropoutKey(seed)
-    key.move_to(step, range(row, row + 1))
+    key.set_rows(step, range(row, row + 1))
     module = KeyedDropout(p, name, key)
     return [module(torch.ones(n)) for _ in range(calls)][-1]
 
@@ -41,11 +41,11 @@ def test_every_part_of_the_key_changes_the_mask(other):
 def test_the_next_micro_batch_starts_counting_calls_anew():
     key = DropoutKey(0)
     module = KeyedDropout(0.5, "drop", key)
-    key.move_to(0, range(1))
+    key.set_rows(0, range(1))
     first = [module(torch.ones(50)) for _ in range(2)]
-    key.move_to(0, range(1, 2))
+    key.set_rows(0, range(1, 2))
     module(torch.ones(50))
-    key.move_to(0, range(1))
+    key.set_rows(0, range(1))
     again = [module(torch.ones(50)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(first, again)) and not torch.equal(*first)
 
@@ -155,9 +155,9 @@ def test_a_compiled_module_draws_the_same_masks_call_by_call_and_is_compiled_onc
     modules = [KeyedDropout(0.5, f"drop.{i}", key) for i in range(10)]
     compiled = torch.compile(lambda module, x: module(module(x)), backend=counter, fullgraph=True)
     for step in range(2):
-        key.move_to(step, range(1, 2))
+        key.set_rows(step, range(1, 2))
         expected = [module(module(torch.ones(40))) for module in modules]
-        key.move_to(step, range(1, 2))
+        key.set_rows(step, range(1, 2))
         assert all(torch.equal(compiled(module, torch.ones(40)), wanted) for module, wanted in zip(modules, expected))
     assert counter.frame_count == 1
     torch._dynamo.reset()
@@ -167,7 +167,7 @@ def test_a_copy_of_a_module_draws_with_its_own_key():
     key = DropoutKey(4)
     module = KeyedDropout(0.5, "drop", key)
     twin = copy.deepcopy(module)
-    key.move_to(5, range(5, 6))
+    key.set_rows(5, range(5, 6))
     assert torch.equal(keyed_mask(torch.ones(40), twin._place), mask(4, name="drop", n=40))
     assert twin.key.calls == {"drop": 0} and key.calls == {}
 
@@ -178,9 +178,9 @@ def test_a_copy_of_a_module_draws_with_its_own_key():
 def drawn(here, part=(0, 1), tokens: int | None = None, length: int = 23, calls: int = 1) -> torch.Tensor:
     """The mask of the tokens that are `here`, in rows of `length`; None: all."""
     key = DropoutKey(5)
-    key.move_to(3, range(4, 6))
+    key.set_rows(3, range(4, 6))
     if here is not None:
-        key.stand_at(here, length)
+        key.set_token_positions(here, length)
     count = tokens or (length if here is None else sum(map(len, here)))
     module = KeyedDropout(0.5, "drop", key, part)
     return [module(torch.ones(2, count, 3)) for _ in range(calls)][-1]
@@ -209,7 +209,7 @@ def test_a_part_of_the_tokens_of_a_part_is_dropped_as_in_the_whole_row():
 
 def of_rows(rows: range, shape: tuple[int, ...]) -> torch.Tensor:
     key = DropoutKey(5)
-    key.move_to(3, rows)
+    key.set_rows(3, rows)
     return KeyedDropout(0.5, "drop", key)(torch.ones(shape))
 
 
@@ -257,10 +257,10 @@ def test_channels_are_dropped_whole_where_torch_drops_them_and_by_their_rows(kin
     key, model = DropoutKey(5), nn.Sequential(kind(0.5))
     torch_own = model(torch.ones(shape))
     key_dropout(model, key)
-    key.move_to(3, range(6))
+    key.set_rows(3, range(6))
     together = model(torch.ones(shape))
     assert channels(together) == channels(torch_own) and together.unique().tolist() == [0.0, 2.0]
-    key.move_to(3, range(2, 5))
+    key.set_rows(3, range(2, 5))
     assert torch.equal(model(torch.ones(3, *shape[1:])), together[2:5])
 
 
@@ -273,7 +273,7 @@ def test_a_mask_does_not_depend_on_strides():
     key = DropoutKey(5)
     results = []
     for x in (torch.ones(4, 6, 5), torch.ones(6, 4, 5).transpose(0, 1), torch.ones(1, 1, 5).expand(4, 6, 5)):
-        key.move_to(0, range(1))
+        key.set_rows(0, range(1))
         results.append(KeyedDropout(0.5, "drop", key)(x))
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -281,7 +281,7 @@ def test_a_mask_does_not_depend_on_strides():
 @pytest.mark.parametrize("shape", [(2, 6, 3), (2, 5, 4, 3), (5, 3)])
 def test_what_has_no_tokens_where_sequences_are_cut_is_refused(shape):
     key = DropoutKey(0)
-    key.stand_at((range(2), range(7, 10)), 10)
+    key.set_token_positions((range(2), range(7, 10)), 10)
     with pytest.raises(rl.ShapeMismatch, match=r"dropout drop: x has shape .*, expected \[rows, 5, features\]"):
         KeyedDropout(0.5, "drop", key)(torch.ones(shape))
 

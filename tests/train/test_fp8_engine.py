@@ -10,7 +10,7 @@ import rankloom as rl
 from awkward import fingerprint
 from rankloom.shard.float8_unit import Float8Unit
 from rankloom.train.fp8 import Float8Linear, Recipe
-from rankloom.train.placement import Whole
+from rankloom.train.placement import ReplicatedPlacement
 from rankloom.train.precision import PRECISIONS
 
 RECIPES = {"current": Recipe(), "row": Recipe(scaling="row"), "delayed": Recipe(timing="delayed", history=2)}
@@ -90,7 +90,7 @@ def test_weights_are_cast_once_a_step_where_they_are_whole_and_travel_in_eight_b
             layer = engine.model.blocks[0][1]
             layer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(module.held))
             engine.step(torch.ones(4, 32))
-            if isinstance(engine.placement, Whole):
+            if isinstance(engine.placement, ReplicatedPlacement):
                 assert layer.held is None
             else:
                 units = [unit for section in engine.placement.sharding.sections for unit in section.units]

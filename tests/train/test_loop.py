@@ -19,8 +19,8 @@ from rankloom.train import finish, loop
 from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
-from rankloom.train.placement import Whole
-from rankloom.train.sharded import Sharded
+from rankloom.train.placement import ReplicatedPlacement
+from rankloom.train.sharded import ShardedPlacement
 from rankloom.train.stop import StopSignal
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
@@ -83,7 +83,7 @@ def test_the_validation_loss_is_that_of_the_saved_weights_over_all_validation_sa
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_weights_are_saved_without_gathering_what_the_optimizer_remembers(table, stage, monkeypatch):
-    for placement in (Whole, Sharded):
+    for placement in (ReplicatedPlacement, ShardedPlacement):
         monkeypatch.setattr(placement, "state", None)
     summary, _ = run(table(train={"stage": stage, "steps": 2}), 2)[0]
     assert (Path(summary.folder) / "model.safetensors").exists()

@@ -42,7 +42,7 @@ def train(policy, dtype=torch.float64, steps=2, config=CONFIG):
     model, key, _ = prepared(policy, dtype, config)
     losses = []
     for step in range(steps):
-        key.move_to(step, range(1))
+        key.set_rows(step, range(1))
         loss, _ = language_model_loss(model, tokens(seed=step))
         loss.backward()
         losses.append(loss.item())
@@ -66,9 +66,9 @@ def test_a_block_runs_again_with_the_masks_of_its_own_micro_batch_whichever_is_c
         for step in range(2):                       # in the second step a mixture is decided
             losses = []
             for micro in (3, 4):
-                key.move_to(step, range(micro, micro + 1))
+                key.set_rows(step, range(micro, micro + 1))
                 losses.append(language_model_loss(model, tokens(seed=micro))[0])
-            key.move_to(step, range(99, 100))
+            key.set_rows(step, range(99, 100))
             for loss in losses:
                 loss.backward()
         return gradients(model)
@@ -79,9 +79,9 @@ def test_a_block_runs_again_with_the_masks_of_its_own_micro_batch_whichever_is_c
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_backward_the_dropout_key_is_as_it_was(policy):
     model, key, _ = prepared(policy)
-    key.move_to(1, range(2, 3))
+    key.set_rows(1, range(2, 3))
     loss, _ = language_model_loss(model, tokens())
-    key.move_to(7, range(8, 9))
+    key.set_rows(7, range(8, 9))
     key.calls["elsewhere"] = 3
     loss.backward()
     assert (key.step, key.rows, key.calls) == (7, range(8, 9), {"elsewhere": 3})
@@ -119,7 +119,7 @@ def looping(policy, frozen=False, autocast=False):
     found = recompute(model, policy)
     torch.manual_seed(11)
     for step in range(3):
-        key.move_to(step, range(1))
+        key.set_rows(step, range(1))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(torch.linspace(-1, 1, 48).view(8, 6))
         loss.backward()
@@ -426,9 +426,9 @@ def test_a_copy_of_a_model_recomputes_itself_and_not_the_original(policy):
 
 def test_an_exception_in_the_middle_of_a_second_run_leaves_the_key_as_it_was():
     model, key, _ = prepared("full")
-    key.move_to(1, range(2, 3))
+    key.set_rows(1, range(2, 3))
     loss, _ = language_model_loss(model, tokens())
-    key.move_to(3, range(4, 5))
+    key.set_rows(3, range(4, 5))
     model.blocks[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()

@@ -16,10 +16,13 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield temporary
-        if not (keep_old and _link(temporary, path)):
+        if keep_old and _link(temporary, path):
+            temporary.unlink()
+        else:
             os.replace(temporary, path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def _link(file: Path, name: Path) -> bool:

@@ -1,8 +1,8 @@
 """How one tensor lies on the ranks of a mesh, in one line that code, errors and documents share.
 
     [out/tensor, in]              cut along `out` over the tensor axis, whole elsewhere
-    [..., width] +tensor          whole in shape, but every tensor rank holds one term of a sum that is still owed
-    [..., width] -tensor          whole, and every tensor rank uses it for a part of its own: the *gradient* is owed
+    [..., width] +tensor          whole in shape, but every tensor rank holds one term of a sum that is still owed: `partial`
+    [..., width] -tensor          whole, used by each tensor rank for a part of its own: each has a term of its *gradient*: `grad_partial`
 
 A gradient is laid out like its tensor with `+` and `-` exchanged (`Layout.gradient`): the gradient of a term is that of
 the sum, and the gradient of what many use is the sum over them. So a pair of layouts decides the collective between
@@ -68,7 +68,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of the dims, the mesh axes that cut each, and the axes over which a sum is owed, of it or of its gradient.
+    """Names of the dims, the mesh axes that cut each, and the axes over which it, or its gradient, is a partial sum.
 
     >>> weight = Layout.parse("[out/shard/tensor, in]")
     >>> weight.local_shape((32, 5), {"shard": 2, "tensor": 4})
@@ -81,17 +81,17 @@ class Layout:
 
     dims: tuple[str, ...]
     cut: tuple[tuple[str, ...], ...]       # for each dim, the axes that cut it, outermost first
-    owed: frozenset[str] = frozenset()     # +axis
-    apart: frozenset[str] = frozenset()    # -axis
+    partial: frozenset[str] = frozenset()        # +axis: each of its ranks holds one term of a sum
+    grad_partial: frozenset[str] = frozenset()   # -axis: the same of the gradient
 
     def __post_init__(self) -> None:
-        used = [axis for axes in self.cut for axis in axes] + sorted(self.owed) + sorted(self.apart)
+        used = [axis for axes in self.cut for axis in axes] + sorted(self.partial) + sorted(self.grad_partial)
         known = Mesh().sizes()
         for axis in used:
             if axis not in known:
                 raise ConfigError(f"layout {self}: no mesh axis {axis!r}. {did_you_mean(axis, known)}")
             if used.count(axis) > 1:
-                raise ConfigError(f"layout {self}: axis {axis!r} is named twice; it can cut one dim, or be owed, once")
+                raise ConfigError(f"layout {self}: axis {axis!r} is named twice; it can cut one dim, or be summed over, once")
         for dim in self.dims:
             if self.dims.count(dim) > 1 or not (dim.isidentifier() or dim == ANY):
                 raise ConfigError(f"layout {self}: {dim!r} cannot name a dim; dims have names of their own, such as rows or width")
@@ -116,16 +116,17 @@ class Layout:
 
     def __str__(self) -> str:
         dims = ", ".join("/".join((dim, *axes)) for dim, axes in zip(self.dims, self.cut))
-        return f"[{dims}]" + "".join(f" +{axis}" for axis in sorted(self.owed)) + "".join(f" -{axis}" for axis in sorted(self.apart))
+        signs = [f" +{axis}" for axis in sorted(self.partial)] + [f" -{axis}" for axis in sorted(self.grad_partial)]
+        return f"[{dims}]" + "".join(signs)
 
     def gradient(self) -> "Layout":
         """The layout of the gradient towards a tensor laid out like this."""
-        return Layout(self.dims, self.cut, owed=self.apart, apart=self.owed)
+        return Layout(self.dims, self.cut, partial=self.grad_partial, grad_partial=self.partial)
 
     def state(self, axis: str) -> str:
         """What `axis` does to the tensor: nothing (""), "+", "-", or the name of the dim it cuts."""
-        if axis in self.owed | self.apart:
-            return "+" if axis in self.owed else "-"
+        if axis in self.partial | self.grad_partial:
+            return "+" if axis in self.partial else "-"
         return next((dim for dim, axes in zip(self.dims, self.cut) if axis in axes), "")
 
     def place(self, dim: str) -> int:
@@ -185,9 +186,9 @@ def collective(src: Layout, dst: Layout, axis: str) -> Move:
         case before, after if before == after:
             return Move("nothing")
         case ("" | "-"), "+":
-            raise ConfigError(f"cannot turn {src} into {dst}: no sum is owed over {axis}")
+            raise ConfigError(f"cannot turn {src} into {dst}: it is no partial sum over {axis}")
         case "-", "":
-            raise ConfigError(f"cannot turn {src} into {dst}: its gradient is owed over {axis}, that of a whole is not")
+            raise ConfigError(f"cannot turn {src} into {dst}: its gradient is a partial sum over {axis}, that of a whole is not")
         case "", "-":
             return Move("nothing")
         case "+", ("" | "-"):
@@ -221,7 +222,7 @@ def joined(layouts: Sequence[Layout], axis: str, where: str = "joined") -> Layou
     >>> print(joined([whole, used], "tensor"), joined([cut, used], "tensor"), sep=", ")
     [..., width] -tensor, [..., width/tensor]
 
-    raises: ConfigError, which begins with `where`, for two cuts, or a cut and a sum that is owed
+    raises: ConfigError, which begins with `where`, for two cuts, or a cut and a partial sum
     """
     strength = {"": 0, "-": 1}
     strongest = max(layouts, key=lambda layout: strength.get(layout.state(axis), 2))
@@ -233,7 +234,8 @@ def joined(layouts: Sequence[Layout], axis: str, where: str = "joined") -> Layou
 
 def _expect_one_step(src: Layout, dst: Layout, axis: str) -> None:
     def without(layout: Layout) -> tuple[object, ...]:
-        return (layout.dims, tuple(tuple(a for a in axes if a != axis) for axes in layout.cut), layout.owed - {axis}, layout.apart - {axis})
+        cut = tuple(tuple(a for a in axes if a != axis) for axes in layout.cut)
+        return (layout.dims, cut, layout.partial - {axis}, layout.grad_partial - {axis})
 
     if without(src) != without(dst):
         raise ConfigError(f"{src} and {dst} differ in more than the axis {axis!r}; go one axis at a time")

@@ -53,12 +53,12 @@ def chunk_rows(vocab_size: int, device: str) -> int:
     return max(16, 1 << (max(1, elements // vocab_size).bit_length() - 1))
 
 
-def take_extra_loss(module: nn.Module) -> Tensor | None:
+def take_auxiliary_loss(module: nn.Module) -> Tensor | None:
     """The loss sums that layers have left in the last training forward, such as routers (models/moe.py), added up; None: there are none.
 
-    Every layer that has a method `take_extra` is asked; afterwards it has none.
+    Every layer that has a method `take_auxiliary` is asked; afterwards it has none.
     """
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "take_extra")]
-    taken = [layer.take_extra() for layer in layers]
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "take_auxiliary")]
+    taken = [layer.take_auxiliary() for layer in layers]
     extras = [extra for extra in taken if extra is not None]
     return torch.stack(extras).sum() if extras else None

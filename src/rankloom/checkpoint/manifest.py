@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredBox:
     """A box of a tensor, in a file."""
 
     file: int
@@ -57,7 +57,7 @@ class SavedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredBox] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,16 @@ class Manifest:
     facts: dict[str, Any]
 
 
-Told = list[list[Any]]   # of one rank: [name, dtype, shape, box] of each of its parts
+Announced = list[list[Any]]   # of one rank: [name, dtype, shape, box] of each of its parts
 
 
-def tell(parts: Iterable[Part]) -> Told:
+def tell(parts: Iterable[Part]) -> Announced:
     """What a rank tells the others of its parts: no values."""
     return [[part.name, str(part.values.dtype).removeprefix("torch."), list(part.shape), [list(span) for span in part.box]]
             for part in parts if not part.is_copy]
 
 
-def deal(told: Sequence[Told]) -> list[list[int]]:
+def assign_writers(told: Sequence[Announced]) -> list[list[int]]:
     """Which of its parts each rank writes: each box once, by the one of its holders that has the fewest bytes to write so far.
 
     told:   by every rank, in rank order. All ranks decide alike, and nothing more need be said
@@ -120,7 +120,7 @@ def _shown(kind: Sequence[Any]) -> str:
     return f"{dtype} {tuple(shape)}"
 
 
-def assemble(told: Sequence[Told], shares: Sequence[Sequence[int]], files: Sequence[SavedFile | None],
+def assemble(told: Sequence[Announced], shares: Sequence[Sequence[int]], files: Sequence[SavedFile | None],
              facts: Mapping[str, Any]) -> Manifest:
     """The manifest of what ranks have written.
 
@@ -131,7 +131,7 @@ def assemble(told: Sequence[Told], shares: Sequence[Sequence[int]], files: Seque
     for rank, share in enumerate(shares):
         for name, dtype, shape, box in (told[rank][number] for number in share):
             saved = tensors.setdefault(name, SavedTensor(getattr(torch, dtype), tuple(shape)))
-            saved.pieces.append(Piece(number_of[rank], tuple(Span(*span) for span in box)))
+            saved.pieces.append(StoredBox(number_of[rank], tuple(Span(*span) for span in box)))
     return Manifest(tensors, [file for file in files if file is not None], dict(facts))
 
 
@@ -188,5 +188,5 @@ def from_json(text: str, where: str) -> Manifest:
 
 
 def _tensor_of(fields: Mapping[str, Any]) -> SavedTensor:
-    pieces = [Piece(file, tuple(Span(*span) for span in box)) for file, box in fields["pieces"]]
+    pieces = [StoredBox(file, tuple(Span(*span) for span in box)) for file, box in fields["pieces"]]
     return SavedTensor(getattr(torch, fields["dtype"]), tuple(fields["shape"]), pieces)

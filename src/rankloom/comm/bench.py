@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.events import Progressed, Sink, Timed
+from rankloom.base.quantities import show_bytes
 from rankloom.base.topology import Topology
-from rankloom.base.units import show_bytes
 from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
 from rankloom.comm.price import BACKEND, algorithms_on
 from rankloom.world.group import Group

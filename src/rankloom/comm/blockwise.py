@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill
 from rankloom.comm.lossy import LABEL, Compressed
-from rankloom.comm.messages import deal, gather
+from rankloom.comm.messages import start_all_gather, start_all_to_all
 from rankloom.comm.quantize import Format
 from rankloom.world.group import Group
 
@@ -61,11 +61,11 @@ class Blockwise(Compressed):
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
         records[blocks:] = 0   # nobody reads these, but old memory is not for others
         form.quantise(x, own, records[:blocks])
-        dealt = deal(records.view(p, each, form.record), group, label=LABEL)
+        dealt = start_all_to_all(records.view(p, each, form.record), group, label=LABEL)
         yield
         mine = torch.empty_like(records[:each])
         form.fold(dealt(), sums, mine)
-        gathered = gather(mine, group, label=LABEL)
+        gathered = start_all_gather(mine, group, label=LABEL)
         yield
         form.dequantise(gathered().view(p * each, form.record)[:blocks], x)
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.quantities import show_bytes, show_seconds
 from rankloom.base.topology import Topology
-from rankloom.base.units import show_bytes, show_seconds
 from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
 from rankloom.comm.hierarchical import hierarchical_all_reduce
 from rankloom.comm.operands import widening

@@ -1,7 +1,7 @@
 """Rounds in which every rank has something for every other: all messages leave at once, and are waited for later.
 
 A slow link carries such messages at its full rate in both directions, where gloo's own all-to-all and all-gather reach 70 to 85 %. On a
-GPU the backend's own collectives do the same, for its messages are no better. world/direct.py does this below `Group`, for the
+GPU the backend's own collectives do the same, for its messages are no better. world/pairwise.py does this below `Group`, for the
 gathers and reduce-scatters of gloo itself; here each message has its label and its place in the ledger.
 """
 
@@ -16,7 +16,7 @@ Arrival = Callable[[], Tensor]
 """Waits, and returns what has arrived: [p, ...], in rank order."""
 
 
-def deal(x: Tensor, group: Group, *, label: str) -> Arrival:
+def start_all_to_all(x: Tensor, group: Group, *, label: str) -> Arrival:
     """Start sending x[r] to each rank r. x: [p, ...]   sent: p-1 messages, (p-1)/p of x"""
     if group.device.type != "cpu":
         return group.all_to_all(x, label=label, async_op=True).wait
@@ -26,7 +26,7 @@ def deal(x: Tensor, group: Group, *, label: str) -> Arrival:
     return lambda: arrived() or inbox
 
 
-def gather(x: Tensor, group: Group, *, label: str) -> Arrival:
+def start_all_gather(x: Tensor, group: Group, *, label: str) -> Arrival:
     """Start sending x to every rank. x: [...]   sent: p-1 messages, (p-1) times x"""
     if group.device.type != "cpu":
         gathered = group.all_gather(x, label=label, async_op=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rankloom.base.compression import BACKEND as BACKEND
 from rankloom.base.cost import Path
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.quantities import bus_factor
 from rankloom.base.topology import Links, Topology
-from rankloom.base.units import bus_factor
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
 from rankloom.comm.hierarchical import hierarchical_all_reduce_paths, hierarchical_all_to_all_paths
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.expect import expect_type
-from rankloom.base.loss import take_extra_loss
+from rankloom.base.loss import take_auxiliary_loss
 from rankloom.base.rng import stream
 from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
 from rankloom.models.loss import (
@@ -212,7 +212,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.output(hidden if caches is None else hidden[:, -1:], self.output_weight)   # type: ignore[no-any-return]
         total, count = self.output(hidden, self.output_weight, targets, self.loss_kernel)
-        extra = take_extra_loss(self)
+        extra = take_auxiliary_loss(self)
         return total if extra is None else total + extra, count
 
 

@@ -129,8 +129,8 @@ class MoE(nn.Module):
     """A layer of experts in place of a block's MLP.
 
     dispatch: how rows get to their experts; replaced where experts are on other ranks
-    extra:    the auxiliary losses of the last training forward, a sum over tokens; see `take_extra`
-    taken:    those that were taken, added up, without gradients; see `taken_extra_loss`
+    auxiliary: the auxiliary losses of the last training forward, a sum over tokens; see `take_auxiliary`
+    reported_auxiliary: those that were taken, added up, without gradients; see `take_reported_auxiliary_loss`
     routed:   tokens sent to each expert [E] in training, since `rebalance`; dropped ones included
     dropped:  choices that exceeded a capacity
     """
@@ -142,8 +142,8 @@ class MoE(nn.Module):
         self.experts = Experts(config, width)
         self.shared = MLP(width, config.shared * config.ffn) if config.shared else None
         self.dispatch: Dispatch = run_here
-        self.extra: Tensor | None = None
-        self.taken: Tensor | None = None
+        self.auxiliary: Tensor | None = None
+        self.reported_auxiliary: Tensor | None = None
         self.routed: Tensor | None = None
         self.dropped: Tensor | None = None
 
@@ -155,15 +155,15 @@ class MoE(nn.Module):
         if self.training:
             self._account(choice, row, kept)
         else:
-            self.extra = None   # what nobody took belongs to no later loss
+            self.auxiliary = None   # what nobody took belongs to no later loss
         mixed = self._through_experts(x, choice, kept)
         return mixed if self.shared is None else mixed + self.shared(x)
 
-    def take_extra(self) -> Tensor | None:
-        """The auxiliary losses of the last training forward, once; see `take_extra_loss` in base/loss.py."""
-        extra, self.extra = self.extra, None
+    def take_auxiliary(self) -> Tensor | None:
+        """The auxiliary losses of the last training forward, once; see `take_auxiliary_loss` in base/loss.py."""
+        extra, self.auxiliary = self.auxiliary, None
         if extra is not None:
-            self.taken = extra.detach() if self.taken is None else self.taken + extra.detach()
+            self.reported_auxiliary = extra.detach() if self.reported_auxiliary is None else self.reported_auxiliary + extra.detach()
         return extra
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class MoE(nn.Module):
     def _remember(self, extra: Tensor, routed: Tensor, dropped: Tensor | None) -> None:
         if torch._C._current_graph_task_id() != -1:   # recomputed in backward: it was counted before
             return
-        self.extra = extra
+        self.auxiliary = extra
         self.routed = routed if self.routed is None else self.routed + routed
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
@@ -245,15 +245,15 @@ def uncounted(module: nn.Module) -> Iterator[None]:
     """Whatever runs in here is a trial: layers of experts inside `module` have then counted what they had before, and have their losses."""
     with ExitStack() as until_here:
         for layer in (each for each in module.modules() if isinstance(each, MoE)):
-            until_here.enter_context(temporarily(layer, extra=layer.extra, routed=layer.routed, dropped=layer.dropped))
+            until_here.enter_context(temporarily(layer, auxiliary=layer.auxiliary, routed=layer.routed, dropped=layer.dropped))
         yield
 
 
-def taken_extra_loss(layers: Iterable[nn.Module]) -> Tensor | None:
+def take_reported_auxiliary_loss(layers: Iterable[nn.Module]) -> Tensor | None:
     """What was taken since this was last asked: which part of the loss sums is no cross-entropy. fp64; None: nothing."""
     taken = []
     for layer in layers:
-        if isinstance(layer, MoE) and layer.taken is not None:
-            taken.append(layer.taken.double())
-            layer.taken = None
+        if isinstance(layer, MoE) and layer.reported_auxiliary is not None:
+            taken.append(layer.reported_auxiliary.double())
+            layer.reported_auxiliary = None
     return torch.stack(taken).sum() if taken else None

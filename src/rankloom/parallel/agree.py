@@ -6,7 +6,7 @@ from torch import Tensor
 from rankloom.world.group import Group
 
 
-def largest_and_total(facts: list[float], totals: Tensor | None, group: Group) -> tuple[list[float], Tensor | None]:
+def max_of_flags_and_sum(facts: list[float], totals: Tensor | None, group: Group) -> tuple[list[float], Tensor | None]:
     """The largest of each fact over the ranks, and the sum of the totals (fp64), if there are any.
 
     An all-gather, not an all-reduce: for a message this small only hops count, and it needs half as many.

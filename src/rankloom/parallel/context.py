@@ -30,7 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from rankloom.base.cost import Bill
 from rankloom.base.documents import Documents, document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
-from rankloom.parallel.deal import deal_rows
+from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward

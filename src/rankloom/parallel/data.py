@@ -29,13 +29,13 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, reducer: GradientReducer, buffers: BufferKeeper):
         super().__init__()
         self.module = module
-        self._reducer, self._running = reducer, buffers
+        self._reducer, self._replica_guard = reducer, buffers
         self._finish_queued = False
         for param in module.parameters():
             if param.requires_grad:
                 hook_gradient(param, self._queue_finish)
         watch_optimizers()
-        self.register_load_state_dict_post_hook(lambda mine, _: mine._running.forget_changes())   # see `_load_from_state_dict`
+        self.register_load_state_dict_post_hook(lambda mine, _: mine._replica_guard.forget_changes())   # see `_load_from_state_dict`
         keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class DataParallel(nn.Module):
 
         raises: UnitError when a parameter was replaced since the model was wrapped, ConfigError when one is trained that was frozen then
         """
-        self._running.expect_parameters()
+        self._replica_guard.expect_parameters()
         if self._finish_queued and torch._C._current_graph_task_id() != -1:   # recomputed in a backward, which goes on
             return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():
@@ -67,7 +67,7 @@ class DataParallel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Into the model itself; see `state_dict`."""
         loaded = self.module.load_state_dict(*args, **kwargs)
-        self._running.forget_changes()   # what has been loaded is no change of a step
+        self._replica_guard.forget_changes()   # what has been loaded is no change of a step
         return loaded
 
     def __deepcopy__(self, memo: Any) -> "DataParallel":
@@ -90,7 +90,7 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         self._reducer.finish()
-        self._running.average_changed()
+        self._replica_guard.average_changed()
         self._finish_queued = False
 
 

@@ -11,7 +11,7 @@ The ranks of the expert axis have different tokens and equal copies of everythin
 an expert is complete: its tokens came from all of them. The gradient of anything else is a part, as on any axis that splits
 tokens. `gradient_axes` says so for every parameter; whoever sums gradients goes by that. Nothing is divided here: losses are sums.
 
-Read models/moe.py (the layer on one process) and parallel/deal.py before this file.
+Read models/moe.py (the layer on one process) and parallel/all_to_all.py before this file.
 
 source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven shares)
 """
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
 from rankloom.base.modes import run_together
-from rankloom.parallel.deal import deal_rows
+from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.follow import Guide
 from rankloom.world.group import Group
 

@@ -24,7 +24,7 @@ from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put
 from rankloom.parallel.guards import CUT, guard_owners
 from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.values import full_values, load_values
+from rankloom.parallel.state_dict import full_values, load_values
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
@@ -42,7 +42,7 @@ class FullySharded(nn.Module):
         super().__init__()
         self.module = module
         self._sharding = sharding
-        self._running = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
+        self._replica_guards = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
         self._params = {name: param for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
@@ -66,7 +66,7 @@ class FullySharded(nn.Module):
         return self.module(*args, **kwargs)
 
     def _expect_as_wrapped(self) -> None:
-        for running in self._running:
+        for running in self._replica_guards:
             running.expect_no_more()
         for section in self._sharding.sections:
             for unit in section.units:
@@ -148,7 +148,7 @@ class FullySharded(nn.Module):
         strict, assign: are torch's and change nothing: names must be the model's, and values are copied
         """
         load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
-        for keeper in self._running:
+        for keeper in self._replica_guards:
             keeper.forget_changes()   # what has been loaded is no change of a step
         return nn.modules.module._IncompatibleKeys([], [])
 
@@ -176,9 +176,9 @@ class FullySharded(nn.Module):
     def _finish(self) -> None:
         if self._sharding.syncing:
             self._sharding.agree()
-            for keeper in self._running:
+            for keeper in self._replica_guards:
                 keeper.average_changed()
-            for keeper in self._running:
+            for keeper in self._replica_guards:
                 keeper.forget_changes()   # what the other has written
             for owner in self._owners.values():   # only now is it known which gradients stay
                 for hook in (owner._post_accumulate_grad_hooks or {}).values() if owner.grad is not None else ():

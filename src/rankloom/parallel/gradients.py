@@ -35,7 +35,7 @@ from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
-from rankloom.parallel.agree import largest_and_total
+from rankloom.parallel.agree import max_of_flags_and_sum
 from rankloom.parallel.replicas import Arrivals
 from rankloom.parallel.worker import worker_beside
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
@@ -292,7 +292,7 @@ class GradientReducer:
         """
         touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
-        flags, numbers = largest_and_total(facts, totals, self.group)
+        flags, numbers = max_of_flags_and_sum(facts, totals, self.group)
         most_rows = dict(zip(touched, flags[len(self.owners):]))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:

@@ -63,7 +63,7 @@ class ModelSplit:
 
         sent: each part once to that rank, by way of the one that has the same experts; or n(p-1) to all
         """
-        if self._is_cut(name):
+        if self._is_cut_by_tensor(name):
             rows = _gather(part, self.tensor, None if goal is None else goal.tensor, f"whole {name}")
             part = self.held[name].join(rows) if rows else part
         if goal is not None and self.tensor.rank != goal.tensor:
@@ -76,13 +76,13 @@ class ModelSplit:
     def is_asked(self, name: str, goal: Goal | None) -> bool:
         """Whether this rank takes part in joining `name` for the rank of `goal`: not where it only repeats what that rank has."""
         return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
-                                and (self._is_cut(name) or self.tensor.rank == goal.tensor))
+                                and (self._is_cut_by_tensor(name) or self.tensor.rank == goal.tensor))
 
     def is_cut(self, name: str) -> bool:
         """Whether other ranks of the tensor or the expert axis hold other elements of the parameter."""
-        return self._is_cut(name) or name in self.experts
+        return self._is_cut_by_tensor(name) or name in self.experts
 
-    def _is_cut(self, name: str) -> bool:
+    def _is_cut_by_tensor(self, name: str) -> bool:
         return self.tensor.size > 1 and name in self.held and self.held[name].dim is not None
 
     def cut(self, name: str, whole: Tensor) -> Tensor:

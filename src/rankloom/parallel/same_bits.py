@@ -34,7 +34,7 @@ class CanonicalReducer(GradientReducer):
         """Start a step whose batch makes `leaves` leaves (fewer than usual when it has fewer rows)."""
         self.leaves, self._totals, self._folds, self._used = leaves, Fold(leaves), [], set()
 
-    def take_leaf(self, index: int, totals: Tensor) -> None:
+    def add_shard(self, index: int, totals: Tensor) -> None:
         """After the backward of leaf `index`: fold its gradients and its numbers in, and forget them."""
         if not self.buckets:
             self._lay_out()

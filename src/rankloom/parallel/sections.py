@@ -15,7 +15,7 @@ from torch import nn
 
 from rankloom.base.errors import UnitError
 from rankloom.parallel.replicas import LOAD
-from rankloom.shard.float8_unit import NOBODY, Float8Unit, Readers
+from rankloom.shard.float8_unit import NOBODY, Float8Consumers, Float8Unit
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.layout import lay_out_evenly
@@ -193,7 +193,7 @@ def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
-               host: Host | None = None, fill: Fill | None = None, float8: Readers = NOBODY,
+               host: Host | None = None, fill: Fill | None = None, float8: Float8Consumers = NOBODY,
                experts: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
     """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), summed
     over other replicas (names in `experts`), read in eight bits.

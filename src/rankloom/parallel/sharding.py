@@ -28,10 +28,10 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.agree import largest_and_total
-from rankloom.parallel.calls import Calls
+from rankloom.parallel.agree import max_of_flags_and_sum
+from rankloom.parallel.call_order import Calls
 from rankloom.parallel.follow import ENDED, LAYER, Guide
-from rankloom.parallel.queue import Queue
+from rankloom.parallel.reduction_order import Queue
 from rankloom.parallel.sections import Section, inside_of_transform, is_inside, is_over, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
@@ -68,7 +68,7 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertReplicas:
     """Parameters of experts, whose gradients are summed over replicas of their own, beside the shard axis.
 
     together: the ranks of the shard axis, and those to which a forward sends rows
@@ -95,7 +95,7 @@ class Sharding:
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
-                 gathering: Gathering, frames: Frames, scale: float = 1.0, experts: Experts | None = None):
+                 gathering: Gathering, frames: Frames, scale: float = 1.0, experts: ExpertReplicas | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
@@ -137,7 +137,7 @@ class Sharding:
             gradient.abandon()
         for section in self.sections:
             section.forget_pass()
-        self._calls.gathered = 0
+        self._calls.order_hash = 0
         self.release()
 
     def agree(self, totals: Tensor | None = None) -> Tensor | None:
@@ -149,9 +149,9 @@ class Sharding:
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [float(name in used) for name in names]
-        gathered = float(self._calls.gathered)
-        (most, least, *flags), totals = largest_and_total([gathered, -gathered, *flags], totals, self.group)
-        (differ, *flags), totals = largest_and_total([float(most != -least), *flags], totals, self.replicas)
+        order_hash = float(self._calls.order_hash)
+        (most, least, *flags), totals = max_of_flags_and_sum([order_hash, -order_hash, *flags], totals, self.group)
+        (differ, *flags), totals = max_of_flags_and_sum([float(most != -least), *flags], totals, self.replicas)
         self._calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():

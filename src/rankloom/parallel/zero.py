@@ -23,9 +23,9 @@ from rankloom.base.expect import expect_type
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
-from rankloom.parallel.sharding import Experts, Gathering, Sharding
+from rankloom.parallel.sharding import ExpertReplicas, Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
-from rankloom.shard.float8_unit import Readers
+from rankloom.shard.float8_unit import Float8Consumers
 from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
@@ -63,8 +63,8 @@ class ShardingStrategy:
     scale: float = 1.0
     hooked: bool = True
     reduces_once: bool = True
-    experts: Experts | None = None
-    float8: Readers = field(default_factory=dict)
+    experts: ExpertReplicas | None = None
+    float8: Float8Consumers = field(default_factory=dict)
 
 
 def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:
@@ -95,7 +95,7 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
                            experts=strategy.experts.names if strategy.experts else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
-    keep_gradients = _is_one_slice(strategy, group, canonical)
+    keep_gradients = _keeps_whole_gradients(strategy, group, canonical)
     _choose_what_accumulates_whole(sections, strategy, all_do=keep_gradients)
     let_go = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
     gathering = Gathering(let_go, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
@@ -103,7 +103,7 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
                     gathering=gathering)
 
 
-def _is_one_slice(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
+def _keeps_whole_gradients(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
     """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all here."""
     return strategy.stage <= 1 or canonical or (strategy.reduces_once and group.size == 1 and not strategy.offload)
 

@@ -20,7 +20,7 @@ from rankloom.shard.unit import Formats, State, Unit
 from rankloom.world.group import Group
 
 
-class Reader(Protocol):
+class Float8Consumer(Protocol):
     """A layer that multiplies by a weight in eight bits: for products over its rows' elements, and over its columns'."""
 
     held: tuple[Float8, Float8] | None
@@ -30,8 +30,8 @@ class Reader(Protocol):
         """The ranks that hold the other parts of the weight."""
 
 
-Readers = Mapping[str, Sequence[Reader]]   # by the name of the weight
-NOBODY: Readers = {}
+Float8Consumers = Mapping[str, Sequence[Float8Consumer]]   # by the name of the weight
+NOBODY: Float8Consumers = {}
 
 
 class Float8Unit(Unit):
@@ -44,7 +44,7 @@ class Float8Unit(Unit):
     """
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats,
-                 readers: Readers, **more: Any):
+                 readers: Float8Consumers, **more: Any):
         self.readers, self._rounded = {name: readers[name] for name in params}, formats.compute
         self.peers = next((layer.peers for layers in self.readers.values() for layer in layers if layer.peers), None)
         self._amaxes = torch.zeros(len(params), device=group.device)

@@ -163,10 +163,10 @@ def _twice(x: Any) -> Any:
     return torch.cat((row, row)) if isinstance(row, Tensor) else np.concatenate((row, row)) if isinstance(row, np.ndarray) else row + row
 
 
-def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
+def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     """Give each rank the rows of the logical shards it owns, whoever holds them now.
 
-    The global batch is all ranks' batches one after another, in rank order, and is cut in `leaves` contiguous shards; fewer
+    The global batch is all ranks' batches one after another, in rank order, and is cut in `shards` contiguous shards; fewer
     when it has fewer rows.
     returns: (this rank's rows, which row of the global batch is the first of them, the number of shards)
     raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no tensors would have to travel
@@ -176,24 +176,24 @@ def deal_leaves(batch: Any, group: Group, leaves: int) -> tuple[Any, int, int]:
     others = sum(not isinstance(each, Tensor) for each in found)
     told = group.all_gather(torch.tensor([[rows, others]], device=group.device), label="rows").tolist()
     held = [rows for rows, _ in told]
-    leaves = min(leaves, sum(held))
-    if leaves < group.size:
-        raise BatchError(f"a global batch of {sum(held)} rows in {leaves} logical shards is too small for {group.size} ranks")
-    wanted = _wanted_rows(sum(held), group.size, leaves)
+    shards = min(shards, sum(held))
+    if shards < group.size:
+        raise BatchError(f"a global batch of {sum(held)} rows in {shards} logical shards is too small for {group.size} ranks")
+    wanted = _wanted_rows(sum(held), group.size, shards)
     first = sum(wanted[:group.rank])
     if wanted == held:
-        return batch, first, leaves
+        return batch, first, shards
     if brings := [rank for rank, (_, others) in zip(group.ranks, told) if others]:
         raise BatchError(f"rank {brings[0]} brings rows that are no tensors (a numpy array, or a list or tuple as long as the batch), and "
                          f"ranks brought {held} rows where deterministic training wants {wanted}: only tensors are sent on. Make tensors "
                          "of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are wanted")
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
-    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, leaves
+    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, shards
 
 
-def _wanted_rows(rows: int, ranks: int, leaves: int) -> list[int]:
-    sizes = [len(shard) for shard in torch.arange(rows).tensor_split(leaves)]
-    return [sum(sizes[leaf] for leaf in owned_leaves(rank, ranks, leaves)) for rank in range(ranks)]
+def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
+    sizes = [len(shard) for shard in torch.arange(rows).tensor_split(shards)]
+    return [sum(sizes[shard] for shard in owned_leaves(rank, ranks, shards)) for rank in range(ranks)]
 
 
 def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.units import show_bytes
+from rankloom.base.quantities import show_bytes
 
 NONE, SELECTIVE, FULL = CHOICES = ("none", "selective", "full")
 COMPETING = 1000   # partial plans kept; beyond that the plan may be a little worse than the best, never wrong

@@ -5,7 +5,7 @@
     load    files are compared with their hashes, shapes with the model's; nothing has been changed until then
             each rank reads the boxes that it will hold, out of whatever boxes there are
 
-No value travels between ranks. Read checkpoint/manifest.py, train/parts.py and train/state.py before this file.
+No value travels between ranks. Read checkpoint/manifest.py, train/checkpoint_parts.py and train/state.py before this file.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from rankloom.checkpoint.files import (
     sizes_of,
     write_parts,
 )
-from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, deal, tell
-from rankloom.parallel.values import difference, is_extra, set_extra
+from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, assign_writers, tell
+from rankloom.parallel.state_dict import difference, is_extra, set_extra
 from rankloom.shard.optimizer import Piece
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
-from rankloom.train.parts import MODEL, OPTIMIZER, computed_entries, whole_part
+from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part
+from rankloom.train.long_work import while_others_wait
 from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
-from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
 
 
@@ -52,7 +52,7 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
     world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
     told = world.all_gather_object(tell(parts), label="what ranks hold")
-    shares = deal(told)
+    shares = assign_writers(told)
     own = [part for part in parts if not part.is_copy]
     mine = [own[number] for number in shares[world.rank]]
     path, written = folder / file_name(token, world.rank), list[SavedFile]()

@@ -27,7 +27,7 @@ from rankloom.base.modes import evaluating, runs_together
 from rankloom.parallel.build import digest
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
-from rankloom.train.split import SHARING_AXES
+from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
@@ -42,7 +42,7 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
     """The error to raise, the same on every rank: which rank, which tensor first. A collective: every rank calls it.
 
     run_alone: forward and backward of this rank's batch without communication; returns [loss sum, count]
-    gradients: what that leaves behind, by name
+    gradients: what that shards behind, by name
     seen:      what the step found
     """
     found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
@@ -53,20 +53,20 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
-                       pieces: int, leaves: int) -> None:
+                       pieces: int, shards: int) -> None:
     """Before the first step, on about a micro-batch: a loss that returns a mean is an error, and so are too few rows, of any rank.
 
     group:  the ranks that rows are dealt over    tokens: those over which losses add up
-    pieces: how many micro-batches the rows are   leaves: logical shards, which deal rows out anew; 0: there are none
+    pieces: how many micro-batches the rows are   shards: logical shards, which deal rows out anew; 0: there are none
     A collective of the world, on all ranks or none: a forward may be one.
     """
     mine = torch.tensor([rows_of(batch, world.rank) * group.size + group.rank], device=group.device)
     held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
-    if not leaves:
+    if not shards:
         expect_rows(held, pieces, group.ranks[rank])
     if held < 1:   # somewhere
         return
-    parts = with_halves(batch, min(held, max(2, held // (leaves or pieces))), world.rank)
+    parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
                                                 label="does the loss seem a mean"))
     expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
@@ -255,7 +255,7 @@ class KeyedDrawsOnly(TorchDispatchMode):
 
 @contextmanager
 def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
-    """For the first steps: a forward inside that draws from torch's own generator, or leaves other values in a buffer, raises ConfigError.
+    """For the first steps: a forward inside that draws from torch's own generator, or shards other values in a buffer, raises ConfigError.
 
     How often a rank runs forward depends on the number of ranks, and so does what forwards hand on to each other.
     """

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.coins import GOLDEN_32, coins, line_keys
+from rankloom.base.counter_rng import GOLDEN_32, coins, line_keys
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
@@ -55,20 +55,20 @@ class DropoutKey:
             first = int(everyone[:group.rank].sum())
         return [range(*ends) for ends in pairwise(accumulate(held, initial=group.rank * sum(held) if first is None else first))]
 
-    def move_to(self, step: int, rows: range) -> None:
+    def set_rows(self, step: int, rows: range) -> None:
         """Before each micro-batch. `rows` are its own, by their numbers in the batch of all ranks."""
         self.step, self.rows = step, rows
         self.calls.clear()
 
-    def start_step(self, step: int, runs: Sequence[range]) -> None:
+    def set_microbatches(self, step: int, runs: Sequence[range]) -> None:
         """Where micro-batches come in an order of their own: the rows of each that this rank has."""
         self.step, self._runs = step, runs
 
-    def move_on_to(self, microbatch: int) -> None:
+    def select_microbatch(self, microbatch: int) -> None:
         """To this rank's micro-batch of that number, from 0."""
-        self.move_to(self.step, self._runs[microbatch])
+        self.set_rows(self.step, self._runs[microbatch])
 
-    def stand_at(self, spans: Spans, length: int) -> None:
+    def set_token_positions(self, spans: Spans, length: int) -> None:
         """The tokens that are here have these positions in rows of `length`, until somebody says otherwise."""
         self.here = spans, length
 

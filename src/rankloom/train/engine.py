@@ -28,15 +28,14 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.events import Load, Sink, StepDone
-from rankloom.base.loss import sum_and_count, take_extra_loss
+from rankloom.base.loss import sum_and_count, take_auxiliary_loss
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
-from rankloom.models.moe import taken_extra_loss
+from rankloom.models.moe import take_reported_auxiliary_loss
 from rankloom.parallel.expert import expert_layers, rebalance
 from rankloom.parallel.replicas import BufferKeeper
 from rankloom.shard.optimizer import AsBuilt, Optimizer
-from rankloom.train.apply import apply_gradients
-from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_leaves, laid_out_anew, map_tensors
+from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
@@ -50,11 +49,12 @@ from rankloom.train.diagnose import (
 )
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.fp8 import Float8Layers
-from rankloom.train.held import Held, held_by, memory_told, peak_memory
-from rankloom.train.placement import Placement, Whole
+from rankloom.train.memory_report import Held, held_by, memory_told, peak_memory
+from rankloom.train.optimizer_step import apply_gradients
+from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision, buffers_named
 from rankloom.train.recompute import Recompute
-from rankloom.train.split import SHARING_AXES
+from rankloom.train.split_model import SHARING_AXES
 from rankloom.train.state import TrainingState, gather_state, load_state
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -91,7 +91,7 @@ class Settings:
     accumulate: int
     clip: float | None
     precision: Precision
-    leaves: int                                # logical shards; 0: the order of addition is free
+    logical_shards: int                                # logical shards; 0: the order of addition is free
     schedule: Callable[[int], float] | None
     world: World                               # all ranks of the job
     recompute: Recompute | None = None         # what each block keeps; it can be printed
@@ -112,8 +112,8 @@ class Engine:
         self.scale = UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
-        self._running = BufferKeeper(model, tokens)
-        self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, Whole))
+        self._replica_guard = BufferKeeper(model, tokens)
+        self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
         if settings.schedule and not self._built.rates[0] and any(self._built.rates):
             raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._built.rates[1:]}: a schedule gives the rate "
                               "of the first, and the others keep their ratio to it. Put another group first, or freeze its parameters")
@@ -128,13 +128,13 @@ class Engine:
                 replaced, or came
         """
         begin, waited = time.perf_counter(), self.placement.waited
-        self._running.expect_parameters()
+        self._replica_guard.expect_parameters()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
         lr = self._set_learning_rate()
         self.placement.abandon()   # whatever a failed step left behind
         self._forget_counts()
-        self.settings.float8.begin_step(whole=isinstance(self.placement, Whole))
+        self.settings.float8.begin_step(whole=isinstance(self.placement, ReplicatedPlacement))
         with memory_told(self.world_rank, self.group.device, self.held):
             batch = as_given(batch, self.settings.accumulate, self.world_rank)
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
@@ -142,17 +142,17 @@ class Engine:
                 compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
             if self.steps_done == 0:
                 self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
-            totals = self._run_in_canonical_order(batch) if self.settings.leaves else self._run_in_free_order(batch)
+            totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
             if self._is_first:
                 expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
                 self._is_first = False
             loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
-        self._running.average_changed()
+        self._replica_guard.average_changed()
         auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._count_tokens(move=finite)
         if experts:
-            self._running.forget_changes()   # biases of routers, which all ranks have moved alike
+            self._replica_guard.forget_changes()   # biases of routers, which all ranks have moved alike
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
                         seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
         if self.sink:
@@ -179,7 +179,7 @@ class Engine:
 
     def _total(self, losses: list[Tensor]) -> tuple[float, float]:
         """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
-        if not self.settings.leaves:
+        if not self.settings.logical_shards:
             own = torch.stack(losses).sum(0)[:2] if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
             total, count = self.tokens.all_reduce(own, label="evaluation").tolist()
             return total, count
@@ -231,12 +231,12 @@ class Engine:
         """With the step and the loss scale of a state that has been loaded."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
-        self._running.forget_changes()   # what has been loaded is no change of this step
+        self._replica_guard.forget_changes()   # what has been loaded is no change of this step
 
     @property
     def tokens(self) -> Group:
         """The ranks over which losses and counts add up, and running statistics are averaged."""
-        return self._running.group
+        return self._replica_guard.group
 
     @property
     def world_rank(self) -> int:
@@ -263,34 +263,34 @@ class Engine:
         return totals
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
-        mine, first, leaves = deal_leaves(batch, self.group, self.settings.leaves)
-        run = owned_leaves(self.group.rank, self.group.size, leaves)
-        self.placement.begin_leaves(leaves)
+        mine, first, shards = deal_shards(batch, self.group, self.settings.logical_shards)
+        run = owned_leaves(self.group.rank, self.group.size, shards)
+        self.placement.begin_shards(shards)
         pieces = cut_batch(mine, len(run), self.world_rank)
-        for leaf, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
+        for shard, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
             with self.placement.sync(False):
-                self.placement.take_leaf(leaf, self._forward_backward(map_tensors(laid_out_anew, piece), rows))
+                self.placement.add_shard(shard, self._forward_backward(map_tensors(laid_out_anew, piece), rows))
         return self.placement.finish(None)
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
         """Before the first step: see `expect_sum_of_step`."""
         expect_sum_of_step(lambda piece: self._call_loss(piece)[1][:2], self.model, batch, world=self.settings.world, group=self.group,
-                           tokens=self.tokens, pieces=pieces, leaves=self.settings.leaves)
+                           tokens=self.tokens, pieces=pieces, shards=self.settings.logical_shards)
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, rows: range) -> Tensor:
         """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
-        self._dropout.move_to(self.steps_done, rows)
+        self._dropout.set_rows(self.steps_done, rows)
         # the second step too: for the first weights, what a buffer holds may have settled when the model was made
-        looked_at = self.settings.leaves and self.steps_done < 2 and not runs_compiled(self.model)
+        looked_at = self.settings.logical_shards and self.steps_done < 2 and not runs_compiled(self.model)
         with alike_on_any_ranks(self.model, self.world_rank) if looked_at else nullcontext():
             loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
         if self.settings.precision.scaled and self.scale is UNMEASURED:
-            leaves = self.settings.leaves   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
-            self._measure_scale(totals.clone() if not leaves or rows.start == 0 else torch.zeros_like(totals))
+            shards = self.settings.logical_shards   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
+            self._measure_scale(totals.clone() if not shards or rows.start == 0 else torch.zeros_like(totals))
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
 
@@ -299,7 +299,7 @@ class Engine:
         of all its items, the same on every layout.
         """
         items = self.tokens.all_reduce(totals, label="first count")[1].item()
-        self.scale = LossScale.first(items * (self.settings.leaves or self.settings.accumulate))
+        self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss sum, and fp64 [sum, count], detached; of a mixture of experts [sum without auxiliary losses, count, these].
@@ -309,7 +309,7 @@ class Engine:
         with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may take gradients of its own
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
-        if self._has_experts and (extra := take_extra_loss(self.model)) is not None:   # the model's own loss has added it
+        if self._has_experts and (extra := take_auxiliary_loss(self.model)) is not None:   # the model's own loss has added it
             loss = loss + extra
         return loss, self._split_auxiliary(torch.stack((loss.detach().to(torch.float64), count)))
 
@@ -327,7 +327,7 @@ class Engine:
 
     def _taken_loss(self) -> Tensor:
         """Which part of the sums since the last call were auxiliary losses."""
-        taken = taken_extra_loss(self._layers.values())
+        taken = take_reported_auxiliary_loss(self._layers.values())
         return torch.zeros((), dtype=torch.float64, device=self.group.device) if taken is None else taken
 
     def _split_auxiliary(self, totals: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ class Engine:
     def _forget_counts(self) -> None:
         for layer in self._layers.values():
             layer.routed = layer.dropped = None
-        taken_extra_loss(self._layers.values())
+        take_reported_auxiliary_loss(self._layers.values())
 
     # ------------------------------------------------------------------ the update
 
@@ -365,7 +365,7 @@ class Engine:
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             found = explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
-            self._running.average_changed()
+            self._replica_guard.average_changed()
             raise found
         if finite:
             self.placement.publish()
@@ -374,8 +374,8 @@ class Engine:
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
         with self.placement.without_reduction():
-            leaves = self.settings.leaves and len(owned_leaves(self.group.rank, self.group.size, self.settings.leaves))
-            pieces = cut_again(batch, leaves or self.settings.accumulate, self.world_rank)   # as the step had, for memory
+            shards = self.settings.logical_shards and len(owned_leaves(self.group.rank, self.group.size, self.settings.logical_shards))
+            pieces = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as the step had, for memory
             numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
             return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
 

@@ -11,15 +11,15 @@ import torch
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Saved
+from rankloom.base.files import replacing
 from rankloom.data.ngram import trigram_loss
 from rankloom.models.config import parameter_count
 from rankloom.train.engine import Engine
-from rankloom.base.files import replacing
 from rankloom.train.job import Job, reporter
+from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import write_json
 from rankloom.train.samples import continue_texts, starts
 from rankloom.train.stop import StopSignal
-from rankloom.train.together import while_others_wait
 from rankloom.train.weights import load_model, save_model
 
 BASELINE_TOKENS = 16_000_000   # the most that the trigram model counts, at about 40 bytes of memory each

@@ -11,10 +11,10 @@ eight bits (shard/float8_unit.py), or are cast in each pass. `timing="delayed"` 
 Over tensor ranks a scale is that of the whole matrix, too: ranks that hold parts of one agree on its largest magnitude, and cast to the
 very bits that one process casts to.
 
-    column     x whole        w cut by rows      g cut by columns    y, dw: those of one process; dx: a sum that is owed
-    row        x cut by columns    w cut by columns    g whole       dx, dw: those of one process; y: a sum that is owed
+    column     x whole        w cut by rows      g cut by columns    y, dw: those of one process; dx: a partial sum
+    row        x cut by columns    w cut by columns    g whole       dx, dw: those of one process; y: a partial sum
 
-A sum that is owed is rounded on every rank, as in bf16: off by up to (p + 1) 2**-8 of the sum of its terms' magnitudes.
+A partial sum is rounded on every rank, as in bf16: off by up to (p + 1) 2**-8 of the sum of its terms' magnitudes.
 
 Read base/float8.py first.
 """

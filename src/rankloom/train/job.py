@@ -15,9 +15,9 @@ from rankloom.data.corpus import Corpus, prepare_corpus
 from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
 from rankloom.train.config import write_config
+from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import claim_run_folder, describe_environment, write_json
 from rankloom.train.schema import Config
-from rankloom.train.together import while_others_wait
 from rankloom.world.connect import World
 from rankloom.world.launch import restarts
 

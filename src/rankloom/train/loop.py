@@ -24,7 +24,7 @@ from rankloom.train.prepare import prepare
 from rankloom.train.resume import resume, save_in_run
 from rankloom.train.run_folder import Journal
 from rankloom.train.schema import Config
-from rankloom.train.split import SHARING_AXES, is_split
+from rankloom.train.split_model import SHARING_AXES, is_split
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.connect import World
 from rankloom.world.group import Group

@@ -22,10 +22,10 @@ from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import Piece
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
+from rankloom.train.pipeline_stages import PipelineEngine
 from rankloom.train.schema import Config
-from rankloom.train.sharded import Sharded, ShardedParts
-from rankloom.train.split import ROW_AXES
-from rankloom.train.stages import PipelineEngine
+from rankloom.train.sharded import ShardedPlacement, SplitPlacement
+from rankloom.train.split_model import ROW_AXES
 from rankloom.world.paper import NO_MEMORY, PaperWorld
 
 ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these hold equally much
@@ -52,18 +52,18 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
 
 def step_on_paper(engine: Engine) -> None:
     """A step without a forward. Memory is then as after a real one: parameters have had gradients, and the optimizer has its state."""
-    placement, leaves = engine.placement, engine.settings.leaves
-    if isinstance(placement, Sharded):
+    placement, shards = engine.placement, engine.settings.logical_shards
+    if isinstance(placement, ShardedPlacement):
         placement.sharding.make_ready()
     totals = torch.zeros(2, dtype=torch.float64, device=NO_MEMORY)
-    if leaves:
-        placement.begin_leaves(leaves)
-        for leaf in owned_leaves(engine.group.rank, engine.group.size, leaves):
+    if shards:
+        placement.begin_shards(shards)
+        for shard in owned_leaves(engine.group.rank, engine.group.size, shards):
             _backward(engine, last=False)
-            placement.take_leaf(leaf, totals)
+            placement.add_shard(shard, totals)
     else:
         _backward(engine, last=True)
-    placement.finish(None if leaves else totals)
+    placement.finish(None if shards else totals)
     engine.optimizer.step()
     placement.publish()
 
@@ -80,7 +80,7 @@ def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
     """engine: of this rank, or of one that holds equally much."""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
     split = None
-    if isinstance(placement, ShardedParts):
+    if isinstance(placement, SplitPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
     pieces = placement.pieces()
     return RankPart(

@@ -2,8 +2,8 @@
 
 The engine runs a step over either, and does not know which:
 
-    stage 0      Whole      masters and buckets; parallel/gradients.py, or parallel/same_bits.py where every bit must be the same
-    stages 1-3   Sharded    units and slices; train/sharded.py
+    stage 0      ReplicatedPlacement   masters and buckets; parallel/gradients.py, or parallel/same_bits.py where every bit must be the same
+    stages 1-3   ShardedPlacement      units and slices; train/sharded.py
 
 `owners` are what the optimizer updates: parameters, their fp32 masters, or slices of these.
 """
@@ -22,11 +22,11 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.same_bits import CanonicalReducer
-from rankloom.parallel.values import difference, shapes_in
+from rankloom.parallel.state_dict import difference, shapes_in
 from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import gather_optimizer_state
-from rankloom.train.apply import global_norm
-from rankloom.train.parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.optimizer_step import global_norm
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
 
@@ -62,10 +62,10 @@ class Placement(Protocol):
     def without_reduction(self) -> AbstractContextManager[None]:
         """The backward inside makes gradients of this rank alone."""
 
-    def begin_leaves(self, leaves: int) -> None:
+    def begin_shards(self, shards: int) -> None:
         """Deterministic: the batch makes so many logical shards."""
 
-    def take_leaf(self, index: int, totals: Tensor) -> None:
+    def add_shard(self, index: int, totals: Tensor) -> None:
         """Deterministic: fold in the gradients and totals of one logical shard."""
 
     def finish(self, totals: Tensor | None) -> Tensor:
@@ -117,17 +117,18 @@ class Placement(Protocol):
         """Bytes in memory on this rank now: parameters and masters, gathered parameters beyond these, gradients."""
 
 
-class Whole:
+class ReplicatedPlacement:
     """Stage 0: every rank holds everything."""
 
-    def __init__(self, model: nn.Module, group: Group, precision: Precision, *, leaves: int, all_reduce: str, compress: str,
+    def __init__(self, model: nn.Module, group: Group, precision: Precision, *, logical_shards: int, all_reduce: str, compress: str,
                  compress_after: int):
-        self.model, self._world, self._leaves, self.waited = model, group, leaves, 0.0
+        self.model, self._world, self._logical_shards, self.waited = model, group, logical_shards, 0.0
         self._masters = MasterWeights(model, precision)
         self.owners: Mapping[str, nn.Parameter] = self._masters.owners
         self.group = group.alone()
-        self._reducer = CanonicalReducer(self._masters.params, group, leaves, owners=self.owners) if leaves else GradientReducer(
-            self._masters.params, group, owners=self.owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
+        params, owners = self._masters.params, self.owners
+        self._reducer = CanonicalReducer(params, group, logical_shards, owners=owners) if logical_shards else GradientReducer(
+            params, group, owners=owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
             by_rows=embeddings(model))
         self._reducer.syncing = False   # a backward outside of a step is none of its gradients
         watch_optimizers()
@@ -149,15 +150,15 @@ class Whole:
         """No bucket leaves."""
         return self._reducer.sync(False)
 
-    def begin_leaves(self, leaves: int) -> None:
+    def begin_shards(self, shards: int) -> None:
         """See parallel/same_bits.py."""
         assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
-        self._reducer.begin(leaves)
+        self._reducer.begin(shards)
 
-    def take_leaf(self, index: int, totals: Tensor) -> None:
+    def add_shard(self, index: int, totals: Tensor) -> None:
         """See parallel/same_bits.py."""
         assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
-        self._reducer.take_leaf(index, totals)
+        self._reducer.add_shard(index, totals)
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """Wait for the buckets."""
@@ -169,7 +170,7 @@ class Whole:
 
     def norm(self) -> Tensor:
         """Of the buckets, in shares where there is much; deterministic, tensor by tensor, for buckets differ between stages."""
-        if self._leaves:
+        if self._logical_shards:
             return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])
         return global_norm(self._reducer.flat_gradients(), self._world)
 

@@ -8,7 +8,7 @@
     dropout     keyed by name and step
     blocks      recompute, activation offload, compile
     stages      the axis pipe: this rank's are cut out of the model
-    placement   the optimizer is made, and the model lies whole (stage 0) or cut (stages 1 to 3): place.py
+    placement   the optimizer is made, and the model lies whole (stage 0) or cut (stages 1 to 3): make_placement.py
 """
 
 from collections.abc import Callable, Mapping
@@ -44,14 +44,14 @@ from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
+from rankloom.train.make_placement import place_cut, place_whole
 from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
-from rankloom.train.place import place_cut, place_whole
+from rankloom.train.pipeline_stages import PipelineEngine, Turn, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
-from rankloom.train.split import ROW_AXES, is_split, split_model
-from rankloom.train.stages import PipelineEngine, Turn, make_local
+from rankloom.train.split_model import ROW_AXES, is_split, split_model
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
@@ -119,15 +119,15 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     _check_stage(stage, summing | cutting | ({"units": AUTO} if changes_blocks and _classes(units) else {}))
     _check_blocks(model, world, stage, units, changes_blocks)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
-                                         "deterministic": settings.leaves, **summing})
+                                         "deterministic": settings.logical_shards, **summing})
     vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
 
-    if settings.leaves:
+    if settings.logical_shards:
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     expect_alike(world, "model", code_of(model))
     dropout = DropoutKey(seed)
-    split = split_model(model, world, tensor_plan, context, dropout.stand_at) if is_split(world) else None
+    split = split_model(model, world, tensor_plan, context, dropout.set_token_positions) if is_split(world) else None
     fill = None if initial is None else _stand_in(model, world, initial, split)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
@@ -246,7 +246,7 @@ def _check_axes(model: nn.Module, world: World, *, pipe: Pipe | str | None, cont
 def _check(model: nn.Module, world: World, settings: Settings) -> None:
     if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
         raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
-    if settings.leaves and is_split(world):
+    if settings.logical_shards and is_split(world):
         raise ConfigError("deterministic holds bits equal along the data axes only; use a mesh of replicate and shard")
     _check_numbers(settings)
     if not any(param.requires_grad for param in model.parameters()):
@@ -258,10 +258,10 @@ def _check(model: nn.Module, world: World, settings: Settings) -> None:
     if (script := _script_with_parameters(model)) is not None:
         raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "
                           "hooks. Prepare the module that it was made of; compile=True makes blocks faster")
-    if settings.leaves and any(getattr(module, "track_running_stats", False) for module in model.modules()):
+    if settings.logical_shards and any(getattr(module, "track_running_stats", False) for module in model.modules()):
         raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
                           "use GroupNorm or LayerNorm in place of BatchNorm")
-    if settings.accumulate > 1 or settings.leaves:
+    if settings.accumulate > 1 or settings.logical_shards:
         _expect_no_frequencies(model)
 
 
@@ -301,9 +301,9 @@ def _check_sums(world: World, settings: Settings, all_reduce: str, compress: str
     expect_exact_steps(compress_after, compress)
     if is_split(world) and (all_reduce, compress) != (BACKEND, EXACT):
         raise ConfigError("all_reduce and compress are for data parallel alone: not on a mesh with other axes than replicate and shard")
-    if settings.leaves and all_reduce != BACKEND:
+    if settings.logical_shards and all_reduce != BACKEND:
         raise ConfigError(f"all_reduce={all_reduce!r} has no meaning with deterministic, which adds in an order of its own")
-    if settings.leaves and compress != EXACT:
+    if settings.logical_shards and compress != EXACT:
         raise ConfigError(f"compress={compress!r} has no meaning with deterministic: what is lost depends on the number of ranks")
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.base.units import parse_size
+from rankloom.base.quantities import parse_size
 from rankloom.models.moe import uncounted
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rankloom.base.compression import EXACT, expect_compression, expect_exact_steps, split_compression
 from rankloom.base.errors import ConfigError, MeshError, did_you_mean
 from rankloom.base.mesh import Mesh
-from rankloom.base.units import LONGEST_TIMEOUT, parse_size
+from rankloom.base.quantities import LONGEST_TIMEOUT, parse_size
 from rankloom.models.config import GPTConfig, MoEConfig, preset
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, stages_a_rank

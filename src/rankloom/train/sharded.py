@@ -18,17 +18,17 @@ from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.values import full_values, load_values, owned_pieces, units_of, value_entries
+from rankloom.parallel.state_dict import full_values, load_values, owned_pieces, units_of, value_entries
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizer, Piece
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
-from rankloom.train.apply import global_norm
-from rankloom.train.parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.optimizer_step import global_norm
 from rankloom.world.group import Group
 
 
-class Sharded:
+class ShardedPlacement:
     """Stages 1 to 3: see parallel/zero.py."""
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
@@ -83,12 +83,12 @@ class Sharded:
         """Whole gradients stay."""
         return self.sharding.without_reduction()
 
-    def begin_leaves(self, leaves: int) -> None:
-        """Only `ShardedCanonical` has logical shards."""
+    def begin_shards(self, shards: int) -> None:
+        """Only `CanonicalShardedPlacement` has logical shards."""
         raise AssertionError("logical shards need canonical gradients")
 
-    def take_leaf(self, index: int, totals: Tensor) -> None:
-        """See `begin_leaves`."""
+    def add_shard(self, index: int, totals: Tensor) -> None:
+        """See `begin_shards`."""
         raise AssertionError("logical shards need canonical gradients")
 
     def finish(self, totals: Tensor | None) -> Tensor:
@@ -168,7 +168,7 @@ class Sharded:
         return owned_pieces(self.sharding)
 
     def part(self, name: str, value: Any) -> Any:
-        """Only `ShardedParts` are split."""
+        """Only `SplitPlacement` are split."""
         return value
 
     def held(self) -> tuple[int, int, int]:
@@ -180,7 +180,7 @@ class Sharded:
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
 
 
-class ShardedCanonical(Sharded):
+class CanonicalShardedPlacement(ShardedPlacement):
     """Slices of sums whose bits do not depend on the ranks (comm/canonical.py).
 
     Whole gradients are folded leaf by leaf, then over all ranks, and only then cut. Ranks may run different numbers of leaves, so
@@ -190,15 +190,15 @@ class ShardedCanonical(Sharded):
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         super().__init__(model, sharding, everyone)
-        self.leaves, self._folds, self._totals = 0, dict[Gradient, Fold](), Fold(1)
+        self.shards, self._folds, self._totals = 0, dict[Gradient, Fold](), Fold(1)
 
-    def begin_leaves(self, leaves: int) -> None:
+    def begin_shards(self, shards: int) -> None:
         """A step begins."""
         self.sharding.make_ready()
-        self.leaves, self._totals = leaves, Fold(leaves)
-        self._folds = {gradient: Fold(leaves) for gradient in self.sharding.gradients()}
+        self.shards, self._totals = shards, Fold(shards)
+        self._folds = {gradient: Fold(shards) for gradient in self.sharding.gradients()}
 
-    def take_leaf(self, index: int, totals: Tensor) -> None:
+    def add_shard(self, index: int, totals: Tensor) -> None:
         """Fold what has landed, and forget it."""
         for gradient in self.sharding.gradients():
             self._folds[gradient].push(Node(index, 0), gradient.take_local())
@@ -208,9 +208,9 @@ class ShardedCanonical(Sharded):
         """Fold over the ranks, then cut."""
         for gradient in self.sharding.gradients():
             values = self._folds[gradient].values()
-            gradient.set_sum(canonical_all_reduce(values, self._everyone, self.leaves, label=f"gradients of {gradient.unit.name}"))
+            gradient.set_sum(canonical_all_reduce(values, self._everyone, self.shards, label=f"gradients of {gradient.unit.name}"))
         self.sharding.agree()
-        return canonical_all_reduce(self._totals.values(), self._everyone, self.leaves, label="totals")
+        return canonical_all_reduce(self._totals.values(), self._everyone, self.shards, label="totals")
 
     def norm(self) -> Tensor:
         """Tensor by tensor, of the whole gradients that every rank has: the same bits as at stage 0."""
@@ -218,7 +218,7 @@ class ShardedCanonical(Sharded):
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
 
 
-class ShardedParts(Sharded):
+class SplitPlacement(ShardedPlacement):
     """Slices of the parts of a model that is split over tensor and expert ranks (parallel/model_split.py).
 
     everyone: all ranks that hold different elements: along shard, tensor and expert

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.base.files import replacing
 from rankloom.data.tokenizer import Tokenizer, load_tokenizer
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
-from rankloom.base.files import replacing
 from rankloom.train.run_folder import write_json
 
 

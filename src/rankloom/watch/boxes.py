@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rankloom.base.mesh import Mesh
+from rankloom.base.quantities import show_bytes
 from rankloom.base.ranks import RankPart, experts_of, modules_of, say_modules
-from rankloom.base.units import show_bytes
 from rankloom.watch.canvas import Box, Mark, Sheet, Word
 
 # Told apart by colour-blind readers too.

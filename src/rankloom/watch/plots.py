@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from rankloom.base.errors import DataError
 from rankloom.base.events import Timed
-from rankloom.base.units import bus_factor, show_bytes, show_seconds
+from rankloom.base.quantities import bus_factor, show_bytes, show_seconds
 from rankloom.watch.history import History, read_history, smooth
 from rankloom.watch.scaling import Row
 

@@ -138,7 +138,7 @@ class StopRequests:
         self.number = self.number or number
 
 
-class Watch:
+class RankWatch:
     """The processes of the ranks: which still run, how the others ended, and the means to end them all.
 
     The ranks work -> they are asked to end (SIGTERM, or the user's signal) -> they are killed. `tick` moves on.
@@ -247,7 +247,7 @@ class _Agent(LocalElasticAgent):
         # The template is empty: what rank 0 writes to stderr reaches the terminal as it is.
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")
         self.logs, self.stop, self.grace = logs, stop, grace
-        self.watch = Watch({}, {}, stop, grace)
+        self.watch = RankWatch({}, {}, stop, grace)
         self.given_up = False
 
     def give_up(self) -> None:
@@ -260,7 +260,7 @@ class _Agent(LocalElasticAgent):
         handlers = self._pcontext.subprocess_handlers   # type: ignore[union-attr]
         processes = {rank: handler.proc for rank, handler in handlers.items()}
         files = {rank: self.logs.failure(rank) for rank in processes}
-        self.watch = Watch(processes, files, self.stop, self.grace)
+        self.watch = RankWatch(processes, files, self.stop, self.grace)
         if self.given_up:
             self.watch.kill()
         return pids

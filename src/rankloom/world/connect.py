@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, MeshError, RankLost, did_you_mean
 from rankloom.base.mesh import Mesh
+from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
-from rankloom.base.units import seconds
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
 from rankloom.world.ledger import Ledger

@@ -21,11 +21,11 @@ from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
-from rankloom.base.units import seconds
 from rankloom.world.debug import Fingerprint, Inspector, call_site
-from rankloom.world.direct import add_in_order, expect_message, start_dealing, start_gather
 from rankloom.world.ledger import Ledger as Ledger
+from rankloom.world.pairwise import add_in_order, expect_message, start_dealing, start_gather
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
@@ -119,7 +119,7 @@ class Group:
         return isinstance(self._process_group, SharedMemoryGroup | DeviceRouter)
 
     def _goes_directly(self, x: Tensor) -> bool:
-        """Whether gathers and reduce-scatters are made of messages (world/direct.py)."""
+        """Whether gathers and reduce-scatters are made of messages (world/pairwise.py)."""
         return self.size > 1 and x.device.type == "cpu" and not self.lends_memory
 
     @property
@@ -181,7 +181,7 @@ class Group:
         """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
 
         `x` is not changed, but for what `out` has of it.
-        scratch: where the others' slices arrive, if they have to (world/direct.py), [n(p-1), ...]; left out, new memory
+        scratch: where the others' slices arrive, if they have to (world/pairwise.py), [n(p-1), ...]; left out, new memory
         """
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
             return mine

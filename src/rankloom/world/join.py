@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
+from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
-from rankloom.base.units import seconds
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.heap import keep_freed_memory
 from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
+from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
 from rankloom.world.transport.meet import start_afresh
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from rankloom.base.mesh import Mesh
+from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
-from rankloom.base.units import seconds
 from rankloom.world.connect import GLOO, World, as_mesh
 from rankloom.world.launch import debug_mode
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
-from rankloom.base.units import seconds
+from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
 from rankloom.world.launch import debug_mode
 

@@ -79,7 +79,7 @@ def test_modules_that_were_measured_have_counted_nothing():
     before = copy.deepcopy(norm.state_dict())
     pieces = [({"norm": norm}, norm), ({"counting": counting}, counting), ({"layer": layer}, lambda x: layer(x[None]))]
     rl.simulate(1, lambda world: measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world))
-    assert layer.routed is None and layer.extra is None and counting.calls == 0
+    assert layer.routed is None and layer.auxiliary is None and counting.calls == 0
     torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)
 
 

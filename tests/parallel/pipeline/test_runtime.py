@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from awkward import make_batches, make_model
 from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
-from rankloom.base.loss import take_extra_loss
+from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_loss as loss_of
@@ -480,7 +480,7 @@ def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
 
     def with_extra(output, targets):
         total, count = gpt_loss(output, targets)
-        return total + take_extra_loss(whole), count
+        return total + take_auxiliary_loss(whole), count
 
     expected = torch.zeros(2, dtype=torch.float64)
     for tokens, targets in batches:

@@ -6,7 +6,7 @@ import torch
 import rankloom as rl
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.parallel.tensor import vocabulary
-from rankloom.parallel.tensor.holding import holdings, sum_owed
+from rankloom.parallel.tensor.holding import holdings, sum_partial_gradients
 
 ROWS, LENGTH, WIDTH, LAYERS, ITEM = 2, 12, 24, 3, 8
 STREAM = ROWS * LENGTH * WIDTH * ITEM    # bytes of the residual stream
@@ -81,7 +81,7 @@ def test_what_is_owed_goes_in_one_message_a_step(ranks):
         rl.tensor_parallel(model, model.tp_sequence_plan, world, finish_gradients=False)
         forward_and_backward(model, world)
         count = Count(world.ledger)
-        sum_owed([(name, param.grad) for name, param in model.named_parameters()], holdings(model), world)
+        sum_partial_gradients([(name, param.grad) for name, param in model.named_parameters()], holdings(model), world)
         return count.look()
 
     norms = (2 * LAYERS + 1) * WIDTH * ITEM
@@ -93,7 +93,7 @@ def test_shared_key_value_heads_are_summed_among_those_that_hold_them():
         model = rl.tensor_parallel(make(kv_heads=2), None, world, finish_gradients=False)
         forward_and_backward(model, world)
         count = Count(world.ledger)
-        sum_owed([(name, param.grad) for name, param in model.named_parameters()], holdings(model), world)
+        sum_partial_gradients([(name, param.grad) for name, param in model.named_parameters()], holdings(model), world)
         return count.look()
 
     heads = LAYERS * 2 * 2 * WIDTH * ITEM    # keys and values, one head of width 2

@@ -17,7 +17,7 @@ def keyed(model: nn.Module) -> tuple[None, torch.Tensor]:
     """The loss in training, with masks keyed as the engine does it."""
     if not any(type(module).__name__ == "KeyedDropout" for module in model.modules()):
         key = DropoutKey(seed=4)
-        key.move_to(2, range(1, 2))
+        key.set_rows(2, range(1, 2))
         assert key_dropout(model, key) == 5
     return None, run(model.train())[1]
 

@@ -20,7 +20,7 @@ from rankloom.parallel.tensor.holding import (
     load_full_state_dict,
     padded,
     shared,
-    sum_owed,
+    sum_partial_gradients,
 )
 
 
@@ -82,9 +82,9 @@ def test_holdings_say_how_every_parameter_lies_and_who_holds_the_same():
         held = holdings(model)
         assert {name: value.local_shape for name, value in held.items()} == {name: tuple(p.shape) for name, p in model.named_parameters()}
         assert {name: value.shape for name, value in held.items()} == {name: tuple(p.shape) for name, p in make().named_parameters()}
-        owed = sorted(name for name, value in held.items() if value.owed)
-        return owed, held["blocks.0.attention.key.weight"].same(world.rank, world.size), held["norm.weight"].same(world.rank, world.size), (
-            held["blocks.0.mlp.up.weight"].same(world.rank, world.size))
+        partial = sorted(name for name, value in held.items() if value.grad_partial)
+        names = ("blocks.0.attention.key.weight", "norm.weight", "blocks.0.mlp.up.weight")
+        return partial, *(held[name].same(world.rank, world.size) for name in names)
 
     norms = ["blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"]
     heads = ["blocks.0.attention.key.weight", "blocks.0.attention.value.weight"]
@@ -115,7 +115,7 @@ def test_gradients_summed_once_a_step_are_those_summed_in_backward(plan):
             model(ids, targets=ids)[0].backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         if not finish:
-            sum_owed(grads.items(), holdings(model), world)
+            sum_partial_gradients(grads.items(), holdings(model), world)
         return gather_whole(grads, holdings(model), world)
 
     for once, always in zip(rl.simulate(4, lambda world: body(world, False)), rl.simulate(4, lambda world: body(world, True))):
@@ -137,11 +137,11 @@ def test_ranks_that_hold_the_same_get_the_same_bits():
 
 
 def test_three_ranks_that_share_a_unit_add_in_the_same_order():
-    held = {"unit": Holding((2, 500), 1, 0, shared(2, 1, 6), owed=True)}
+    held = {"unit": Holding((2, 500), 1, 0, shared(2, 1, 6), grad_partial=True)}
 
     def body(world):
         gradient = torch.randn(1, 500, generator=torch.Generator().manual_seed(world.rank))
-        sum_owed([("unit", gradient)], held, world)
+        sum_partial_gradients([("unit", gradient)], held, world)
         return gradient
 
     sums = rl.simulate(6, body)

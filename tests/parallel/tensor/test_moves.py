@@ -7,10 +7,10 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import collective, conjugate
-from rankloom.parallel.tensor.moves import APART, AXIS, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
+from rankloom.parallel.tensor.moves import AXIS, BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, PARTIAL, WHOLE, Entrance, claim, redistribute
 
-LAYOUTS = [WHOLE, APART, OWED, BY_TOKENS, BY_WIDTH]
-NAMES = ["whole", "apart", "owed", "tokens", "width"]
+LAYOUTS = [WHOLE, GRAD_PARTIAL, PARTIAL, BY_TOKENS, BY_WIDTH]
+NAMES = ["whole", "grad_partial", "partial", "tokens", "width"]
 RANKS = [1, 2, 3, 4]
 
 
@@ -26,7 +26,7 @@ STEPS = [pytest.param(src, dst, id=f"{a}-{b}") for src, a in zip(LAYOUTS, NAMES)
 
 def spread(whole: torch.Tensor, layout, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of `whole`; of a sum, a term: whole numbers, so that the sum has no rounding."""
-    if layout == OWED:
+    if layout == PARTIAL:
         others = [torch.full_like(whole, float(r + 1)) for r in range(1, ranks)]
         return whole - sum(others) if rank == 0 else others[rank - 1]
     for dim in (-1, -2):
@@ -42,7 +42,7 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 def collect(parts: list[torch.Tensor], layout) -> torch.Tensor:
     """The whole that the parts of all ranks stand for."""
-    if layout == OWED:
+    if layout == PARTIAL:
         return sum(parts)
     for dim in (-1, -2):
         if layout.cut[dim]:
@@ -65,7 +65,7 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
         def body(world, ranks=ranks):
             x = transposed(spread(value, src, world.rank, ranks)).requires_grad_()
             y = redistribute(x, src, dst, world, label="move")
-            if dst == APART and src not in (WHOLE, OWED):   # what split layers do to what they read
+            if dst == GRAD_PARTIAL and src not in (WHOLE, PARTIAL):   # what split layers do to what they read
                 claim(y, world, "reader")
             forward = (world.ledger.messages, world.ledger.bytes)
             y.backward(transposed(spread(slope, dst.gradient() if ranks > 1 else WHOLE, world.rank, ranks)))
@@ -84,7 +84,7 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
 def test_what_cannot_be_split_is_refused_by_all_ranks_with_the_reason(dst):
     x = torch.zeros(2, 7, 9)
     length, dim, other = (7, "tokens", BY_WIDTH) if dst is BY_TOKENS else (9, "width", BY_TOKENS)
-    for src in (WHOLE, OWED, other):
+    for src in (WHOLE, PARTIAL, other):
         with pytest.raises(ShapeMismatch, match=rf"the {length} {dim} of .* cannot be split over 4 ranks; pad to"):
             rl.simulate(4, lambda world, src=src: redistribute(x, src, dst, world, label="move"))
 
@@ -92,8 +92,8 @@ def test_what_cannot_be_split_is_refused_by_all_ranks_with_the_reason(dst):
 def test_a_sum_overwrites_its_input_only_when_it_may():
     def body(world):
         kept, used = torch.ones(2, 3), torch.ones(2, 3)
-        assert redistribute(kept, OWED, WHOLE, world, label="keep") is not kept
-        y = redistribute(used, OWED, WHOLE, world, label="use", overwrite=True)
+        assert redistribute(kept, PARTIAL, WHOLE, world, label="keep") is not kept
+        y = redistribute(used, PARTIAL, WHOLE, world, label="use", overwrite=True)
         return kept.sum().item(), y.data_ptr() == used.data_ptr(), y.sum().item()
 
     assert rl.simulate(3, body) == [(6.0, True, 18.0)] * 3
@@ -150,7 +150,7 @@ def test_an_entrance_forgets_also_after_a_forward_that_failed():
 def test_a_sum_in_place_over_what_a_gradient_still_needs_is_seen():
     def body(world):
         x = torch.ones(2, 3, requires_grad=True)
-        y = redistribute(x.tanh(), OWED, WHOLE, world, label="sum", overwrite=True)
+        y = redistribute(x.tanh(), PARTIAL, WHOLE, world, label="sum", overwrite=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 

@@ -252,7 +252,7 @@ def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
         expect_equal(ranks, lambda: shaken(NormedHeads()), run, plan=plan)
         return
     for held in rl.simulate(ranks, lambda world: holdings(rl.tensor_parallel(shaken(NormedHeads()), plan, world, finish_gradients=False))):
-        assert [name for name, holding in held.items() if holding.owed] == ["norm.weight"]
+        assert [name for name, holding in held.items() if holding.grad_partial] == ["norm.weight"]
 
 
 def test_two_parameters_that_autograd_gives_one_gradient_are_summed_once_each():

@@ -13,7 +13,7 @@ import rankloom as rl
 from rankloom.base.errors import CollectiveMismatch, ConfigError, RankloomError, ShapeMismatch
 from rankloom.models.generate import generate
 from rankloom.parallel.tensor.compare import tag_of
-from rankloom.parallel.tensor.moves import OWED, WHOLE, redistribute
+from rankloom.parallel.tensor.moves import PARTIAL, WHOLE, redistribute
 
 from .test_gpt import make, tokens
 from .test_gpt import run as run_gpt
@@ -285,7 +285,7 @@ def test_a_gradient_of_a_sum_that_is_owed_is_the_same_on_all_ranks_or_named():
 
     def build(rank):
         model = Own(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))
-        model.sums = Does(lambda m, term: redistribute(By.apply(term, 1.0, 1.0 + rank), OWED, WHOLE, model.second.group, label="by hand"))
+        model.sums = Does(lambda m, term: redistribute(By.apply(term, 1.0, 1.0 + rank), PARTIAL, WHOLE, model.second.group, label="hand"))
         return model
 
     said = caught(2, build, {"first": "colwise", "second": "rowwise"}, lambda m: run(m)[1].backward(), CollectiveMismatch)
@@ -373,8 +373,8 @@ def test_a_module_that_moves_its_activations_itself_says_how_they_lie():
     class Own(Pair):
         def forward(self, x):
             term = F.linear(torch.tanh(self.first(x)), self.second.weight)
-            assert tag_of(term).layout == OWED
-            return self.third(redistribute(term, OWED, WHOLE, self.second.group, label="by hand"))
+            assert tag_of(term).layout == PARTIAL
+            return self.third(redistribute(term, PARTIAL, WHOLE, self.second.group, label="by hand"))
 
     def build():
         model = Own(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rankloom as rl
 from rankloom.base.errors import DataError
 from rankloom.parallel.tensor.holding import padded
-from rankloom.parallel.tensor.vocabulary import Rows, split_cross_entropy
+from rankloom.parallel.tensor.vocabulary import VocabularyShard, split_cross_entropy
 
 RANKS = [1, 2, 3, 4]
 
@@ -34,7 +34,7 @@ def split(world, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tens
     ((start, stop),) = spans[world.rank]
     mine = F.pad(weight[start:stop], (0, 0, 0, length - (stop - start))).requires_grad_()
     hidden = hidden.detach().requires_grad_()
-    loss = split_cross_entropy(hidden, mine, targets, Rows.of(vocab, world), world, chunk=chunk)
+    loss = split_cross_entropy(hidden, mine, targets, VocabularyShard.of(vocab, world), world, chunk=chunk)
     term, part = torch.autograd.grad(3.0 * loss, (hidden, mine))
     assert not part[stop - start:].any(), "padding has a gradient"
     return [loss.detach(), world.all_reduce(term.double()).to(term.dtype), world.all_gather(part)[:vocab]]
@@ -90,7 +90,7 @@ def test_evaluation_makes_no_gradients(monkeypatch):
     def body(world):
         with torch.no_grad():
             mine = weight.chunk(world.size)[world.rank].contiguous()
-            return split_cross_entropy(hidden, mine, targets, Rows.of(12, world), world)
+            return split_cross_entropy(hidden, mine, targets, VocabularyShard.of(12, world), world)
 
     for loss in rl.simulate(2, body):
         torch.testing.assert_close(loss, plain(hidden, weight, targets)[0], rtol=1e-12, atol=0)
@@ -128,7 +128,7 @@ def test_a_loss_without_gradients_multiplies_once_for_each_chunk_and_one_with_th
     def body(world):
         mine = weight[world.rank * 5:(world.rank + 1) * 5].clone().requires_grad_()
         with Products() as products, torch.set_grad_enabled(grad):
-            split_cross_entropy(hidden, mine, targets, Rows.of(10, world), world, chunk=4)
+            split_cross_entropy(hidden, mine, targets, VocabularyShard.of(10, world), world, chunk=4)
         return products.count
 
     assert rl.simulate(2, body) == [2 * each] * 2

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from rankloom.parallel.pipeline.actions import MEANING, Action, finishes, needs
-from rankloom.parallel.pipeline.simulate import Span, Timeline
+from rankloom.parallel.pipeline.simulate import Timeline, TimeSlot
 
 # Told apart by colour-blind readers too: of the first stage of a rank, and of its later ones.
 COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d9bb", "#00694d"), "W": ("#e8bcd9", "#8a3f6e")}
@@ -21,7 +21,7 @@ ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: how w
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
 
-def colour_of(timeline: Timeline, span: Span) -> tuple[str, str]:
+def colour_of(timeline: Timeline, span: TimeSlot) -> tuple[str, str]:
     """The colours of a cell and of what is written on it."""
     later = span.action.stage != timeline.schedule.held_by(span.rank)[0]
     return COLOURS[span.action.kind][later], INKS[later]
@@ -84,7 +84,7 @@ def as_svg(timeline: Timeline, title: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _svg_cell(timeline: Timeline, span: Span, top: float, scale: float) -> str:
+def _svg_cell(timeline: Timeline, span: TimeSlot, top: float, scale: float) -> str:
     left, width = LEFT + span.start * scale, (span.end - span.start) * scale
     fill, ink = colour_of(timeline, span)
     number = str(span.action.microbatch)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline, received
-from rankloom.parallel.pipeline.simulate import Costs, Span, Timeline
-from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish_products
+from rankloom.parallel.pipeline.simulate import Costs, Timeline, TimeSlot
+from rankloom.parallel.pipeline.split_backward import Product, backward_to_inputs, deferring, finish_products
 from rankloom.world.group import Group
 
 TURNS = 5
@@ -96,7 +96,7 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
         pipeline.do.update(plain)
     everyone = group.all_gather_object(spans, label="recorded step")
     first = min(start for told in everyone for *_, start, _ in told)
-    found = [Span(rank, Action(kind, stage, m), start - first, end - first)
+    found = [TimeSlot(rank, Action(kind, stage, m), start - first, end - first)
              for rank, told in enumerate(everyone) for kind, stage, m, start, end in told]
     return Timeline(pipeline.schedule, tuple(found), kept=1.0)
 

@@ -2,7 +2,7 @@
 
 A stage's forward keeps its inputs and outputs until its backward. Values cross a border between two stages: handed over where
 both are on this rank, else sent and received by the schedule's own actions (messages.py). In the end gradients of parameters that
-stand on several ranks are summed, and every rank learns the loss. Read actions.py, messages.py and split.py before.
+stand on several ranks are summed, and every rank learns the loss. Read actions.py, messages.py and split_backward.py before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
-from rankloom.base.loss import sum_and_count, take_extra_loss
+from rankloom.base.loss import sum_and_count, take_auxiliary_loss
 from rankloom.parallel.pipeline.actions import Action, Schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
-from rankloom.parallel.pipeline.split import Product, backward_to_inputs, deferring, finish_products
+from rankloom.parallel.pipeline.split_backward import Product, backward_to_inputs, deferring, finish_products
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.world.group import Group
 
@@ -137,7 +137,7 @@ class Pipeline:
         if self.hooks.before:
             self.hooks.before(m)
         output = self.stages[stage](*inputs)
-        extra = take_extra_loss(self.stages[stage])
+        extra = take_auxiliary_loss(self.stages[stage])
         losses = [] if extra is None else [extra]
         if stage == self.schedule.stages - 1:
             losses.append(self._loss(output, m))

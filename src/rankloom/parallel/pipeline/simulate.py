@@ -46,7 +46,7 @@ class Costs:
         return sum(table[part.kind][action.stage] for part in finishes(action) if part.kind in table)
 
 
-class Span(NamedTuple):
+class TimeSlot(NamedTuple):
     """An action with its time."""
 
     rank: int
@@ -60,11 +60,11 @@ class Timeline:
     """What came out: who did what when."""
 
     schedule: Schedule
-    spans: tuple[Span, ...]       # of what takes time, rank by rank, in order
+    spans: tuple[TimeSlot, ...]       # of what takes time, rank by rank, in order
     kept: float
 
     @cached_property
-    def by_rank(self) -> tuple[tuple[Span, ...], ...]:
+    def by_rank(self) -> tuple[tuple[TimeSlot, ...], ...]:
         """The spans of each rank."""
         return tuple(tuple(span for span in self.spans if span.rank == rank) for rank in range(len(self.schedule.ranks)))
 
@@ -109,5 +109,5 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
         ended.update(dict.fromkeys(finishes(action), begin + busy + (costs.message if action.kind.startswith("SEND") else 0.0)))
         clock[rank] = begin + busy
         if action.kind in COMPUTES:
-            spans.append(Span(rank, action, begin, begin + busy))
+            spans.append(TimeSlot(rank, action, begin, begin + busy))
     return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))), costs.kept)

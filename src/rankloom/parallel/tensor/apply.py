@@ -2,7 +2,7 @@
 
     rl.tensor_parallel(model, {"layers.*.attention.query": "colwise", ..., "layers.*.attention.output": "rowwise"}, group)
 
-Communication plan: column-cut layers take the whole stream, row-cut ones end in a sum that is owed; one all-reduce forward
+Communication plan: column-cut layers take the whole stream, row-cut ones end in a partial sum; one all-reduce forward
 and one backward for each half block (attention, MLP). With "sequence_parallel" norms the stream between is cut by tokens:
 reduce-scatter and all-gather in place of each all-reduce. The loss is the same on every rank, and every rank begins its
 backward from it. All ranks of the group must see the same batch.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.parallel.replicas import expect_model_and_group, make_replicas_equal
-from rankloom.parallel.tensor.holding import Holding, owed_parameters, sum_owed
+from rankloom.parallel.tensor.holding import Holding, partial_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.layers import watch_dropout
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
@@ -48,7 +48,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     overlap: in how many pieces a row-cut product is computed, each sent while the next is multiplied; with more than one, weights'
             gradients are computed while the inputs' are summed, too. 1: the plain path. The same bytes, in more messages
     finish_gradients: after `backward()` every gradient is that of the plain model, this rank's part of it. False leaves what
-            `holdings(model)` calls owed to one `sum_owed` a step, which is less messages
+            `holdings(model)` calls partial, to one `sum_partial_gradients` a step, which is less messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
     raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
             not divide, a parameter tied to one that is cut, in a module without a word; ModelMismatch when models or plans differ
@@ -179,7 +179,7 @@ def _expect_entry(cutting: Cutting) -> None:
 def _finish_in_backward(model: nn.Module, group: Group) -> None:
     @torch.compiler.disable
     def hook(module: nn.Module, _args: object = ()) -> None:
-        for param, held in owed_parameters(module):
+        for param, held in partial_parameters(module):
             if param.requires_grad and not _is_summed(param):   # thawed since, or new: `to_empty` and copies leave hooks behind
                 param.register_hook(partial(_summed, held=held, group=group))
 
@@ -193,5 +193,5 @@ def _is_summed(param: nn.Parameter) -> bool:
 
 def _summed(gradient: Tensor, *, held: Holding, group: Group) -> Tensor:
     total = gradient.clone()
-    sum_owed([("", total)], {"": held}, group)
+    sum_partial_gradients([("", total)], {"": held}, group)
     return total

@@ -41,12 +41,12 @@ def version_of(x: Tensor) -> int:
 def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
     """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
 
-    The same bits, NaN too; of what is cut or owed, the same shape. Batches or dropout that differ between tensor ranks show here,
+    The same bits, NaN too; of what is cut or partial, the same shape. Batches or dropout that differ between tensor ranks show here,
     at the first layer that they reach.   sent: one number to each other rank
     """
     if not group.debug or group.size == 1:
         return
-    alike = not layout.owed and not any(layout.cut)
+    alike = not layout.partial and not any(layout.cut)
     mine = torch.tensor([x.dim(), *x.shape], device=x.device)
     if alike:
         mine = torch.cat((mine, _bits(x)))

@@ -2,7 +2,7 @@
 
 A head is never cut. The ranks must divide the query heads. With grouped queries there are fewer key-value heads: the ranks divide
 these too, or there are several ranks to each. Then neighbouring ranks, whose query heads share a key-value head, all hold it, and
-each has one term of its gradient: the holding says `owed`.
+each has one term of its gradient: the holding says `grad_partial`.
 
 A module says how many heads it has in an attribute, for which there are many names. What seems to be attention and has none of them
 is refused: cut evenly, half of a head would pass for a head.

@@ -3,7 +3,7 @@
 A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: more than one where
 matrices are fused, the same as another rank's where there are fewer key-value heads than ranks, and filled up with
 zeros where a vocabulary does not divide. From a `Holding` follow the local part of any tensor shaped like the parameter
-(its gradient, its moments), the way back to the whole, who holds the same elements, and whether the gradient is owed.
+(its gradient, its moments), the way back to the whole, who holds the same elements, and whether the gradient is partial.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ class Holding:
     length: int = 0            # of a rank's part, along `dim`, the same on every rank
     dim: int | None = None     # which is cut; None: every rank holds the whole
     spans: Spans = ()          # of `dim`, for each rank; shorter than `length` where the rest is padding
-    owed: bool = False         # the gradient of a rank is one term; it must be summed over the ranks that hold the same
+    grad_partial: bool = False         # the gradient of a rank is one term; it must be summed over the ranks that hold the same
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -163,11 +163,11 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
     return found
 
 
-def owed_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding]]:
-    """Those whose gradient is owed."""
+def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding]]:
+    """Those whose gradient is partial: one term of a sum."""
     for module in model.modules():
         for name, held in module.__dict__.get(_HELD, {}).items():
-            if held.owed and (param := module._parameters.get(name)) is not None:
+            if held.grad_partial and (param := module._parameters.get(name)) is not None:
                 yield param, held
 
 
@@ -213,7 +213,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: G
 
 
 @torch.no_grad()
-def sum_owed(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding], group: Group) -> None:
+def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding], group: Group) -> None:
     """Sum, in place, those gradients of which every rank holds one term only.
 
     One message for all that every rank holds whole (norms between split tokens), one exchange with each rank that holds
@@ -222,7 +222,7 @@ def sum_owed(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding
     """
     parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
     for name, gradient in gradients:
-        if name in held and held[name].owed and group.size > 1:
+        if name in held and held[name].grad_partial and group.size > 1:
             same = held[name].same(group.rank, group.size)
             parts.setdefault((same, gradient.dtype), []).append(gradient)
     for (same, _), tensors in parts.items():
@@ -235,10 +235,10 @@ def sum_owed(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding
 def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:
     """The sum over the ranks `same`, added in rank order, so that all of them get the same bits."""
     if len(same) == group.size:
-        return group.all_reduce(flat, label="owed gradients")   # type: ignore[no-any-return]
+        return group.all_reduce(flat, label="partial gradients")   # type: ignore[no-any-return]
     here = same.index(group.rank)
     terms = {here: flat}
     for hop in range(1, len(same)):
         frm = (here - hop) % len(same)
-        terms[frm] = group.exchange(flat, same[(here + hop) % len(same)], torch.empty_like(flat), same[frm], label="owed gradients")
+        terms[frm] = group.exchange(flat, same[(here + hop) % len(same)], torch.empty_like(flat), same[frm], label="partial gradients")
     return torch.stack([terms[at] for at in range(len(same))]).sum(0)

@@ -1,7 +1,7 @@
 """Linear layers cut over ranks, and what happens between split tokens.
 
     column     y = x W, W cut by output features: x is whole, y comes out cut by features, nothing is sent forward
-    row        y = x W, W cut by input features:  x is cut by features, y is a sum that is owed: one all-reduce
+    row        y = x W, W cut by input features:  x is cut by features, y is a partial sum: one all-reduce
 
 So a pair of them, column then row, with anything elementwise (or whole attention heads) between, costs one all-reduce
 forward (the row's exit) and one backward (the column's entrance): Shoeybi et al. 2019. With the stream between the pairs
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, OWED, WHOLE, Entrance, claim, redistribute
+from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, PARTIAL, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
 
 
@@ -98,7 +98,7 @@ class RowLinear(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., in / p] -> [..., out], summed; or this rank's tokens of it."""
         y = self.product(x, None)
-        return redistribute(y, OWED, self.out, self.group, label=self.label, overwrite=True)
+        return redistribute(y, PARTIAL, self.out, self.group, label=self.label, overwrite=True)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [..., in / p] -> this rank's term of [..., out], nothing sent."""
@@ -130,7 +130,7 @@ class TokenDropout(nn.Dropout):
 def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str) -> None:
     """`module` (a norm) runs on this rank's tokens; what comes after it sees all of them.
 
-    out:  APART before split layers, WHOLE before what all ranks compute alike
+    out:  GRAD_PARTIAL before split layers, WHOLE before what all ranks compute alike
     sent: an all-gather of its output; backward, a reduce-scatter of what the split layers behind it owe, or nothing
     """
     def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -166,12 +166,12 @@ def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def apart(x: Any) -> Any:
             real = isinstance(x, Tensor) and x.is_floating_point()
-            return redistribute(x, WHOLE, APART, group, label=label) if real else x
+            return redistribute(x, WHOLE, GRAD_PARTIAL, group, label=label) if real else x
 
         return tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
 
     def add_up(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return redistribute(output, OWED, WHOLE, group, label=label)
+        return redistribute(output, PARTIAL, WHOLE, group, label=label)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(add_up)

@@ -18,8 +18,8 @@ from rankloom.world.group import Group
 AXIS = "tensor"
 NEAR = 8   # steps of a graph within which a norm and the layers that read it lie
 WHOLE = Layout.parse("[..., tokens, width]")
-APART = Layout.parse("[..., tokens, width] -tensor")     # whole, and each rank uses it for its own part of the weights
-OWED = Layout.parse("[..., tokens, width] +tensor")
+GRAD_PARTIAL = Layout.parse("[..., tokens, width] -tensor")     # whole, and each rank uses it for its own part of the weights
+PARTIAL = Layout.parse("[..., tokens, width] +tensor")
 BY_TOKENS = Layout.parse("[..., tokens/tensor, width]")
 BY_WIDTH = Layout.parse("[..., tokens, width/tensor]")
 
@@ -175,7 +175,7 @@ class Entrance:
 
     def enter(self, x: Tensor) -> Tensor:
         """What the layers read of x."""
-        return redistribute(x, WHOLE, APART, self.group, label=self.label)
+        return redistribute(x, WHOLE, GRAD_PARTIAL, self.group, label=self.label)
 
     def forget(self, *_: Any) -> None:
         """Let go of the activation. A forward hook."""

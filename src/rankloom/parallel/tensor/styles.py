@@ -16,7 +16,7 @@
     sequence_parallel_rep           the same, before layers that are not split               (our own)
     sequence_dropout                dropout of a rank's tokens, by its part of one mask      (our own)
     sequence_split                  before this module the stream is cut by tokens           (our own)
-    replicated_with_grad_allreduce  whole, used for a part: its gradient is owed
+    replicated_with_grad_allreduce  whole, used for a part: its gradient is partial
     replicate                       whole; what no pattern names is so anyway
 """
 
@@ -41,10 +41,10 @@ from rankloom.parallel.tensor.layers import (
     split_tokens_before,
     sum_over_experts,
 )
-from rankloom.parallel.tensor.moves import APART, BY_TOKENS, BY_WIDTH, WHOLE, Entrance
+from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import OverlappedColumnLinear, OverlappedEntrance, OverlappedRowLinear
 from rankloom.parallel.tensor.tags import Ends, declare
-from rankloom.parallel.tensor.vocabulary import Rows, VocabularyOutput, look_up_own_rows
+from rankloom.parallel.tensor.vocabulary import VocabularyOutput, VocabularyShard, look_up_own_rows
 from rankloom.world.group import Group
 
 
@@ -180,10 +180,10 @@ def _linear(site: Site, word: str) -> bool:
     return transposed
 
 
-def _of_outputs(site: Site, transposed: bool, length: int, spans: Spans, owed: bool = False) -> dict[str, Holding]:
+def _of_outputs(site: Site, transposed: bool, length: int, spans: Spans, is_partial: bool = False) -> dict[str, Holding]:
     weight, bias = site.module.weight, site.module.bias
-    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, owed)}   # type: ignore[arg-type, union-attr]
-    return held if bias is None else held | {"bias": Holding(tuple(bias.shape), length, 0, spans, owed)}   # type: ignore[arg-type, union-attr]
+    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
+    return held if bias is None else held | {"bias": Holding(tuple(bias.shape), length, 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
 
 
 def _length(spans: Spans) -> int:
@@ -191,26 +191,26 @@ def _length(spans: Spans) -> int:
 
 
 def _ends_of_column(weight: nn.Parameter, transposed: bool, enter: Entrance | None, gives: Layout = BY_WIDTH) -> Ends:
-    return Ends(WHOLE if enter else APART, gives, width=weight.shape[0 if transposed else 1])
+    return Ends(WHOLE if enter else GRAD_PARTIAL, gives, width=weight.shape[0 if transposed else 1])
 
 
 def column(site: Site, *, gathers: bool = False) -> None:
     """colwise, and colwise_rep when it `gathers`."""
     transposed, cutting, ranks = _linear(site, "colwise"), site.cutting, site.group.size
-    features, owed = out_features(site.module), False
+    features, is_partial = out_features(site.module), False
     if gathers:
         length, spans = padded(features, ranks)
     else:
         siblings = [n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent]
         heads = heads_of(cutting.model.get_submodule(site.parent), site.parent, siblings)
         if heads:
-            spans, owed = heads.spans(features, ranks)
+            spans, is_partial = heads.spans(features, ranks)
             cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
             _expect_one_matrix(site, features, siblings)
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
-    held = _of_outputs(site, transposed, length, spans, owed)
+    held = _of_outputs(site, transposed, length, spans, is_partial)
     kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
     parts, enter = site.parts(held), cutting.entrance(site.parent)
     site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=features if gathers else 0, label=site.name), held,
@@ -258,7 +258,7 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
     spans = cut_evenly(weight.shape[dim], site.group.size, site.name, parts=parts)   # type: ignore[union-attr, index, arg-type]
     held = {"weight": Holding(tuple(weight.shape), _length(spans), dim, spans)}      # type: ignore[arg-type, union-attr]
     if bias is not None:
-        held["bias"] = Holding(tuple(bias.shape), owed=cutting.sequence)             # type: ignore[arg-type, union-attr]
+        held["bias"] = Holding(tuple(bias.shape), grad_partial=cutting.sequence)             # type: ignore[arg-type, union-attr]
     kind = partial(OverlappedRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
     width = weight.shape[dim] if slices else held["weight"].length   # type: ignore[union-attr, index]
     site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held,
@@ -275,7 +275,7 @@ def embedding(site: Site, *, by_rows: bool) -> None:
     if by_rows:
         length, spans = padded(shape[0], group.size)
         holding = Holding(shape, length, 0, spans)
-        rows, out = Rows.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
+        rows, out = VocabularyShard.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
         source.padding_idx = rows.place(source.padding_idx)
         look_up_own_rows(source, rows, group, out, site.name)
         declare(source, Ends(gives=out))
@@ -296,10 +296,10 @@ def vocabulary_output(site: Site) -> None:
         raise ConfigError(f"{site.name}: vocabulary_output wants a module without parameters that knows its vocab_size, like the `output` "
                           "of rankloom's GPT; for an nn.Linear say colwise_rep")
     enter = None if site.cutting.sequence else Entrance(site.group, f"entrance of {site.name}")
-    new = VocabularyOutput(Rows.of(vocabulary, site.group), site.group, enter, label=site.name)
+    new = VocabularyOutput(VocabularyShard.of(vocabulary, site.group), site.group, enter, label=site.name)
     if enter:
         enter.ends_with(new)
-    site.replace(new, {}, Ends(WHOLE if enter else APART, WHOLE))
+    site.replace(new, {}, Ends(WHOLE if enter else GRAD_PARTIAL, WHOLE))
 
 
 def experts(site: Site) -> None:
@@ -325,15 +325,15 @@ def experts(site: Site) -> None:
     sum_over_experts(module, group, label)
 
 
-def owed(site: Site) -> None:
+def partial_gradients(site: Site) -> None:
     """replicated_with_grad_allreduce: every parameter whole, every gradient a term."""
     for name, param in site.module.named_parameters(recurse=False):
-        hold(site.module, name, Holding(tuple(param.shape), owed=True))
+        hold(site.module, name, Holding(tuple(param.shape), grad_partial=True))
 
 
-def between_tokens(site: Site, *, out: Layout = APART) -> None:
+def between_tokens(site: Site, *, out: Layout = GRAD_PARTIAL) -> None:
     """sequence_parallel, and sequence_parallel_rep."""
-    owed(site)
+    partial_gradients(site)
     gather_tokens_after(site.module, site.group, out, f"tokens after {site.name}")
     declare(site.module, Ends(BY_TOKENS, out))
 
@@ -370,7 +370,7 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
     "sequence_dropout": dropout,
     "sequence_split": from_here_by_tokens,
-    "replicated_with_grad_allreduce": owed,
+    "replicated_with_grad_allreduce": partial_gradients,
     "replicate": lambda site: None,
 }
 COLUMNS = ("colwise", "packed_colwise", "packed_qkv_colwise")

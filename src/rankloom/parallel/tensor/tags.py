@@ -34,11 +34,11 @@ from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, joined
 from rankloom.parallel.tensor.compare import Tag, expect_alike, tag, tag_of, version_of
 from rankloom.parallel.tensor.holding import Holding, holdings
-from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, OWED, WHOLE
+from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, PARTIAL, WHOLE
 from rankloom.world.group import Group
 
 ALIKE = Layout.parse("[...]")               # a parameter that every rank holds whole
-USED_APART = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
+GRAD_PARTIAL_HERE = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
 _ENDS = "rankloom_ends"   # where a module keeps what it reads and gives
 _UNSEEN = "rankloom_unseen"   # of a tensor without a tag that is no constant either: without gradients, nothing else tells
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -170,7 +170,7 @@ class _Watch(TorchFunctionMode):
                               f"{_ADVICE['tokens', '']}")
         layouts = [known.layout for x, known in tags]
         if func is F.linear and _is_cut_parameter(operands[1]):
-            layout = BY_WIDTH if tag_of(operands[1]).layout.state(AXIS) == "out" else OWED   # type: ignore[union-attr]
+            layout = BY_WIDTH if tag_of(operands[1]).layout.state(AXIS) == "out" else PARTIAL   # type: ignore[union-attr]
         elif any(_is_cut_parameter(x) for x, _ in tags):
             return None
         else:
@@ -235,7 +235,7 @@ class _Watch(TorchFunctionMode):
 def _layout_of(held: Holding) -> Layout:
     """[out/tensor, in] and the like."""
     if held.dim is None:
-        return USED_APART if held.owed else ALIKE
+        return GRAD_PARTIAL_HERE if held.grad_partial else ALIKE
     names = ("out", "in") if len(held.shape) == 2 else tuple(f"dim{at}" for at in range(len(held.shape)))
     return Layout(names, tuple((AXIS,) if at == held.dim else () for at in range(len(names))))
 

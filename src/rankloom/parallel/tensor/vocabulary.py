@@ -1,7 +1,7 @@
 """The two ends of a language model, cut over the vocabulary: the embedding, and the output with its cross-entropy.
 
 Rank r holds rows r*c .. (r+1)*c - 1 of the matrix, c = ceil(V / p); what lies beyond V is padding: zeros that no token
-reads and that the loss does not see. A token's row is found on one rank, the others give zeros, and the sum is owed.
+reads and that the loss does not see. A token's row is found on one rank, the others give zeros, and an all-reduce adds them up.
 
 The loss never gathers logits. Of a chunk of rows a rank makes its own columns; three numbers a row (largest logit, sum of
 exponentials, the target's logit) say all that the others must know:
@@ -27,14 +27,14 @@ from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
-from rankloom.parallel.tensor.moves import BY_WIDTH, OWED, WHOLE, Entrance, redistribute
+from rankloom.parallel.tensor.moves import BY_WIDTH, PARTIAL, WHOLE, Entrance, redistribute
 from rankloom.world.group import Group
 
 TOKENS = Layout.parse("[..., tokens]")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class VocabularyShard:
     """Which rows of the vocabulary matrix this rank holds: start .. start + count - 1 of `vocabulary`, then padding."""
 
     vocabulary: int
@@ -42,7 +42,7 @@ class Rows:
     count: int
 
     @classmethod
-    def of(cls, vocabulary: int, group: Group) -> "Rows":
+    def of(cls, vocabulary: int, group: Group) -> "VocabularyShard":
         """Those of this rank of `group`."""
         (span,) = padded(vocabulary, group.size)[1][group.rank]
         return cls(vocabulary, span.start, span.stop - span.start)
@@ -65,7 +65,7 @@ class Rows:
                             f"0 to {self.vocabulary - 1}")
 
 
-def look_up_own_rows(embedding: nn.Module, rows: Rows, group: Group, out: Layout, label: str) -> None:
+def look_up_own_rows(embedding: nn.Module, rows: VocabularyShard, group: Group, out: Layout, label: str) -> None:
     """`embedding`, which has this rank's rows as its weight, is given any tokens, and ends as `out` says: whole, or split by tokens.
 
     It stays the module that it is, so that one which scales its rows still does.
@@ -82,7 +82,7 @@ def look_up_own_rows(embedding: nn.Module, rows: Rows, group: Group, out: Layout
         return row
 
     def after(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return redistribute(output.masked_fill(~found.pop()[..., None], 0.0), OWED, out, group, label=label, overwrite=True)
+        return redistribute(output.masked_fill(~found.pop()[..., None], 0.0), PARTIAL, out, group, label=label, overwrite=True)
 
     change_first_before(embedding, own)
     embedding.register_forward_hook(after)
@@ -94,7 +94,7 @@ class VocabularyOutput(nn.Module):
     enter: the entrance of the hidden states; None where a gather of tokens before it sums their gradient
     """
 
-    def __init__(self, rows: Rows, group: Group, enter: Entrance | None, *, label: str):
+    def __init__(self, rows: VocabularyShard, group: Group, enter: Entrance | None, *, label: str):
         super().__init__()
         self.rows, self.group, self.enter, self.label = rows, group, enter, label
 
@@ -115,7 +115,7 @@ class VocabularyOutput(nn.Module):
 
 
 @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
-def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Rows, group: Group, *,
+def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: VocabularyShard, group: Group, *,
                         chunk: int | None = None, label: str = "loss") -> Tensor:
     """Sum of the cross-entropy of `hidden @ W.T` against `targets`, W cut by rows over the ranks; the same on every rank.
 
@@ -137,7 +137,7 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, rows: R
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    rows: Rows
+    rows: VocabularyShard
     group: Group
     chunk: int
     label: str

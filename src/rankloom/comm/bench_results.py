@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rankloom.base.events import Timed
+from rankloom.base.quantities import algorithm_bandwidth, bus_factor
 from rankloom.base.topology import Topology
-from rankloom.base.units import algorithm_bandwidth, bus_factor
 from rankloom.comm.fit import Fitted, fit_links
 from rankloom.comm.price import Price, price, route
 

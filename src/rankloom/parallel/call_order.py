@@ -17,12 +17,12 @@ class Calls:
     """What a rank has called, and what it has gathered.
 
     order:    the calls of this pass    last: those of the pass before
-    gathered: stands for the gathers since the last step ended, and the reductions among them
+    order_hash: stands for the gathers since the last step ended, and the reductions among them
     """
 
     order: list[Section] = field(default_factory=list)
     last: list[Section] = field(default_factory=list)
-    gathered: int = 0
+    order_hash: int = 0
 
     def begin_pass(self) -> None:
         """Calls are noted anew."""
@@ -46,15 +46,15 @@ class Calls:
     def note_gather(self, section: Section) -> None:
         """It is about to be gathered, unless it is here."""
         if section.is_away:
-            self.gathered = crc32(section.name.encode(), self.gathered)
+            self.order_hash = crc32(section.name.encode(), self.order_hash)
 
     def note_reduction(self, section: Section) -> None:
         """Its gradients are on their way."""
-        self.gathered = crc32(f"gradients of {section.name}".encode(), self.gathered)
+        self.order_hash = crc32(f"gradients of {section.name}".encode(), self.order_hash)
 
     def end_step(self, rank: int, *, alike: bool) -> None:
         """Gathers are counted anew. raises: UnitError when ranks have not gathered alike"""
-        self.gathered = 0
+        self.order_hash = 0
         if not alike:
             names = [section.name or "root" for section in self.order]
             self.order, self.last = [], []   # by which ranks would gather ahead

@@ -7,7 +7,7 @@ import pytest
 from rankloom.base.errors import ConfigError
 from rankloom.base.mesh import Mesh
 from rankloom.train.config import load_config
-from rankloom.train.study import parse_ranks, plan_study
+from rankloom.train.scaling_runs import parse_ranks, plan_study
 
 FILE = """
 [mesh]

@@ -6,7 +6,7 @@ import pytest
 
 from patience import AT_ONCE
 from rankloom.base.errors import ConfigError, RankLost
-from rankloom.train.together import while_others_wait
+from rankloom.train.long_work import while_others_wait
 from rankloom.world.simulate import simulate
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.units import algorithm_bandwidth, bus_factor, parse_size, parse_sizes, seconds, show_bytes, show_seconds
+from rankloom.base.quantities import algorithm_bandwidth, bus_factor, parse_size, parse_sizes, seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(("collective", "factor"), [

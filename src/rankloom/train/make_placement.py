@@ -17,28 +17,28 @@ from rankloom.base.errors import ConfigError
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sharding import Experts, Sharding
+from rankloom.parallel.sharding import ExpertReplicas, Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.train.alike import expect_alike, numbers_of
 from rankloom.train.engine import Settings
-from rankloom.train.placement import Placement, Whole
+from rankloom.train.pipeline_stages import LocalStages, PipelinePlacement
+from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
-from rankloom.train.sharded import Sharded, ShardedCanonical, ShardedParts
-from rankloom.train.split import PART_AXES, ROW_AXES
-from rankloom.train.stages import LocalStages, ShardedStages
+from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement
+from rankloom.train.split_model import PART_AXES, ROW_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
                 **summing: Any) -> tuple[Placement, Optimizer]:
-    """A model that every rank holds. summing: how `Whole` adds gradients up; fill: values for a model on the meta device"""
+    """A model that every rank holds. summing: how `ReplicatedPlacement` adds gradients up; fill: values for a model on the meta device"""
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
-    placement = Whole(model, world, settings.precision, leaves=settings.leaves, **summing)
+    placement = ReplicatedPlacement(model, world, settings.precision, logical_shards=settings.logical_shards, **summing)
     return placement, _made_alike(build, placement.owners, world)
 
 
@@ -61,7 +61,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if stages is not None:
         model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
     if split is not None and split.experts:
-        experts = Experts(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
+        experts = ExpertReplicas(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
         strategy = replace(strategy, experts=experts)
     in_no_unit = lambda param: strategy.stage < 3 and not param.requires_grad
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
@@ -71,7 +71,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
         if in_no_unit(param):   # which would cast it
             param.data = param.data.to(strategy.formats(name, param).compute)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
-                     canonical=bool(settings.leaves), fill=values)
+                     canonical=bool(settings.logical_shards), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
     placement = _placement_of(model, sharding, world, settings, split, stages, stage=strategy.stage)
@@ -99,9 +99,9 @@ def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: 
                   stages: LocalStages | None, *, stage: int) -> Placement:
     """By what else than the shard axis cuts the model: nothing, tensor and expert ranks, or stages of a pipeline too."""
     if split is None:
-        return (ShardedCanonical if settings.leaves else Sharded)(model, sharding, world)
+        return (CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement)(model, sharding, world)
     holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # along which ranks hold different elements
-    return ShardedParts(model, sharding, holding, split) if stages is None else ShardedStages(sharding, holding, split, stages)
+    return SplitPlacement(model, sharding, holding, split) if stages is None else PipelinePlacement(sharding, holding, split, stages)
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:

@@ -42,7 +42,7 @@ from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.pipe import ChosenPipe
 from rankloom.train.precision import UNMEASURED, cast_inputs
-from rankloom.train.sharded import ShardedParts
+from rankloom.train.sharded import SplitPlacement
 from rankloom.world.group import Group
 
 
@@ -64,7 +64,7 @@ class Turn:
 
     def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
         """Before the micro-batches of a step, which have these rows of the batch of all ranks."""
-        self.dropout.start_step(step, rows)
+        self.dropout.set_microbatches(step, rows)
         self.scale = scale
         self._parts.clear()
         self._inputs.clear()
@@ -84,12 +84,12 @@ class Turn:
         """What the model would be called with for that micro-batch."""
         self._inputs.append(inputs)
 
-    def move_on_to(self, microbatch: int) -> None:
+    def select_microbatch(self, microbatch: int) -> None:
         """Before each forward and backward."""
-        self.dropout.move_on_to(microbatch)
+        self.dropout.select_microbatch(microbatch)
         self._now, self._called_with = self._parts[microbatch], self._inputs[microbatch]
         if isinstance(self._now, Context):
-            self.dropout.stand_at(self._now.spans[self.context.rank], self._now.length)
+            self.dropout.set_token_positions(self._now.spans[self.context.rank], self._now.length)
 
     def part(self) -> SequencePart:
         """What the blocks are told."""
@@ -145,7 +145,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
             where.setdefault(name, set()).add(schedule.owner[number])
     mine = schedule.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
-                        hooks=Hooks(before=turn.move_on_to, scale=lambda: turn.scale))
+                        hooks=Hooks(before=turn.select_microbatch, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     return LocalStages(body, pipeline, turn, names, tuple(model.state_dict()),
                        {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
@@ -170,7 +170,7 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
     return [({name: param for name, param in named.items() if name not in here} | dict(parts), run), *others]
 
 
-class ShardedStages(ShardedParts):
+class PipelinePlacement(SplitPlacement):
     """Slices of the parts of the stages that this rank holds.
 
     Gradients of 16 bits are added up in the format that they are reduced in, so they land after every backward. So do those of tied
@@ -294,7 +294,7 @@ def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
 class PipelineEngine(Engine):
     """An engine whose step is a schedule over the stages of all pipe ranks."""
 
-    placement: ShardedStages
+    placement: PipelinePlacement
 
     @property
     def pipeline(self) -> Pipeline:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankloom.base.spans import Box, boxes_of_run, numel, shape_of, whole_box, within
 from rankloom.checkpoint.manifest import Part
-from rankloom.parallel.values import is_extra
+from rankloom.parallel.state_dict import is_extra
 from rankloom.shard.optimizer import Piece
 
 MODEL, OPTIMIZER = "model/", "optimizer/"   # how the names of saved tensors begin: model/NAME, optimizer/KEY/NAME

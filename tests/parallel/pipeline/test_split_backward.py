@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradients import gradients
-from rankloom.parallel.pipeline.split import deferring, finish_products
+from rankloom.parallel.pipeline.split_backward import deferring, finish_products
 
 
 def make(seed: int = 0) -> nn.Module:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.world.direct import TAG
+from rankloom.world.pairwise import TAG
 
 RANKS = (1, 2, 3, 4, 5, 8)
 

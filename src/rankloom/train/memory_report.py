@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from rankloom.base.units import show_bytes
+from rankloom.base.quantities import show_bytes
 from rankloom.shard.optimizer import Optimizer
 from rankloom.train.placement import Placement
 

@@ -7,7 +7,7 @@ import pytest
 
 from rankloom.base.events import Timed
 from rankloom.base.topology import Link, Links, Topology
-from rankloom.comm.findings import bandwidth, bus_bandwidth, find
+from rankloom.comm.bench_results import bandwidth, bus_bandwidth, find
 from rankloom.comm.price import price, route
 
 TWO = Topology.even(1, 2)

@@ -8,9 +8,9 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.shard.optimizer import Optimizers
-from rankloom.train import apply
-from rankloom.train.apply import apply_gradients, global_norm
-from rankloom.train.held import peak_memory
+from rankloom.train import optimizer_step
+from rankloom.train.memory_report import peak_memory
+from rankloom.train.optimizer_step import apply_gradients, global_norm
 
 OPTIMIZERS = {
     "sgd": lambda params, **more: torch.optim.SGD(params, lr=0.1, momentum=0.9, **more),
@@ -190,7 +190,7 @@ def test_a_norm_that_overflows_sixteen_bits_does_not_overflow():
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_ranks_that_share_the_work_of_a_norm_get_the_norm_of_one(p, monkeypatch):
     """Uneven slices, fewer elements than ranks, one buffer empty."""
-    monkeypatch.setattr(apply, "SHARE_NORM_ABOVE", 0)
+    monkeypatch.setattr(optimizer_step, "SHARE_NORM_ABOVE", 0)
     flats = [torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (37, 2, 0, 5)]
     for norm, calls in rl.simulate(p, lambda w: (global_norm(flats, w).item(), w.ledger.calls)):
         assert norm == pytest.approx(torch.cat(flats).norm().item(), rel=1e-14)

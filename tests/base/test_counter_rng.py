@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rankloom.base.coins import coins, line_keys
+from rankloom.base.counter_rng import coins, line_keys
 
 ROWS, LINES, COLUMNS = 32, 64, 256
 
