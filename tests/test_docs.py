@@ -14,7 +14,7 @@ from rankloom.train.config import load_config
 
 ROOT = Path(__file__).parent.parent
 START = (ROOT / "docs" / "start.md").read_text()
-PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
+PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
 
 
 def test_every_file_has_a_line_in_the_table_of_files():
@@ -47,6 +47,15 @@ def test_the_example_of_the_api_runs_learns_and_leaves_a_checkpoint(tmp_path, mo
     assert names["report"].loss < 1.39 and names["report"].count == 16   # ln 4 is what guessing costs
     names["engine"].load("ckpt")
     assert names["engine"].steps_done == 20
+
+
+def test_the_program_of_the_readme_runs_and_its_last_line_says_what_was_learned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    exec(compile(code, "README.md", "exec"), {})
+    ranks, loss, rows = re.fullmatch(r"(\d+) ranks: loss ([\d.]+) over (\d+) rows\n", capsys.readouterr().out).groups()
+    assert (ranks, rows) == ("1", "64") and float(loss) < 0.5   # ln 4 is what guessing costs
+    assert (tmp_path / "ckpt" / "manifest.json").exists()
 
 
 def test_the_files_that_the_source_tells_to_read_are_there():
