@@ -20,7 +20,7 @@ import pytest
 import rankloom as rl
 from patience import AT_ONCE, STARTED, wait_until
 from rankloom.world import agent
-from rankloom.world.agent import StopRequests, Watch, _Meeting, conclude, launch_ranks
+from rankloom.world.agent import StopRequests, RankWatch, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
 from rankloom.world.verdict import Ending
 
@@ -323,14 +323,14 @@ def test_nor_does_one_that_was_being_started_then(monkeypatch):
     def interrupt(number, frame):
         raise InterruptedError("enough")
 
-    class Late(Watch):
+    class Late(RankWatch):
         def __init__(self, processes, *args):
             if processes:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 time.sleep(0.3)
             super().__init__(processes, *args)
 
-    monkeypatch.setattr(agent, "Watch", Late)
+    monkeypatch.setattr(agent, "RankWatch", Late)
     before, begin = signal.signal(signal.SIGUSR1, interrupt), time.monotonic()
     try:
         with pytest.raises(InterruptedError, match="enough"):
@@ -388,7 +388,7 @@ def test_ranks_that_are_all_stopped_are_left_in_peace(monkeypatch):
     """Whoever stops a whole job wants it to go on later."""
     monkeypatch.setattr("rankloom.world.agent.STOPPED_GRACE", 0.0)
     ranks = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in (0, 1)}
-    watch = Watch(ranks, {rank: Path("none") for rank in ranks}, StopRequests(), 1.0)
+    watch = RankWatch(ranks, {rank: Path("none") for rank in ranks}, StopRequests(), 1.0)
     for process in ranks.values():
         process.send_signal(signal.SIGSTOP)
     wait_until(lambda: all(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED for process in ranks.values()))
