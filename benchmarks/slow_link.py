@@ -29,8 +29,8 @@ import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
-from rankloom.comm.quantize import INT8
-from rankloom.comm.two_levels import TwoLevels, overlapped_all_reduce
+from rankloom.comm.quantize import INT8, Floats
+from rankloom.comm.two_levels import TwoLevels
 from rankloom.world.agent import LEASH
 
 INTERFACE, PORT = "slow", 29555
@@ -150,11 +150,11 @@ def variants(world: rl.World, side: int) -> dict[str, tuple[Callable[[torch.Tens
     if world.size == 2:
         names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
         return base | {name: (compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
-    near = rl.init(backend="rankloom")
+    near, exact = rl.init(backend="rankloom"), Floats(torch.float32)
     return base | {"hierarchical": (in_two_levels(), world),
-                   "hierarchical, overlapped": (overlapped_all_reduce, world),
+                   "hierarchical, overlapped": (TwoLevels(Blockwise(exact)), world),
                    "hierarchical, int8 between": (TwoLevels(Blockwise(INT8)), world),
-                   "hierarchical, overlapped, shared memory inside": (overlapped_all_reduce, near),
+                   "hierarchical, overlapped, shared memory inside": (TwoLevels(Blockwise(exact)), near),
                    "hierarchical, int8 between, shared memory inside": (TwoLevels(Blockwise(INT8)), near)}
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Timed
 from rankloom.base.topology import Topology
-from rankloom.bench import Measured, describe_machine, ranks_to_start, report, write_measured
+from rankloom.bench import Measured, describe_machine, expect_places, ranks_to_start, report, write_measured
 from rankloom.comm.bench import plan_bench
 from rankloom.comm.fit import fit_links
 from rankloom.world.cluster import read_cluster
@@ -108,6 +108,14 @@ def test_ranks_are_started_in_order_and_one_alone_is_refused():
         ranks_to_start("two", None, "auto")
     with pytest.raises(ConfigError, match="no backend 'golo'. Did you mean 'gloo'"):
         ranks_to_start("2", None, "golo")
+
+
+@pytest.mark.parametrize("name", ["links.toml", "links", "links.json.txt", ""])
+def test_links_are_saved_under_a_name_that_their_reader_takes_for_json(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"--save .*: links are written as JSON; give the file a name that ends in \.json"):
+        expect_places(STUDY, tmp_path / "out", tmp_path / name)
+    assert not (tmp_path / "out").exists()
+    expect_places(STUDY, tmp_path / "out", tmp_path / "links.json")
 
 
 def test_a_machine_that_is_busy_is_told():

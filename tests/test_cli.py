@@ -189,6 +189,22 @@ def test_one_rank_trains_in_this_process_and_generate_reads_its_run(one_rank, he
     assert text == here(*words).stdout, "the same seed, the same text, in any process"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict"])
+def test_what_the_encoding_of_the_output_has_not_is_a_question_mark(encoding):
+    code = "import sys; from rankloom import cli; cli.app = lambda: print('\\u65e5 ok'); cli.main()"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"? ok\n"), done.stderr
+
+
+def test_a_signal_before_the_first_step_ends_a_rank_also_in_an_import_that_takes_it_for_a_failure(folder):
+    code = "import signal; from rankloom import cli\ndef rank(config):\n" \
+           "    try: signal.raise_signal(signal.SIGINT)\n    except BaseException: raise ImportError('no such thing')\n" \
+           "cli._be_a_rank = rank; cli.main()"
+    done = subprocess.run([sys.executable, "-c", code, "train", "train.toml"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_under_torchrun_the_command_joins_the_ranks_that_are_there_and_reaches_the_same_losses_as_one(folder, one_rank):
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rankloom", "train", "train.toml"]
     done = subprocess.run([sys.executable, *words, "--run.name", "joined"], capture_output=True, text=True, check=False)

@@ -239,3 +239,15 @@ def test_tables_are_as_wide_as_the_terminal_lets_them(words, hosts):
 def test_what_a_square_is_stands_in_the_legend_where_nothing_is_cut_too():
     sheet = draw_sheet(scene_of(*SMALL, "--mesh.replicate", "2"))
     assert "square: their matrices, none is cut" in {mark.text for mark in sheet.marks if isinstance(mark, Word)}
+
+
+@pytest.mark.parametrize("words, ranks", [([], 1_000_000), (["--mesh.replicate", "512", "--mesh.tensor", "4"], None)])
+def test_more_ranks_than_a_table_can_show_are_refused_at_once(words, ranks):
+    with pytest.raises(ConfigError, match=r"a table has a row for each, 1024 at most"):
+        shown(*SMALL, *words, ranks=ranks)
+
+
+def test_where_many_ranks_are_asked_the_first_line_says_so(monkeypatch):
+    monkeypatch.setattr("rankloom.layouts.MANY", 3)
+    parts = show_layout([*SMALL, "--mesh.replicate", "4"], ranks=None, ranks_per_host=None, out=None)
+    assert next(parts) == "asking what each of 4 ranks holds, one after the other ..."

@@ -64,6 +64,24 @@ def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
     assert not any("as rl.pipeline" in str(part) for part in show_schedule(str(tmp_path / "mine.txt"), **NOTHING))
 
 
+@pytest.mark.parametrize(("files", "said"), [
+    ({"save": "s.json"}, "--save s.json: expected a name that ends in .txt"),
+    ({"svg": "both", "trace": "./both"}, "--svg both and --trace both are one file"),
+    ({"svg": "a.svg", "trace": "b.txt", "save": "b.txt"}, "--trace b.txt and --save b.txt are one file"),
+])
+def test_files_of_which_one_would_be_lost_are_refused_before_any_is_written(files, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        list(show_schedule("1f1b", **NOTHING | {flag: Path(name) for flag, name in files.items()}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("costs", ["1e308,1e308,1e308", "1e307,1,1"])
+def test_costs_that_add_up_to_more_than_a_number_holds_are_refused(costs):
+    with pytest.raises(ConfigError, match=f"--costs {costs}: together they are more than a number can hold"):
+        list(show_schedule("1f1b", **NOTHING | {"costs": costs}))
+
+
 def test_list_names_every_schedule():
     done = rankloom("schedule", "list")
     assert done.returncode == 0 and all(name in done.stdout for name in [*SCHEDULES, *SEARCHED])

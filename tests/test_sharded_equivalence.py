@@ -13,7 +13,7 @@ import torch
 import rankloom as rl
 from awkward import adamw, fingerprint, share
 from blocky import Block, Inner, loss_of, loss_with_penalty, make_blocky, make_turns, train_blocky_plainly
-from rankloom.train import prepare
+from rankloom.train import rules
 from rankloom.train.sharded import CanonicalShardedPlacement
 from test_equivalence import expect_equal
 
@@ -53,7 +53,7 @@ def test_every_stage_on_every_mesh_equals_one_process(stage, mesh, backend, refe
     {"units": lambda name, module: name.endswith("inner.lift")}, {"clip": None}], ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_option_equals_one_process(stage, options, reference):
-    if any(stage not in prepare.HAS_EFFECT.get(option, (0, (1, 2, 3)))[1] for option in options):
+    if any(stage not in rules.HAS_EFFECT.get(option, (0, (1, 2, 3)))[1] for option in options):
         with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
             rl.simulate(2, lambda world: train(world, stage, **options))
         return

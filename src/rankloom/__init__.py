@@ -1,7 +1,7 @@
 """rankloom: distributed training, proven equal to one process.
 
 The public names are loaded when they are first used (PEP 562), so that `import rankloom` and `rankloom --help`
-never import torch. The list below is the whole public face; docs/start.md has examples of nearly all, docstrings the rest.
+do not import torch. The list below is the whole public API; docs/start.md has examples of nearly all of it, docstrings of the rest.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""What `rankloom bench` does apart from printing: start or join ranks, make tables of what they found, write it down.
+"""What `rankloom bench` does apart from printing: start or join ranks, make tables of the results, write them to files.
 
-Read comm/bench.py (how things are timed), comm/fit.py (the model) and comm/bench_results.py (who wins, and why) before.
+Read comm/bench.py (how algorithms are timed), comm/fit.py (the model) and comm/bench_results.py (which is fastest, and why) before.
 """
 
 import json
@@ -40,7 +40,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one number of ranks has measured, where they were, and what carried their bytes."""
+    """The times on one number of ranks, the topology of these ranks, and the backend that carried their bytes."""
 
     topology: Topology
     backend: str
@@ -48,7 +48,7 @@ class Measured:
 
 
 def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
-    """Numbers of ranks, each of which fits the cluster file and may use the backend. raises: ConfigError"""
+    """The numbers of ranks in `text`, once each fits the cluster file and the backend exists. raises: ConfigError"""
     numbers = parse_ranks(text)
     resolve_backend(backend, torch.device("cpu"))
     if numbers[0] < 2:
@@ -59,10 +59,12 @@ def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
 
 
 def expect_places(study: Study, folder: Path, save: Path | None) -> None:
-    """Make the folder for the results, and see that the links can be saved: before anything is timed. raises: ConfigError"""
+    """Before anything is timed: make the folder for the results, and check that the links can be saved. raises: ConfigError"""
     if save and "all_reduce" not in study.collectives:
         raise ConfigError(f"--save {save}: what links cost is fitted to all_reduce, "
                           f"which is not in --collective {','.join(study.collectives)}")
+    if save and save.suffix != ".json":
+        raise ConfigError(f"--save {save}: links are written as JSON; give the file a name that ends in .json")
     if save and not save.absolute().parent.is_dir():
         raise ConfigError(f"--save {save}: there is no folder {save.parent}")
     try:
@@ -78,7 +80,7 @@ def describe_machine(load: float) -> str:
 
 
 def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measured | None]:
-    """Run `rankloom bench WORDS` on ranks of this machine: the exit code, and what they measured where that is 0."""
+    """Run `rankloom bench WORDS` on ranks of this machine: the exit code, and what they measured if that is 0."""
     file = folder / f"ranks-{ranks}.json"
     argv = [sys.executable, "-m", "rankloom", "bench", *words, f"--times={file}"]
     code = launch_ranks(ranks, argv, log_dir=folder / "logs" / f"ranks-{ranks}")
@@ -90,7 +92,7 @@ def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measure
 
 
 def join_launched(study: Study, topology: Path | None, backend: str) -> Measured:
-    """Be one of the ranks that a launcher has started; rank 0 draws how far all is."""
+    """Be one of the ranks that a launcher has started; rank 0 draws the progress."""
     world = init(topology=topology, backend=backend)
     with BenchProgress(Console(), world.size) as progress:
         sink = progress if world.rank == 0 else _ignore
@@ -107,16 +109,16 @@ def _ignore(event: Event) -> None:
 
 
 def write_measured(measured: Measured, file: Path) -> None:
-    """For `launch` to read."""
+    """Write a file for `launch` to read."""
     times = [asdict(timed) for timed in measured.times]
     write_json(file, {"topology": measured.topology.as_table(), "backend": measured.backend, "times": times})
 
 
 def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path | None) -> Iterator[str | Table]:
-    """Tables with their titles, who is fastest and why, what links cost; and the files as they are written.
+    """Tables with their titles: times, the fastest and why, what links cost. Then the files, as they are written.
 
-    save:   where the links go too, as all_reduce on the most ranks found them
-    raises: WrongResult, in the end, when an algorithm computed something else than it should
+    save:   a further file for the links, as all_reduce on the most ranks found them
+    raises: WrongResult, in the end, when an algorithm gave a wrong result
     """
     found = [one for group in measured for one in find(group.times, group.topology, wide=widening(DTYPES[study.dtype]))]
     backend = measured[0].backend
@@ -136,7 +138,7 @@ def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path 
 
 
 def expect_right(found: Sequence[Findings]) -> None:
-    """Raise WrongResult when an algorithm computed something else than it should."""
+    """Raise WrongResult when an algorithm gave a wrong result."""
     wrong = [f"{timed.algorithm} {timed.collective} of {timed.bytes} bytes on {timed.ranks} ranks: {timed.wrong} elements are wrong"
              for one in found for timed in one.times if timed.wrong]
     if wrong:
@@ -155,7 +157,7 @@ def write_findings(study: Study, backend: str, found: Sequence[Findings], folder
 
 
 def draw_findings(found: Sequence[Findings], path: Path, title: str) -> str:
-    """Draw the plot of one collective; returns what became of it."""
+    """Draw the plot of one collective; returns a line that says where it is, or why there is none."""
     try:
         from rankloom.watch.plots import plot_bench
     except ImportError:
@@ -182,7 +184,7 @@ def times_table(found: Findings) -> Table:
 
 
 def winners_table(found: Findings) -> Table:
-    """A row for each size: who is fastest, at which bandwidths (GB/s), why, who comes next, and who is fastest by the fit."""
+    """A row for each size: the fastest algorithm, its bandwidths (GB/s) and why, the next one, and the fastest by the fit."""
     chosen = "auto takes" if found.collective == "all_reduce" else "by the fit"
     right, left = ["size", "algbw", "busbw"], ["fastest", "because", "next", chosen]
     table = _table([right[0], left[0], *right[1:], *left[1:]], left)

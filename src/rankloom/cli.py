@@ -16,13 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
-from rankloom.base.text import printable
+from rankloom.base.text import printable, show_any_text
+from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +46,7 @@ app = App(
 
 def main() -> None:
     """Run one command; a mistake of the user is one message and exit code 2, never a traceback."""
+    show_any_text()
     try:
         try:
             app()
@@ -100,15 +102,16 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     from rankloom.train.config import load_config
     from rankloom.world.launch import find_place
 
-    config = load_config(file, overrides)
-    if config.checkpoint.resume is not None:   # a wrong path is told before any rank starts
-        from rankloom.train.resume import newest_checkpoint
+    with leaving_on_signals():
+        config = load_config(file, overrides)
+        if config.checkpoint.resume is not None:   # a wrong path is told before any rank starts
+            from rankloom.train.resume import newest_checkpoint
 
-        newest_checkpoint(Path(config.checkpoint.resume))
-    if find_place().launcher == "alone" and config.mesh.as_mesh().size > 1:
-        _launch_ranks(config, file, overrides)
-    else:
-        _be_a_rank(config)
+            newest_checkpoint(Path(config.checkpoint.resume))
+        if find_place().launcher == "alone" and config.mesh.as_mesh().size > 1:
+            _launch_ranks(config, file, overrides)
+        else:
+            _be_a_rank(config)
 
 
 def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
@@ -148,19 +151,12 @@ def _be_a_rank(config: "Config") -> None:
             summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
     except (KeyboardInterrupt, SystemExit) as stop:
         # A collective may be on its way that the others will never join: taking the connection down would wait for it.
-        _leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
+        leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
     world.close()
     if world.rank == 0:
         _conclude(summary)
     if summary.stopped_by:
         raise SystemExit(128 + summary.stopped_by)
-
-
-def _leave_at_once(code: int) -> NoReturn:
-    """End this process without taking anything down; what was printed is shown."""
-    print(end="", flush=True)
-    print(end="", file=sys.stderr, flush=True)
-    os._exit(code)
 
 
 def _ignore(event: object) -> None:
@@ -368,7 +364,7 @@ def _bench_as_rank(study: "Study", topology: Path | None, backend: str) -> "Meas
     try:
         return join_launched(study, topology, backend)
     except KeyboardInterrupt:
-        _leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
+        leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
 
 
 schedule = App(name="schedule", help="Pipeline schedules: who computes what, when, and who waits. See `rankloom schedule show --help`.")

@@ -30,6 +30,7 @@ from rankloom.world.cluster import read_cluster
 
 PRESET, PRECISION = "8B", "bf16"   # where there is no file
 SHOWN = 4                          # parts of a matrix, and groups of an axis, that are listed one by one; of more, fewer
+MANY, MOST = 64, 1024              # ranks: asking this many takes seconds, that many a minute
 TRAVELS = {"pipe": "activations of micro-batches, and back their gradients", "replicate": "gradients, summed",
            "shard": "gradients, summed and cut; parameters, gathered", "context": "keys and values of attention, around a ring",
            "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
@@ -81,6 +82,8 @@ def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int 
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     config, shape = read(words, ranks)
     hosts = find_hosts(config, ranks_per_host)
+    if (size := config.mesh.as_mesh().size) > MANY:
+        yield f"asking what each of {size} ranks holds, one after the other ..."
     drawn = Drawn(config, shape, ranks_on_paper(config, shape), hosts)
     yield drawn.title
     yield drawn.note
@@ -107,6 +110,9 @@ def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
         config = with_ranks(config, config.mesh.as_mesh().size if ranks is None else ranks)
     except MeshError as error:
         raise MeshError(f"--ranks {ranks}: {error}") from None
+    if (size := config.mesh.as_mesh().size) > MOST:
+        raise ConfigError(f"{config.mesh.as_mesh().product()} = {size} ranks: a table has a row for each, {MOST} at most; make an axis "
+                          "shorter along which ranks hold alike, such as replicate")
     return config, config.gpt(_vocabulary(config, file))
 
 

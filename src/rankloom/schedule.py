@@ -7,6 +7,7 @@ simulate, draw.
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 from rich.table import Table
@@ -123,9 +124,12 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 def show_schedule(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
                   coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """All of it, for `rankloom schedule show`, on a terminal of so many columns, with colours or without."""
+    _expect_files(svg, trace, save)
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)
     timeline = simulate_schedule(schedule, of_stages)
+    if not isfinite(timeline.makespan * len(schedule.ranks)):   # the greatest sum that is worked out
+        raise ConfigError(f"--costs {costs}: together they are more than a number can hold; give them in a larger unit")
     title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
     rows = partial(grid, columns=columns, coloured=coloured)
@@ -133,6 +137,17 @@ def show_schedule(name: str, *, stages: int | None, microbatches: int | None, ch
     if not name.endswith(".txt"):   # a file says itself what is done first
         yield from as_run(schedule, of_stages, rows)
     yield from written(timeline, title, svg, trace, save)
+
+
+def _expect_files(svg: Path | None, trace: Path | None, save: Path | None) -> None:
+    """Raise ConfigError for files of which one would take another's place, or could not be shown again."""
+    if save is not None and save.suffix != ".txt":
+        raise ConfigError(f"--save {save}: expected a name that ends in .txt; `rankloom schedule show` reads no other")
+    given = [(flag, path) for flag, path in (("--svg", svg), ("--trace", trace), ("--save", save)) if path is not None]
+    for at, (flag, path) in enumerate(given):
+        for other, there in given[:at]:
+            if path.absolute() == there.absolute():
+                raise ConfigError(f"{other} {there} and {flag} {path} are one file; give each a name of its own")
 
 
 def _read(path: Path) -> str:

@@ -1,9 +1,12 @@
 """Who shares a node, what links cost, and what a cluster file may say."""
 
+import math
+
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.topology import FASTEST, Link, Links, Topology, parse_links, parse_topology
+from rankloom.base.topology import FASTEST, LATENCIES, RATES, Link, Links, Topology, parse_links, parse_topology
+from rankloom.comm.choose import decide
 
 UNEVEN = Topology(((0, 3), (1, 2, 4)))
 
@@ -33,6 +36,17 @@ def test_nodes_that_do_not_hold_every_rank_once_are_refused_with_the_reason(node
             parse_topology({"nodes": nodes}, 2, Topology.even(1, 2))
 
 
+def test_nodes_may_be_lists_and_decisions_are_made_on_them():
+    topology = Topology([[0, 1], [2, 3]])
+    assert topology == Topology(((0, 1), (2, 3))) and decide(100, topology) == decide(100, Topology.even(2, 2))
+
+
+@pytest.mark.parametrize("nodes", [4, [0, 1], "01", [[0, 1.0]], [[0, True]], [{0: 1}], None, [["0"]]], ids=str)
+def test_what_is_no_list_of_ranks_for_each_node_is_refused(nodes):
+    with pytest.raises(ConfigError, match="^nodes = .*: must be a list of ranks for each node"):
+        Topology(nodes)
+
+
 def test_a_link_converts_between_its_units_and_seconds():
     link = Link(latency_us=50.0, bandwidth_gbps=8.0)
     assert (link.alpha, link.beta) == pytest.approx((50e-6, 1e-9), rel=1e-15)
@@ -41,10 +55,19 @@ def test_a_link_converts_between_its_units_and_seconds():
     assert Link.of(1e-6, 0.0).bandwidth_gbps == FASTEST
 
 
-@pytest.mark.parametrize("values", [(-1.0, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, float("inf")), ("1", 1.0), (True, 1.0)])
+@pytest.mark.parametrize("values", [(-1.0, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, float("inf")), ("1", 1.0), (True, 1.0),
+                                    (10**400, 1.0), (1.0, 10**400), (1e308, 1.0), (1.0, 1e-320)])
 def test_a_link_of_impossible_numbers_is_refused(values):
-    with pytest.raises(ConfigError, match="must be a number"):
+    with pytest.raises(ConfigError, match="must be a number from"):
         Link(*values)
+
+
+def test_the_slowest_link_that_can_be_written_down_has_a_finite_price_and_a_fit_finds_none_slower():
+    slowest = Link(LATENCIES[1], RATES[0])
+    links = Links(slowest, slowest, slowest, slowest, slowest, RATES[0])
+    for one in decide(1 << 60, Topology.even(64, 64, links)).candidates:
+        assert math.isfinite(one.price.seconds)
+    assert Link.of(1e-6, 1e3).bandwidth_gbps == RATES[0]
 
 
 def test_a_topology_is_told_in_a_line():
@@ -89,9 +112,9 @@ def test_all_links_are_read_back_as_they_are_written():
     ({"node": 2}, "unknown key 'node'. Did you mean 'nodes'"),
     ({"links": {"insid": {}}}, r"\[links\] unknown key 'insid'. Did you mean 'inside'"),
     ({"links": {"inside": {"latency": 3}}}, r"\[links.inside\] unknown key 'latency'. Did you mean 'latency_us'"),
-    ({"links": {"inside": {"latency_us": "3"}}}, r"\[links.inside\] latency_us = '3': must be a number, 0 or more"),
-    ({"links": {"between": {"bandwidth_gbps": 0}}}, r"\[links.between\] bandwidth_gbps = 0: must be a number above 0"),
-    ({"links": {"adding_gbps": -1}}, r"\[links\] adding_gbps = -1: must be a number above 0"),
+    ({"links": {"inside": {"latency_us": "3"}}}, r"\[links.inside\] latency_us = '3': must be a number from 0 to 1e.12"),
+    ({"links": {"between": {"bandwidth_gbps": 0}}}, r"\[links.between\] bandwidth_gbps = 0: must be a number from 1e-09 to 1e.12"),
+    ({"links": {"adding_gbps": -1}}, r"\[links\] adding_gbps = -1: must be a number from 1e-09 to 1e.12"),
     ({"links": 3}, r"\[links\] must be a section"),
     ({"nodes": 2}, "nodes = 2: needs ranks_per_node beside it"),
     ({"nodes": 2, "ranks_per_node": 0}, "needs ranks_per_node beside it, 1 or more"),
@@ -101,6 +124,8 @@ def test_all_links_are_read_back_as_they_are_written():
     ({"nodes": [[0, 1.0], [2, 3]]}, "must be a list of ranks for each node"),
     ({"nodes": True}, "must be a list of ranks for each node"),
     ({"nodes": 3, "ranks_per_node": 2}, "nodes: has 6 ranks, but the job has 4"),
+    ({"nodes": 10**9, "ranks_per_node": 10**9}, "nodes: has 1000000000000000000 ranks, but the job has 4"),   # and no list of them is made
+    ({"nodes": 10**400}, r"nodes = 1000.*\.\.\. \(401 characters\): needs ranks_per_node"),
     ({"nodes": [[0, 1]]}, "nodes: has 2 ranks, but the job has 4"),
 ])
 def test_a_mistake_in_a_cluster_file_names_the_key_and_what_to_do(table, message):

@@ -19,7 +19,7 @@ from rankloom.checkpoint.files import (
     reading,
     write_parts,
 )
-from rankloom.checkpoint.manifest import Part, assemble, assign_writers, key_of, tell
+from rankloom.checkpoint.manifest import Part, announce, assemble, assign_writers, key_of
 
 TOKENS = ("0" * 12, "1" * 12)
 
@@ -36,10 +36,10 @@ def cut(name, values, at):
 
 
 def save(folder, ranks, token=TOKENS[0], facts=None):
-    told = [tell(parts) for parts in ranks]
-    shares = assign_writers(told)
+    announced = [announce(parts) for parts in ranks]
+    shares = assign_writers(announced)
     files = [write_parts(folder / file_name(token, rank), [ranks[rank][number] for number in share]) for rank, share in enumerate(shares)]
-    made = assemble(told, shares, files, facts or {})
+    made = assemble(announced, shares, files, facts or {})
     commit(folder, made)
     return made
 
@@ -66,7 +66,7 @@ def test_memory_in_any_order_is_written_as_it_reads_and_the_file_is_plain_safete
 
 
 @pytest.mark.parametrize("values, said", [
-    (torch.zeros(1, dtype=torch.complex128), "w is torch.complex128, which the safetensors format has not"),
+    (torch.zeros(1, dtype=torch.complex128), "w is torch.complex128, which the safetensors format cannot store"),
     (torch.zeros(1).expand(4), "w is expanded: several elements share memory"),
     (torch.eye(2).to_sparse(), "w is torch.sparse_coo: a checkpoint keeps dense tensors only"),
 ], ids=["complex128", "expanded", "sparse"])
@@ -119,9 +119,9 @@ def test_a_file_that_cannot_be_written_whole_is_gone_and_the_checkpoint_from_bef
         write_parts(tmp_path / "nowhere" / "x", [whole("w", torch.ones(3))])
     written = write_parts(tmp_path / file_name(TOKENS[1], 0), [whole("w", torch.ones(3))])
     (tmp_path / written.name).unlink()   # as on a host that does not share the folder
-    told = [tell([whole("w", torch.ones(3))])]
+    announced = [announce([whole("w", torch.ones(3))])]
     with pytest.raises(ConfigError, match="give a folder that all hosts share"):
-        commit(tmp_path, assemble(told, assign_writers(told), [written], {}))
+        commit(tmp_path, assemble(announced, assign_writers(announced), [written], {}))
     assert read_manifest(tmp_path)[1] == before
 
 

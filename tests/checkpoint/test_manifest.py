@@ -5,7 +5,7 @@ import torch
 
 from rankloom.base.errors import DataError, ModelMismatch
 from rankloom.base.layout import Span
-from rankloom.checkpoint.manifest import Part, SavedFile, assemble, assign_writers, from_json, tell, to_json
+from rankloom.checkpoint.manifest import Part, SavedFile, announce, assemble, assign_writers, from_json, to_json
 
 
 def part(name, shape, box, dtype=torch.float32, **more):
@@ -13,8 +13,8 @@ def part(name, shape, box, dtype=torch.float32, **more):
     return Part(name, shape, spans, torch.zeros([stop - start for start, stop in box], dtype=dtype), **more)
 
 
-HALVES = [tell([part("w", (4, 2), [(0, 2), (0, 2)])]), tell([part("w", (4, 2), [(2, 4), (0, 2)])])]
-REPEATED = [tell([part(f"w{i}", (100,), [(0, 100)]) for i in range(8)])] * 4
+HALVES = [announce([part("w", (4, 2), [(0, 2), (0, 2)])]), announce([part("w", (4, 2), [(2, 4), (0, 2)])])]
+REPEATED = [announce([part(f"w{i}", (100,), [(0, 100)]) for i in range(8)])] * 4
 
 
 def test_every_rank_writes_what_only_it_has():
@@ -28,8 +28,8 @@ def test_what_all_ranks_have_is_written_once_and_by_each_an_even_share():
 
 
 def test_a_copy_that_is_cut_in_another_way_is_nobodys_to_write():
-    told = [tell([part("w", (4,), [(0, 4)])]), tell([part("w", (4,), [(1, 4)], is_copy=True)])]
-    assert assign_writers(told) == [[0], []]
+    announced = [announce([part("w", (4,), [(0, 4)])]), announce([part("w", (4,), [(1, 4)], is_copy=True)])]
+    assert assign_writers(announced) == [[0], []]
 
 
 @pytest.mark.parametrize("second, said", [
@@ -39,14 +39,14 @@ def test_a_copy_that_is_cut_in_another_way_is_nobodys_to_write():
 ])
 def test_ranks_that_do_not_hold_one_tensor_between_them_are_told(second, said):
     with pytest.raises(ModelMismatch) as error:
-        assign_writers([HALVES[0], tell([second])])
+        assign_writers([HALVES[0], announce([second])])
     assert said in str(error.value)
 
 
 def manifest():
     files = [SavedFile("a.safetensors", 16, "aa"), None, SavedFile("b.safetensors", 16, "bb")]
-    told = [HALVES[0], [], HALVES[1]]
-    return assemble(told, assign_writers(told), files, {"run": {"step": 3}})
+    announced = [HALVES[0], [], HALVES[1]]
+    return assemble(announced, assign_writers(announced), files, {"run": {"step": 3}})
 
 
 def test_a_manifest_is_the_same_after_it_was_written_and_read():

@@ -19,7 +19,11 @@ import rankloom as rl
 from provenance import Trace, trace
 from rankloom.base.cost import Path
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
+from rankloom.comm.all_to_all import pairwise_all_to_all
+from rankloom.comm.halving import doubling_all_gather
 from rankloom.comm.operands import cuts, widening
+from rankloom.comm.ring import ring_all_gather
+from rankloom.comm.subgroup import Subgroup
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8]
 NODES = {1: ((0,),), 2: ((0,), (1,)), 3: ((0, 2), (1,)), 4: ((0, 1), (2, 3)), 5: ((0, 1), (2, 3), (4,)), 6: ((2, 1, 0), (3, 4, 5)),
@@ -246,6 +250,72 @@ def test_what_only_moves_carries_every_dtype(case):
                             .view(torch.uint8)) for x in got]
 
     assert rl.simulate(3, body) == [[True] * len(dtypes)] * 3
+
+
+def leaf_and_graph(case: tuple[str, str], p: int, world: rl.World) -> list[bool]:
+    """Whether a parameter is taken as a plain tensor is."""
+    way, mine = algorithms(p)[case], bring(case[0], whole_numbers(world.rank, (2 * p, 2), torch.float32), world.rank, p)
+    plain, parameter = call(case[0], way, mine.clone(), world, 2 * p), torch.nn.Parameter(mine.clone())
+    result = call(case[0], way, parameter, world, 2 * p)
+    return [torch.equal(result, plain), result.grad_fn is None, (result is parameter) == (case[0] in ("all_reduce", "broadcast"))]
+
+
+@pytest.mark.parametrize("p", [1, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_parameter_is_taken_where_gradients_are_on(case, p):
+    assert rl.simulate(p, partial(leaf_and_graph, case, p)) == [[True] * 3] * p
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_tensor_with_a_graph_is_refused_before_anything_is_sent(case):
+    def body(world):
+        x = 2 * torch.ones(4, requires_grad=True)
+        with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: \w+ in group 'world': a tensor of shape \(4,\) has a graph"):
+            algorithms(2)[case].run(x, world)
+        return world.ledger.calls
+
+    assert rl.simulate(2, body) == [0, 0]
+
+
+OVERLAPPING = {
+    "ring_all_gather": ring_all_gather, "doubling_all_gather": doubling_all_gather, "pairwise_all_to_all": pairwise_all_to_all,
+    **{f"{place}.{name}": partial(lambda x, world, place, name, *, out: getattr(part_or_whole(world, place), name)(x, out=out),
+                                  place=place, name=name)
+       for place in ("Group", "Subgroup") for name in ("all_gather", "reduce_scatter", "all_to_all")},
+}
+
+
+def part_or_whole(world: rl.World, place: str) -> rl.Group:
+    return world if place == "Group" else Subgroup(world, range(world.size))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_an_output_that_shares_memory_with_the_input_gets_what_any_other_gets(name, p):
+    n, m = (2, 2 * p) if "gather" in name else (2 * p, 2) if "scatter" in name else (2 * p, 2 * p)
+
+    def body(world):
+        wrong = []
+        for at in range(n + m + 1):   # the input lies before the output, then a row further each time, until it lies behind
+            memory = torch.zeros(2 * n + m)
+            x, out = memory[at: at + n], memory[n: n + m]
+            x.copy_(torch.arange(n) + 100.0 * world.rank)
+            apart = OVERLAPPING[name](x.clone(), world, out=torch.empty(m))
+            result = OVERLAPPING[name](x, world, out=out)
+            wrong += [at] if not torch.equal(result, apart) or result is not out else []
+        return wrong
+
+    assert rl.simulate(p, body) == [[]] * p
+
+
+@pytest.mark.parametrize("send_rows", [[-1, 4], [4, -1], [1, 1], [1, 1, 1], [2, 1]])
+def test_rows_that_cannot_be_dealt_are_refused_by_name(send_rows):
+    def body(world):
+        with pytest.raises(rl.ShapeMismatch, match=rf"rank {world.rank}: pairwise_all_to_all .*: 3 rows cannot be dealt as send_rows="):
+            pairwise_all_to_all(torch.arange(3.0), world, send_rows=send_rows, recv_rows=[*send_rows[::-1]])
+        return world.ledger.calls
+
+    assert rl.simulate(2, body) == [0, 0]
 
 
 class Delayed:

@@ -126,6 +126,13 @@ def test_sizes_are_cut_to_what_divides_and_never_to_nothing(collective, nbytes, 
     assert elements(collective, nbytes, torch.float32, p) == n
 
 
+def test_sizes_that_are_rounded_to_the_same_one_are_timed_once():
+    times, events = run(3, Study(("all_reduce", "all_gather"), ("ring",), (1, 2, 3, 4, 20, 23, 24), "fp32", 1))[0]
+    assert [(timed.collective, timed.bytes) for timed in times] == [
+        *(("all_reduce", nbytes) for nbytes in (4, 20, 24)), *(("all_gather", nbytes) for nbytes in (12, 24))]
+    assert [event.done for event in events if isinstance(event, Progressed)][-1] == pytest.approx(1.0, rel=1e-12)
+
+
 def test_the_expected_results_are_those_of_the_collectives_themselves():
     """The check must not share a mistake with what it checks: here it is compared with plain torch on one process."""
     def body(world):
@@ -202,6 +209,7 @@ def test_a_time_is_that_of_one_call_however_many_a_turn_has(work):
 
 @pytest.mark.parametrize(("words", "message"), [
     ((["allreduce"], [], [4], "fp32", 1), "no collective 'allreduce'. Did you mean 'all_reduce'"),
+    (([], [], [4], "fp32", 1), "no collective to time; name one or more of all_reduce, reduce_scatter, all_gather, broadcast, all_to_all"),
     ((["all_reduce"], ["rign"], [4], "fp32", 1), "no algorithm 'rign'. Did you mean 'ring'"),
     ((["all_reduce"], [], [4], "float32", 1), "no dtype 'float32'. Known: bf16, fp16, fp32, fp64."),
     ((["all_reduce"], [], [4], "fp32", 0), "turns 0: must be 1 or more"),

@@ -263,6 +263,21 @@ def test_a_non_finite_value_arrives_on_every_rank_and_poisons_nothing_that_is_re
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [3.4e38, -3.38e38, 1.7e38, 2.0**118, 2.0**117])
+def test_a_finite_value_near_the_top_of_fp32_leaves_nothing_that_stays_non_finite(name, size):
+    """Seven steps of a block's size, or its magnitudes added up, overflowed; and what was remembered was minus infinity for good."""
+    def body(world):
+        reduce = small_pieces(name)
+        x = draw(N, world.rank)
+        x[2000] = size if world.rank == 1 else 0.0
+        reduce(x, world)
+        return torch.stack([reduce(draw(N, world.rank, step), world).clone() for step in range(2, 12)])
+
+    for after in rl.simulate(3, body):
+        assert after[1:].isfinite().all()   # one more step may deliver what the first has left
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_was_remembered_before_a_poisoned_step_is_still_owed_after_it(name):
     def body(world):
         reduce = small_pieces(name)

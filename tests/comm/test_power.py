@@ -5,7 +5,7 @@ import torch
 
 import rankloom as rl
 from rankloom.comm import power
-from rankloom.comm.power import Matrix, PowerSGD, begin
+from rankloom.comm.power import Matrix, PowerSGD, begin, orthonormal
 
 A, B = 60, 50
 
@@ -105,6 +105,44 @@ def test_c_and_torch_do_the_same(monkeypatch):
         assert torch.equal(out, out2), "what ends on every rank must be equal to the bit"
 
 
+@pytest.mark.parametrize(("a", "rank"), [(1, 1), (64, 32), (63, 5), (1024, 4), (1025, 33)])
+def test_a_basis_has_the_same_bits_on_any_number_of_threads_in_c_and_in_torch(monkeypatch, a, rank):
+    """Each rank computes it for itself. torch's QR rounds by the number of threads from rank 32 on, and ranks parted."""
+    p, found, threads = noise(a, rank), [], torch.get_num_threads()
+    for native in (power.NATIVE, False):
+        for count in (1, 2):
+            monkeypatch.setattr(power, "NATIVE", native)
+            torch.set_num_threads(count)
+            found.append(orthonormal(p))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found)
+    basis = found[0].double()
+    torch.testing.assert_close(basis.t() @ basis, torch.eye(rank).double(), rtol=0, atol=2**-20)
+    torch.testing.assert_close(basis @ (basis.t() @ p.double()), p.double(), rtol=0, atol=2**-20 * rank**0.5 * p.abs().max().item())
+
+
+def test_ranks_with_other_numbers_of_threads_train_the_same_bits():
+    first, second = rl.simulate(2, _sum_on_as_many_threads_as_the_rank)
+    assert torch.equal(first, second)
+
+
+def _sum_on_as_many_threads_as_the_rank(world: rl.World) -> torch.Tensor:
+    torch.set_num_threads(1 + world.rank)
+    reduce = PowerSGD([(0, (1024, 512))], rank=64)
+    return torch.stack([reduce(noise(1024, 512, seed=10 * step + world.rank), world).clone() for step in range(2)])
+
+
+@pytest.mark.parametrize("true", [0, 1, 3])
+@pytest.mark.parametrize("alike", [False, True])
+def test_columns_that_say_nothing_new_come_to_nothing_and_the_others_are_orthonormal(path, true, alike):
+    """What rounding leaves of them points anywhere, along other columns too: those would be delivered twice."""
+    p = noise(A, true) @ noise(true, 16, seed=1) if true else torch.zeros(A, 16)
+    basis = orthonormal(p[:, :1].expand(A, 16) if alike else p).double()
+    lengths = basis.norm(dim=0)
+    assert ((lengths < 2**-20) | ((lengths - 1).abs() < 2**-20)).all() and (lengths > 0.5).sum() >= min(true, 1 if alike else true)
+    assert ((basis.t() @ basis).fill_diagonal_(0).abs() < 2**-20).all()
+
+
 def test_a_step_without_gradient_does_not_stop_what_follows(path):
     def body(world):
         reduce = PowerSGD([(0, (A, B))])
@@ -183,6 +221,8 @@ def test_c_refuses_buffers_of_the_wrong_size_and_unknown_ranks():
         (lambda: power._lowrank.combine(x, p, q, 4, 6, power.IN_C + 1), "rank 17 is not in 1 to 16"),
         (lambda: power._lowrank.absorb(x, x, p, q, q, p, 4, 6, 17), "rank 17 is not in 1 to 16"),
         (lambda: power._lowrank.spread(p, q, x, 4, 6, 0), "rank 0 is not in 1 to"),
+        (lambda: power._lowrank.orthonormalise(q, x, 2, 6), "argument 2 has 96 bytes, expected 1 x 6 floats"),
+        (lambda: power._lowrank.orthonormalise(q, x[0], -2, 6), "argument 1 has 48 bytes, expected -2 x 6 floats"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

@@ -142,7 +142,7 @@ def test_folding_sums_in_rank_order_and_writes_the_sum_once_more_in_blocks(path,
 
 
 @FORMATS
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, q.HUGE, -3.4e38])
 def test_a_block_with_a_non_finite_value_comes_out_as_nan_and_leaves_what_was_remembered(path, form, poison):
     n = 3 * form.block + 5
     x, error = values(n, spread=False), torch.full((n,), 0.125)
@@ -168,6 +168,15 @@ def test_a_poisoned_sum_leaves_what_was_remembered_and_ends_non_finite(path, for
     form.dequantise(summed, back)
     assert back[: form.block].isnan().all() and back[form.block :].isfinite().all()
     assert (error[: form.block] == 0.125).all() and not (error[form.block :] == 0.125).all()
+
+
+@FORMATS
+def test_just_below_what_counts_as_infinite_all_stays_finite_however_often_it_is_sent(path, form):
+    x, error = torch.ones(form.block), torch.zeros(form.block)
+    x[5] = q.HUGE * (1 - 2**-24)
+    for _ in range(50):
+        assert there_and_back(x, form, error).isfinite().all() and error.isfinite().all()
+        x = torch.ones(form.block)
 
 
 @FORMATS

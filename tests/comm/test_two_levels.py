@@ -10,7 +10,7 @@ import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.messages import post, start_all_gather, start_all_to_all
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
-from rankloom.comm.two_levels import TwoLevels, cut_in_pieces, overlapped_all_reduce
+from rankloom.comm.two_levels import TwoLevels, cut_in_pieces
 
 EXACT = Floats(torch.float32)   # as a format: nothing is lost
 NODES = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)),
@@ -59,10 +59,10 @@ def test_all_ranks_end_with_the_same_bits_and_what_is_delivered_converges(nodes,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_sums_overlap_in_the_same_way(dtype):
+def test_an_exact_format_gives_exact_sums_in_every_dtype(dtype):
     def body(world):
         world.topology = rl.Topology(((0, 1), (2, 3)))
-        return overlapped_all_reduce(whole(1001, world.rank).to(dtype), world)
+        return TwoLevels(Blockwise(EXACT))(whole(1001, world.rank).to(dtype), world)
 
     exact = sum(whole(1001, rank) for rank in range(4)).to(dtype)
     assert all(torch.equal(x, exact) and x.dtype == dtype for x in rl.simulate(4, body))

@@ -339,6 +339,14 @@ def test_a_receive_from_anyone_that_times_out_blames_all_who_might_have_sent_and
         assert isinstance(error, CollectiveTimeout) and silent in str(error) and "rank 1 (" not in str(error)
 
 
+def test_ranks_that_all_receive_first_name_each_the_one_that_it_waited_for_and_not_themselves(ranks):
+    """One of them gives up first, and breaks the group for the sake of its own message."""
+    world = ranks(3, timeout=1.0)
+    for rank, error in enumerate(world.errors(lambda rank: recv(world.groups[rank], frm=(rank + 1) % 3))):
+        assert isinstance(error, CollectiveTimeout)
+        assert str(error).endswith(f": rank {(rank + 1) % 3} (slow, or it skipped this call) did not come")
+
+
 def test_a_slow_rank_is_waited_for_as_long_as_the_time_out_allows(ranks):
     world = ranks(2)
     errors, _ = raised(world, all_reduce, lambda group: (time.sleep(1.5), all_reduce(group)))

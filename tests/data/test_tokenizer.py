@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.data.corpus import prepare_corpus
 from rankloom.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 
 SAMPLE = ["the quick brown fox jumps over the lazy dog. " * 20, "def f(x):\n    return x + 1\n" * 20,
@@ -109,6 +110,34 @@ def test_a_tokenizer_from_elsewhere_needs_an_end_of_text(tmp_path):
     inner.add_special_tokens(["</s>"])
     inner.save(str(path))
     assert load_tokenizer(path).eot == json.loads(path.read_text())["added_tokens"][0]["id"]
+
+
+@pytest.mark.parametrize("ask", [lambda inner: inner.enable_truncation(4), lambda inner: inner.enable_padding(length=64)],
+                         ids=["truncation", "padding"])
+def test_lengths_that_a_file_from_elsewhere_asks_for_neither_cut_nor_fill_up_texts(tmp_path, ask):
+    made, path = train_bpe(SAMPLE, 400), tmp_path / "model.json"
+    ask(made.inner)
+    made.save(path)
+    assert load_tokenizer(path).encode(SAMPLE[0]) == BPE.encode(SAMPLE[0])
+    assert [tokens.tolist() for tokens in load_tokenizer(path).encode_batch(SAMPLE)] == [BPE.encode(text) for text in SAMPLE]
+
+
+def test_numbers_with_gaps_fit_in_the_vocabulary(tmp_path):
+    words = {"<|endoftext|>": 0, "[UNK]": 1, "a": 70_000, "b": 70_003}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "gaps.json"))
+    loaded = load_tokenizer(tmp_path / "gaps.json")
+    assert loaded.vocab_size == 70_004
+    (tmp_path / "text.txt").write_text("a b\n" * 50)
+    corpus = prepare_corpus(tmp_path / "text.txt", tokenizer=tmp_path / "gaps.json", cache=tmp_path / "cache")
+    assert corpus.train[:4].tolist() == [70_000, 70_003, 70_000, 70_003]
+
+
+@BOTH
+def test_a_prompt_that_is_not_utf_8_is_named(made):
+    with pytest.raises(DataError, match=r"the prompt is not UTF-8: its character 2 is '\\udcff'"):
+        made.encode("ab" + b"\xff".decode(errors="surrogateescape"))
 
 
 def test_without_the_library_the_way_out_is_named(monkeypatch):

@@ -55,19 +55,6 @@ def test_an_unknown_override_names_the_nearest():
         preset("27M", widht=3)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 7, 12])
-def test_one_dial_makes_a_whole_shape(layers):
-    config = GPTConfig.from_depth(layers)
-    assert config.layers == layers
-    assert config.head_width == 64
-    assert config.ffn % 64 == 0 and config.ffn >= 8 * config.width / 3
-
-
-def test_the_dial_takes_overrides_and_grows():
-    sizes = [parameter_count(GPTConfig.from_depth(n, vocab_size=257)) for n in range(1, 9)]
-    assert sizes == sorted(set(sizes))
-
-
 @pytest.mark.parametrize(("wrong", "message"), [
     (dict(heads=7), "must cut width = 512"),
     (dict(width=24, heads=8), "heads of an even width"),

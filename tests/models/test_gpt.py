@@ -114,6 +114,25 @@ def test_rotary_tables_stay_exact_when_the_model_changes_dtype(move, tables):
     assert torch.equal(model.rotary.cos, fresh.cos) and torch.equal(model.rotary.sin, fresh.sin)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_model_has_the_dtype_that_was_asked_for_on_the_meta_device_too(device, dtype):
+    model, tables = GPT(TINY, dtype=dtype, device=device), torch.float64 if dtype == torch.float64 else torch.float32
+    assert {p.dtype for p in model.parameters()} == {dtype} and model.rotary.cos.dtype == model.rotary.sin.dtype == tables
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_initial_weights_do_not_depend_on_torch_s_default_dtype(default):
+    reference = GPT(TINY).state_dict()
+    torch.set_default_dtype(default)
+    try:
+        model = GPT(TINY)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, reference[name]), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_logits_have_the_dtype_of_the_parameters(dtype):
     model = GPT(TINY, dtype=dtype)

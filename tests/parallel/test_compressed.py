@@ -1,6 +1,7 @@
 """Gradients that travel compressed: state for each bucket and rank, no strays, embeddings, accumulation, combinations that are refused."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -287,11 +288,11 @@ def test_hierarchical_compresses_between_nodes_and_is_exact_inside():
 
 @pytest.mark.parametrize(("compress", "all_reduce", "said"), [
     ("int88", "backend", "no compression 'int88'. Did you mean 'int8'"),
-    ("int8", "ring", "all_reduce='ring' has no meaning beside it"),
-    ("int8", "auto", "all_reduce='auto' has no meaning beside it"),
+    ("int8", "ring", "sums in its own way, without all_reduce='ring'"),
+    ("int8", "auto", "sums in its own way, without all_reduce='auto'"),
     ("powersgd", "hierarchical", "needs whole matrices"),
     ("powersgd:8", "hierarchical", "'powersgd:8' needs whole matrices"),
-    ("powersgd:8", "ring", "all_reduce='ring' has no meaning beside it"),
+    ("powersgd:8", "ring", "sums in its own way, without all_reduce='ring'"),
     ("int8:8", "backend", "int8 has no rank"),
 ])
 def test_what_has_no_meaning_is_refused_before_anything_is_sent(compress, all_reduce, said):
@@ -315,3 +316,36 @@ def test_a_number_of_exact_steps_that_cannot_be_is_refused(compress, after, said
             rl.data_parallel(Odd(), world, compress=compress, compress_after=after)
 
     rl.simulate(2, body)
+
+
+@pytest.mark.parametrize(("nodes", "compress", "told"), [(((0, 1, 2, 3),), "int8", 1), (((0, 1), (2, 3)), "int8", 0),
+                                                         (((0, 1, 2, 3),), "none", 0)])
+def test_one_rank_warns_once_where_all_are_on_one_node_and_only_what_goes_between_nodes_would_be_compressed(nodes, compress, told):
+    def body(world):
+        world.topology = rl.Topology(nodes)
+        rl.data_parallel(Odd(), world, compress=compress, all_reduce="hierarchical")
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        rl.simulate(4, body)
+    mine = [str(one.message) for one in seen if "between nodes" in str(one.message)]
+    assert len(mine) == told and all("all 4 ranks are on one: nothing is compressed" in said for said in mine)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_loading_values_drops_what_is_owed_to_the_old_ones_and_begins_with_exact_steps(inside):
+    def body(world):
+        plain = nn.Linear(64, 64, bias=False)
+        nn.init.eye_(plain.weight)
+        model = rl.data_parallel(plain, world, compress="topk", compress_after=1)
+        holder = nn.Sequential(model) if inside else model
+        first = {name: value.clone() for name, value in holder.state_dict().items()}
+        for step in range(4):
+            model(batch(step, world.rank).repeat(2)[:64]).square().sum().backward()
+            model.zero_grad()
+        holder.load_state_dict(first)
+        model(torch.ones(64)).sum().backward()
+        return model.module.weight.grad.clone()
+
+    for gradient in rl.simulate(2, body):
+        assert torch.equal(gradient, torch.ones(64, 64))

@@ -777,7 +777,7 @@ def test_an_in_place_change_of_a_gathered_parameter_is_an_error(size, backend):
     def body(world):
         model = rl.fully_shard(made(), world)
         plainly(model, adamw(model.parameters()), inputs())
-        with pytest.raises(UnitError, match=r"blocks.1.up.weight was (changed in place|used \(mul_\) while it is away)"):
+        with pytest.raises(UnitError, match=r"blocks.1.up.weight was (changed in place|used \(mul_\) while it is released)"):
             with torch.no_grad():
                 model.module.blocks[1].up.weight.mul_(2.0)
             model(inputs())
@@ -802,7 +802,7 @@ def test_parameters_outside_their_unit_are_an_error_and_no_crash():
         for part in (inner.blocks[0].up, inner.first):
             with pytest.raises(UnitError, match=f"rank {world.rank}: unit .* is sharded, expected gathered"):
                 part(inputs())
-        with pytest.raises(UnitError, match=rf"rank {world.rank}: blocks.0.up.weight was used \(linear\) while it is away"):
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: blocks.0.up.weight was used \(linear\) while it is released"):
             nn.functional.linear(inputs(), inner.blocks[0].up.weight)
         return mean_square(model, inputs()).item()
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.replicas import SAMPLE, BufferKeeper, Sampled, make_replicas_equal, named_state
+from rankloom.parallel.buffers import SAMPLE, BufferKeeper, Sampled
+from rankloom.parallel.equal_start import make_replicas_equal, named_state
 
 
 def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -30,7 +30,7 @@ def reduce(world: rl.World, leaves: int, steps: int = 2) -> tuple[dict, list[flo
     reducer = CanonicalReducer(dict(model.named_parameters()), world, leaves)
     for step in range(steps):
         reducer.abandon()
-        reducer.begin(leaves)
+        reducer.begin_shards(leaves)
         for leaf in owned_leaves(world.rank, world.size, leaves):
             loss = model(leaf + step)
             loss.backward()
@@ -73,7 +73,7 @@ def test_nothing_leaves_before_the_last_leaf():
         calls = []
         for _ in range(2):
             reducer.abandon()
-            reducer.begin(4)
+            reducer.begin_shards(4)
             for leaf in owned_leaves(world.rank, world.size, 4):
                 model(leaf).backward()
                 reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))
@@ -92,7 +92,7 @@ def test_a_step_may_have_fewer_leaves_than_the_one_before():
         reducer = CanonicalReducer(dict(model.named_parameters()), world, 8)
         for leaves in (8, 3):
             reducer.abandon()
-            reducer.begin(leaves)
+            reducer.begin_shards(leaves)
             for leaf in owned_leaves(world.rank, world.size, leaves):
                 model(leaf).backward()
                 reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))

@@ -432,7 +432,7 @@ def two_layers() -> nn.Sequential:
 def test_a_copy_of_a_sharded_model_is_refused_in_words(stage, part):
     def body(world):
         engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
-        with pytest.raises(UnitError, match="a sharded model cannot be copied|weight was used .* while it is away"):
+        with pytest.raises(UnitError, match="a sharded model cannot be copied|weight was used .* while it is released"):
             copy.deepcopy(engine.model.get_submodule(part))
 
     rl.simulate(2, body)
@@ -452,7 +452,7 @@ def test_a_loss_that_uses_a_parameter_which_is_away_is_told_so(penalty, model_fi
             return penalty(model[1].weight) * len(x), len(x)
 
         engine = rl.prepare(model, loss=loss, optimizer=torch.optim.AdamW, world=world, stage=3, units=nn.Linear)
-        with pytest.raises(UnitError, match=rf"rank {world.rank}: 1.weight was used \(.*\) while it is away: unit 1 is in memory only"):
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: 1.weight was used \(.*\) while it is released: unit 1 is in memory only"):
             engine.step(torch.ones(2, 4))
         away = model[1].weight   # looking is allowed
         return away.requires_grad, away.dtype, away.grad, away.shape, away.size(0), sum(param.numel() for param in model.parameters())
@@ -492,7 +492,7 @@ def test_a_write_by_data_that_is_lost_or_done_once_by_every_rank_is_an_error(bac
         engine.model[1].weight.data.mul_(0.5)
         engine.step(torch.ones(2, 4))
 
-    with pytest.raises(UnitError, match=r"1.weight was (changed in place after the model was sharded|used \(data\) while it is away)"):
+    with pytest.raises(UnitError, match=r"1.weight was (changed in place after the model was sharded|used \(data\) while it is released)"):
         rl.simulate(2, body, backend=backend)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.matrices import lay_out_matrices
-from rankloom.shard.optimizer import Piece, give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.shard.optimizer import OwnedRun, give_owners, make_optimizer, needs_whole_matrices, stand_in
 
 optim = torch.optim
 SHAPES = {"wide": (9, 23), "bias": (17,), "pair": (2,), "scale": (), "tall": (40, 3), "unused": (5, 5), "cube": (3, 4, 5)}
@@ -97,7 +97,7 @@ def train_whole(build: Callable, dtype: torch.dtype = torch.float32, steps: int 
     """One process: the truth."""
     params = {name: nn.Parameter(value) for name, value in draw(0, dtype).items()}
     optimizer = make_optimizer(build, params)
-    run(optimizer, params, {name: Piece(name, p.shape, 0, p.numel()) for name, p in params.items()}, range(steps), dtype)
+    run(optimizer, params, {name: OwnedRun(name, p.shape, 0, p.numel()) for name, p in params.items()}, range(steps), dtype)
     return params, optimizer
 
 
@@ -112,7 +112,7 @@ class Pieces:
         self.whole = needs_whole_matrices(self.optimizer, stand_ins)
         lay_out = lay_out_matrices if self.whole else lay_out_evenly
         layout = lay_out({name: value.shape for name, value in plain.items()}, dtype.itemsize, ranks)
-        self.pieces = {name: Piece(name, value.shape, *layout.piece(name, rank)) for name, value in plain.items()}
+        self.pieces = {name: OwnedRun(name, value.shape, *layout.piece(name, rank)) for name, value in plain.items()}
         own = {name: self.pieces[name].cut(value).clone() for name, value in plain.items()}
         if self.whole:
             own = {name: own[name].view(plain[name].shape) if self.pieces[name].is_whole else own[name] for name in own}
@@ -125,7 +125,7 @@ class Pieces:
         return self
 
 
-def run(optimizer: Any, owners: dict[str, nn.Parameter], pieces: dict[str, Piece], steps: range, dtype: torch.dtype) -> None:
+def run(optimizer: Any, owners: dict[str, nn.Parameter], pieces: dict[str, OwnedRun], steps: range, dtype: torch.dtype) -> None:
     """Steps with given gradients; an owner of nothing has none."""
     for step in steps:
         for name, grad in gradients(step, dtype).items():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.shard.optimizer import Optimizers, Piece, give_owners, is_elementwise, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.shard.optimizer import Optimizers, OwnedRun, give_owners, is_elementwise, make_optimizer, needs_whole_matrices, stand_in
 from shard.pieces import ELEMENTWISE, SHAPES, WHOLE, Pieces, RowNorm, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
 
 
@@ -76,7 +76,7 @@ def test_a_rank_that_owns_nothing_at_all_steps_too(name):
     stand_ins = {name: stand_in(nn.Parameter(torch.zeros(shape))) for name, shape in {"w": (2, 3), "b": (2,)}.items()}
     optimizer = make_optimizer({**ELEMENTWISE, **WHOLE}[name], stand_ins)
     owners = {name: nn.Parameter(torch.zeros(0)) for name in stand_ins}
-    give_owners(optimizer, stand_ins, owners, {name: Piece(name, p.shape, 0, 0) for name, p in stand_ins.items()})
+    give_owners(optimizer, stand_ins, owners, {name: OwnedRun(name, p.shape, 0, 0) for name, p in stand_ins.items()})
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.state == {}
@@ -128,7 +128,7 @@ def test_a_cut_tensor_is_not_given_to_an_optimizer_that_needs_it_whole():
     stand_ins = {"w": stand_in(torch.zeros(4, 4))}
     optimizer = make_optimizer(optim.Muon, stand_ins)
     with pytest.raises(AssertionError, match="w is cut, but its optimizer needs it whole"):
-        give_owners(optimizer, stand_ins, {"w": nn.Parameter(torch.zeros(8))}, {"w": Piece("w", torch.Size([4, 4]), 0, 8)})
+        give_owners(optimizer, stand_ins, {"w": nn.Parameter(torch.zeros(8))}, {"w": OwnedRun("w", torch.Size([4, 4]), 0, 8)})
 
 
 # ------------------------------------------------------------------ several optimizers as one

@@ -8,7 +8,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch
-from rankloom.shard.optimizer import Piece, make_optimizer
+from rankloom.shard.optimizer import OwnedRun, make_optimizer
 from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
 from shard.pieces import ELEMENTWISE, STEPS, WHOLE, Pieces, by_dims, optim, plain_state, train_whole
 
@@ -134,7 +134,7 @@ def test_a_counter_is_beside_the_parameter_only_where_a_fused_kernel_reads_it(fu
     optimizer = make_optimizer(lambda p: optim.AdamW(p, fused=fused), owners)
     state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3)}}
     saved = {"state": state, "param_groups": [{"params": ["w"], "lr": 0.5}]}
-    load_optimizer_state(optimizer, owners, {"w": Piece("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
+    load_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
     held = optimizer.state[owners["w"]]
     assert (held["step"].device.type, held["step"].dtype) == (device, dtype)
     assert held["exp_avg"].device.type == "meta" and held["exp_avg"].shape == (6,)
@@ -165,7 +165,7 @@ def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others
     (lambda s: s.pop("state"), r"rank 3: the saved optimizer has the keys \['param_groups'\], expected 'state' and 'param_groups'"),
     (lambda s: s["param_groups"].pop(), "rank 3: the saved optimizer has 1 parameter groups, expected 2"),
     (lambda s: s["param_groups"][0]["params"].append("wider"), "rank 3: parameter group 0 .* has 'wider'.*another model.*mean 'wide'"),
-    (lambda s: s["param_groups"][1]["params"].remove("pair"), "rank 3: parameter group 1 has 'pair', the saved one's has not"),
+    (lambda s: s["param_groups"][1]["params"].remove("pair"), "rank 3: parameter group 1 has 'pair', the saved one's does not"),
     (lambda s: s["state"].update(tail={}), "rank 3: there is saved optimizer state of 'tail'.*Did you mean 'tall'"),
     (lambda s: s["state"]["wide"].update(exp_avg=torch.zeros(23, 9)), r"exp_avg of wide has shape \(23, 9\), expected \(9, 23\)"),
     (lambda s: s["state"]["pair"].update(exp_avg_sq=torch.zeros(3)), r"rank 3: .*exp_avg_sq of pair has shape \(3,\), expected \(2,\)"),
@@ -225,7 +225,7 @@ def one_parameter(world: rl.World, shape: tuple[int, ...], start: int, stop: int
     owners = {"w": nn.Parameter(torch.zeros(stop - start))}
     optimizer = make_optimizer(optim.SGD, owners)
     optimizer.state[owners["w"]] = held
-    return gather_optimizer_state(optimizer, owners, {"w": Piece("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
+    return gather_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
 
 
 def test_values_of_any_kind_and_dtype_come_through():

@@ -41,6 +41,39 @@ def test_kinds_of_dicts_keep_what_they_know_beside_their_items(batch):
     assert doubled["x"].tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
 
 
+@dataclass
+class Outputs(OrderedDict):
+    """A dict and a dataclass, as models of `transformers` return it: items are attributes, and `update` is refused."""
+
+    x: torch.Tensor
+    more: tuple | None = None
+    absent: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("x", "more"):
+            self[name] = getattr(self, name)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+    def __reduce__(self):
+        make, _, *remaining = super().__reduce__()
+        return make, (self.x, self.more, self.absent), *remaining
+
+    def update(self, *args, **kwargs):
+        raise Exception("You cannot use ``update``")
+
+
+def test_a_dict_that_is_a_dataclass_too_is_a_batch_with_equal_items_and_attributes():
+    batch = Outputs(torch.arange(4), (torch.arange(4) * 10,))
+    pieces = cut_batch(batch, 2, 0)
+    assert [type(piece) for piece in pieces] == [Outputs, Outputs] and batch.x.tolist() == [0, 1, 2, 3]
+    for piece, rows in zip(pieces, ([0, 1], [2, 3])):
+        assert piece.x is piece["x"] and piece.x.tolist() == rows and piece.absent is None and "absent" not in piece
+        assert piece.more[0].tolist() == [10 * row for row in rows]
+
+
 @dataclass(frozen=True)
 class Sample:
     x: torch.Tensor

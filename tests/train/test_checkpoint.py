@@ -255,6 +255,52 @@ def test_what_is_remembered_lies_in_memory_as_its_parameter_does(tmp_path, fused
     assert straight == stopped
 
 
+class Decaying(torch.optim.Optimizer):
+    """SGD whose rate decays by a number that it keeps for each tensor, in a tensor of one element."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            share = self.state[param].setdefault("share", torch.ones(1))
+            share *= 0.5
+            param -= 0.1 * share * param.grad
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.parametrize("there, here", [(2, 1), (1, 2), (2, 2)])
+def test_a_number_of_a_tensor_stays_one_where_a_rank_has_a_slice_of_one_element(tmp_path, there, here, by_file):
+    """17 elements on two ranks are 16 and 1: slices end on 64 bytes."""
+    loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
+
+    def made(world):
+        torch.manual_seed(0)
+        return rl.prepare(nn.Linear(17, 1, bias=False), loss=loss, world=world, optimizer=Decaying, stage=1)
+
+    def step(engine):
+        rows = torch.randn(4, 17, generator=torch.Generator().manual_seed(engine.steps_done))
+        return engine.step(rows.tensor_split(engine.group.size)[engine.group.rank]).loss
+
+    def save(world):
+        engine = made(world)
+        step(engine), step(engine)
+        engine.save(tmp_path)
+        return engine.full_state_dict(), [step(engine) for _ in range(3)]
+
+    def go_on(world):
+        engine = made(world)
+        engine.load(tmp_path) if by_file else engine.load_full_state_dict(state)
+        return [step(engine) for _ in range(3)]
+
+    state, straight = rl.simulate(rl.Mesh(shard=there), save)[0]
+    assert read_manifest(tmp_path)[1].tensors["optimizer/share/weight"].shape == (1,)
+    assert rl.simulate(rl.Mesh(shard=here), go_on)[0] == pytest.approx(straight, rel=1e-5)   # fp32: the sums are in another order
+
+
 class Computed(nn.Linear):
     """Its state dict has something that it makes up."""
 
@@ -338,6 +384,20 @@ def test_a_folder_that_cannot_be_made_is_told_on_all_ranks(tmp_path):
         return steps(engine, 1)
 
     rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("folder", ["", None, 3], ids=repr)
+def test_a_folder_that_is_none_is_told_on_all_ranks_in_words(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+
+    def body(world):
+        engine = engine_of(world, 0)
+        for ask in (engine.save, engine.load):
+            with pytest.raises(ConfigError, match=f"rank 1: the folder of a checkpoint is {folder!r}, expected a path such as 'ckpt'"):
+                ask(folder if world.rank == 1 else tmp_path)
+
+    rl.simulate(2, body)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_from_before(tmp_path, monkeypatch):

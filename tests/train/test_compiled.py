@@ -13,6 +13,7 @@ from torch import nn
 
 import rankloom as rl
 from gradients import expect_equal, gradients
+from rankloom.base.errors import ConfigError
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.train.compiled import compile_blocks, is_compiled
@@ -193,3 +194,36 @@ def test_a_model_that_torch_compile_has_wrapped_trains_under_its_plain_names(wra
     (plain, weights, _), = rl.simulate(1, lambda world: trained(world, False))
     (losses, mine, graphs), = rl.simulate(1, lambda world: trained(world, True))
     assert losses == plain and graphs and all(torch.equal(mine[name], value) for name, value in weights.items())
+
+
+class Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + torch.tanh(self.linear(x) - self.mean) * self.mean
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective", "1 KiB"])
+def test_a_compiled_block_that_changes_a_buffer_trains_as_it_is_or_is_refused_by_name(policy):
+    def run(compile):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Averaging() for _ in range(3)).double()
+        recompute(blocks, policy)
+        if compile:
+            compile_blocks(blocks, backend="aot_eager")
+        for seed in range(2):
+            x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            for block in blocks:
+                x = block(x)
+            x.sum().backward()
+        return {**gradients(blocks), **{name: buffer.clone() for name, buffer in blocks.named_buffers()}}
+
+    if policy == "selective":
+        with pytest.raises(ConfigError, match='a Averaging changes its buffer mean.*recompute="full"'):
+            run(True)
+    else:
+        expect_equal(run(True), run(False), tolerance=1e-15)

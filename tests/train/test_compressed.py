@@ -76,7 +76,7 @@ def prepare(world: rl.World, **more) -> rl.Engine:
 
 
 @pytest.mark.parametrize("compress", ["int8", "1bit", "topk"])
-def test_a_skipped_step_poisons_nothing_and_a_new_loss_scale_rescales_what_is_remembered(compress):
+def test_a_skipped_step_poisons_nothing_and_a_new_loss_scale_leaves_what_is_remembered(compress):
     def body(world):
         engine = prepare(world, compress=compress, precision="fp16")
         while engine.step(rows(4, world.rank)).skipped:   # until the first scale fits
@@ -92,7 +92,76 @@ def test_a_skipped_step_poisons_nothing_and_a_new_loss_scale_rescales_what_is_re
 
     for skipped, factor, before, after, skipped_again in rl.simulate(2, body):
         assert skipped and factor == 0.5 and not skipped_again
-        assert torch.equal(after, 0.5 * before) and before.any()   # all of it: every weight's gradient was NaN
+        assert torch.equal(after, before) and before.any()   # all of it: every weight's gradient was NaN
+
+
+class Same(nn.Module):
+    """Its mean gradient is the same vector in every step, whatever the items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(32, 64))
+
+    def forward(self, g: torch.Tensor) -> torch.Tensor:
+        return ((self.w * g).sum() + (self.v * g[:32]).sum())[None]
+
+
+def counted(model: nn.Module, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (model(GRADIENT) * items.sum()).sum(), items.sum()
+
+
+GRADIENT = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+LARGE_AND_SMALL = [1000.0, 10.0, 500.0, 1.0]
+
+
+def path(world: rl.World, counts: list[float], accumulate: int = 1, **more) -> tuple[torch.Tensor, list[float], list[float]]:
+    """20 steps on `counts` items in turn, other ranks half as many: where the weights end, gradient norms, losses."""
+    if more.get("all_reduce"):
+        world.topology = rl.Topology(((0, 1), (2, 3)))
+    model = Same()
+    engine = rl.prepare(model, loss=counted, optimizer=lambda params: torch.optim.SGD(params, lr=0.05), world=world,
+                        accumulate=accumulate, **more)
+    engine.placement._reducer._bucket_bytes = 1   # a bucket for each parameter
+    batch = lambda step: torch.full((accumulate, 1), counts[step % len(counts)] / (1 + world.rank))
+    reports = [engine.step(batch(step)) for step in range(20)]
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), [r.grad_norm for r in reports], [r.loss for r in reports]
+
+
+@pytest.mark.parametrize(("compress", "more"), [
+    *((name, {}) for name in ("bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd")), ("1bit", {"accumulate": 3}),
+    ("topk", {"precision": "fp16"}), ("int8", {"precision": "bf16"}), ("int8", {"compress_after": 3}), ("1bit", {"clip": 1.0}),
+    ("1bit", {"all_reduce": "hierarchical"})], ids=str)
+def test_a_small_batch_after_a_large_one_is_owed_no_more_than_after_one_of_its_size(compress, more):
+    """What is remembered is in the units of a mean. In those of a sum, the step of 1 item took what 500 owed 500 times."""
+    p = 4 if "all_reduce" in more else 2
+    mixed, even = (rl.simulate(p, lambda w, c=c: path(w, c, compress=compress, **more)) for c in (LARGE_AND_SMALL, [64.0]))
+    for (ends, norms, losses), (end, norm, loss) in zip(mixed, even):
+        # Sums of 10 items and of 1000 are rounded otherwise, so a value half way between two codes may get the other one.
+        assert (ends - end).norm() < 0.02 * end.norm()
+        assert norms == pytest.approx(norm, rel=0.02) and losses == pytest.approx(loss, rel=0.02, abs=1e-6)
+
+
+def test_fp16_carries_means_so_many_items_are_no_overflow_and_an_overflow_names_it():
+    def body(world, factor):
+        engine = prepare(world, compress="fp16", loss=lambda model, x: (model(x).sum() * factor, len(x) * 1e6))
+        return engine.step(torch.ones(4, 600)).grad_norm
+
+    assert rl.simulate(2, lambda world: body(world, 1e6))[0] == pytest.approx(600**0.5, rel=1e-3)   # a sum of 8e6
+    with pytest.raises(rl.NonFinite, match="compress='fp16' carries numbers up to 65504 only.* 'bf16' is as short"):
+        rl.simulate(2, lambda world: body(world, 1e12))
+
+
+def test_the_count_of_a_compressed_step_costs_one_message_and_exact_steps_have_none():
+    def body(world, **more):
+        engine, labels = prepare(world, accumulate=2, **more), []
+        reduce = world.all_reduce
+        world.all_reduce = lambda x, *a, **k: (labels.append(k.get("label")), reduce(x, *a, **k))[1]
+        for step in range(4):
+            engine.step(rows(4, step))
+        return labels.count("items of the step")
+
+    runs = ({}, {"compress": "int8"}, {"compress": "int8", "compress_after": 3})
+    assert [rl.simulate(2, lambda w, m=m: body(w, **m))[0] for m in runs] == [0, 4, 1]
 
 
 @pytest.mark.parametrize("compress", ["int8", "powersgd"])

@@ -12,7 +12,7 @@ from rankloom.base.errors import ConfigError, MeshError
 from rankloom.base.mesh import Mesh
 from rankloom.data.tokenizer import ByteTokenizer
 from rankloom.models.config import MoEConfig
-from rankloom.train import prepare, schema
+from rankloom.train import checks, schema
 from rankloom.train.config import load_config, make_config, parse_overrides, with_ranks, write_config
 from rankloom.train.schema import Config
 
@@ -210,7 +210,7 @@ def test_a_mesh_that_cannot_cut_the_model_is_refused_with_the_numbers_before_any
 
 
 def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():
-    assert prepare.LOGICAL_SHARDS == schema.LOGICAL_SHARDS
+    assert checks.LOGICAL_SHARDS == schema.LOGICAL_SHARDS
     assert ByteTokenizer().vocab_size == schema.BYTES_VOCAB
 
 

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
+from rankloom.base.errors import ConfigError
 from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import language_model_loss
@@ -82,6 +83,30 @@ def test_every_dropout_of_a_model_is_replaced_at_every_place_it_hangs():
     assert keyed == {"a.1": (0.2, "a.1", False), "b.0": (0.2, "b.0", False), "b.1": (0.3, "b.1", False)}
     assert not any(type(module) is nn.Dropout for module in model.modules())
     assert "p=0.2, keyed" in repr(model)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d])
+def test_who_looks_for_dropout_in_a_prepared_model_finds_it_and_may_set_its_p(kind):
+    key, model = DropoutKey(0), nn.Sequential(nn.Identity(), kind(0.0))
+    key_dropout(model, key)
+    found = [module for module in model.modules() if isinstance(module, kind)]
+    x = torch.ones(2, 40, 1, 1, 1)
+    assert len(found) == 1 and not key.is_used and model(x) is x
+    found[0].p = 0.5
+    assert key.is_used and model(x).unique().tolist() == [0.0, 2.0], "ranks ask each other for their rows from now on"
+    found[0].eval()
+    assert model(x) is x
+    with pytest.raises(ConfigError, match=r"dropout 1: p=1.5, expected a probability from 0 to 1"):
+        found[0].p = 1.5
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_dropout_in_place_changes_its_input_as_torch_s_does(p):
+    model, key = nn.Sequential(nn.Dropout(p, inplace=True)), DropoutKey(0)
+    key_dropout(model, key)
+    x = torch.ones(1, 100)
+    assert model(x) is x
+    assert torch.equal(x, KeyedDropout(p, "0", DropoutKey(0))(torch.ones(1, 100))) and not x.all()
 
 
 def test_what_is_hooked_on_a_dropout_is_hooked_on_the_keyed_one():

@@ -619,7 +619,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"context": 2}, "no context parallelism 2"), ({"stage": 3, "ahead": 1.5}, "ahead=1.5 is of type float, expected a whole number"),
     ({"stage": 3, "reshard_after_forward": None}, "reshard_after_forward=None is no number"),
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
-    ({"pipe": "1f1b"}, "pipe= has no meaning on a mesh without pipe ranks"),
+    ({"pipe": "1f1b"}, "pipe='1f1b' has no meaning on a mesh without pipe ranks"),
     ({"context": "all_to_all"}, "context='all_to_all' has no meaning on a mesh without context ranks"),
     ({"tensor_plan": {"nonsense": "colwise"}}, "pattern 'nonsense' matches no module"), ({"tensor_plan": "colwise"}, "is of type str"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, full=("nrom*",))}, "full pattern 'nrom\\*' fits no module"),
@@ -642,8 +642,8 @@ def test_what_gathers_and_reduces_within_a_step_is_refused_with_pipe_ranks_where
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipe"])
 @pytest.mark.parametrize(("asked", "says"), [
-    ({"deterministic": True}, "deterministic holds bits equal along the data axes only"),
-    ({"compress": "int8"}, "all_reduce and compress are for data parallel alone"), ({"all_reduce": "ring"}, "are for data parallel alone")])
+    ({"deterministic": True}, "deterministic=8 holds bits equal along the data axes only"),
+    ({"compress": "int8"}, "compress='int8' is for data parallel alone"), ({"all_reduce": "ring"}, "='ring' is for data parallel alone")])
 def test_what_only_the_data_axes_have_is_refused_on_a_mesh_with_others(axis, asked, says):
     def body(world):
         with pytest.raises(rl.ConfigError, match=says):

@@ -165,6 +165,18 @@ def test_a_loss_with_a_gradient_in_it_is_refused_for_eight_bits_have_no_second_d
         slope.square().sum().backward()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+def test_a_vector_is_multiplied_as_a_row(recipe):
+    def outputs_and_gradients(x):
+        model = net()
+        to_float8(model, recipe)
+        out = model[0](x)
+        out.square().sum().backward()
+        return out.flatten(), model[0].weight.grad, model[0].bias.grad
+
+    assert same(outputs_and_gradients(rows(1)[0]), outputs_and_gradients(rows(1)))
+
+
 def test_an_empty_batch_and_frozen_parts_are_no_trouble():
     model = net()
     to_float8(model)

@@ -258,7 +258,7 @@ def test_a_state_that_does_not_fit_one_part_is_refused_by_all_with_nothing_chang
 def test_a_state_with_a_block_more_is_that_of_another_model(mesh):
     def body(world):
         more = engine_of(world, 1, layers=3).full_state_dict()
-        with pytest.raises(rl.ModelMismatch, match="the saved optimizer has 'blocks.2.attention.key.weight', the one here has not"):
+        with pytest.raises(rl.ModelMismatch, match="the saved optimizer has 'blocks.2.attention.key.weight', the one here does not"):
             engine_of(world, 1).load_full_state_dict(more)
 
     rl.simulate(mesh, body)

@@ -427,10 +427,10 @@ def test_trying_a_model_leaves_it_as_it_was():
 
 @pytest.mark.parametrize(("kind", "reason"), [
     (Again, "does not call its layers body.steps.0 to body.steps.2 once each"), (Backwards, "once each, in their order"),
-    (Bridged, "cut into its layers, does not give what it gives as a whole"), (Scaled, "scale of Scaled stands in no module"),
+    (Bridged, "gives another output when it is cut into its layers"), (Scaled, "scale of Scaled stands in no module"),
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
-    (ByWeight, "cut into its layers, does not give what it gives as a whole"),
+    (ByWeight, "gives another output when it is cut into its layers"),
     (Rescales, r"Rescales changes body.steps.0.norm.weight when it is called, and no stage can change what another has"),
     (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
@@ -453,7 +453,7 @@ def test_a_layer_at_a_border_that_is_left_out_in_training_is_an_error(sizes, lef
 
 
 def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():
-    reason = "AsksLayers was tried with a few tokens.*AttributeError: it looks for `norm` in a .*, which only the stage .*rl.Pipe"
+    reason = "AsksLayers was tried with a few tokens.*AttributeError: it reads `norm` of a .*, which is on another stage.*rl.Pipe"
     with pytest.raises(rl.ConfigError, match=reason) as caught:
         layer_pieces(AsksLayers())
     assert isinstance(caught.value.__cause__, AttributeError)

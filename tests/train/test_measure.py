@@ -111,10 +111,10 @@ def test_work_counts_flops_of_products_and_bytes_of_the_rest_and_views_are_free(
     x, w = torch.randn(8, 16), torch.randn(16, 32)
     with Trace() as trace:
         x @ w
-    assert trace.work == trace.dear == 2 * 8 * 16 * 32 // FLOPS_PER_BYTE["cpu"]
+    assert trace.work == trace.product_work == 2 * 8 * 16 * 32 // FLOPS_PER_BYTE["cpu"]
     with Trace() as trace:
         x.view(16, 8).t().exp()
-    assert (trace.work, trace.dear) == (2 * 4 * 8 * 16, 0)
+    assert (trace.work, trace.product_work) == (2 * 4 * 8 * 16, 0)
     with Trace() as trace:
         x.mul_(2.0)
     assert trace.work == 4 * 2 * 8 * 16
@@ -124,7 +124,7 @@ def test_causal_attention_counts_as_two_products():
     q, k, v = torch.randn(3, 2, 4, 16, 8)
     with Trace() as trace:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert trace.dear == 2 * 2 * (2 * 4 * 16 * 16 * 8) // FLOPS_PER_BYTE["cpu"]
+    assert trace.product_work == 2 * 2 * (2 * 4 * 16 * 16 * 8) // FLOPS_PER_BYTE["cpu"]
 
 
 def test_what_nobody_holds_is_not_kept():
@@ -168,11 +168,11 @@ def test_all_that_selective_keeps_can_be_counted():
     rows, experts = torch.empty(64, 32, device="meta", dtype=torch.bfloat16), torch.empty(4, 32, 48, device="meta", dtype=torch.bfloat16)
     with Trace() as trace:
         torch._grouped_mm(rows, experts, offs=torch.empty(4, device="meta", dtype=torch.int32))
-    assert trace.dear == 2 * 64 * 32 * 48 // FLOPS_PER_BYTE["cuda"]
+    assert trace.product_work == 2 * 64 * 32 * 48 // FLOPS_PER_BYTE["cuda"]
 
 
 def test_attention_is_counted_by_the_heads_that_ask():
     query, key, value = torch.empty(2, 8, 16, 32), torch.empty(2, 2, 24, 32), torch.empty(2, 2, 24, 32)
     with Trace() as trace:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
-    assert trace.dear == 2 * (2 * 8) * 16 * 24 * (32 + 32) // FLOPS_PER_BYTE["cpu"]
+    assert trace.product_work == 2 * (2 * 8) * 16 * 24 * (32 + 32) // FLOPS_PER_BYTE["cpu"]

@@ -1,4 +1,4 @@
-"""Memory that runs out is told with who had it."""
+"""An out-of-memory error says what held the memory."""
 
 import re
 
@@ -8,8 +8,8 @@ from torch import nn
 
 import rankloom as rl
 
-NOTE = (r"rank 1 ran out of memory\. Of the model in training it held parameters 4 KiB, gathered 0 B, gradients \d.*, "
-        r"optimizer (0 B|8 KiB); .* The most that it used is \d.* (accumulate)")
+NOTE = (r"rank 1 ran out of memory\. For training it held parameters 4 KiB, gathered 0 B, gradients \d.*, "
+        r"optimizer (0 B|8 KiB); .* Its peak was \d.* (accumulate)")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), None], ids=["python", "gpu", "cpu"])

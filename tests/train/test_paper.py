@@ -76,7 +76,7 @@ def test_paper_says_which_elements_every_real_rank_owns_and_how_many_bytes_it_ho
     assert [part.rank for part in said] == list(range(config.mesh.as_mesh().size))
     for part, (owners, held, (row_rank, row_ranks), stages) in zip(said, found, strict=True):
         params = {parameter.name: parameter for parameter in part.parameters}
-        assert {name: params[name].owned_elements if name in params else 0 for name in owners} == {
+        assert {name: params[name].owned[1] - params[name].owned[0] if name in params else 0 for name in owners} == {
             name: owner.numel() for name, owner in owners.items()}
         for name, parameter in params.items():
             expected = elements(parameter, plain[name].detach()).to(owners[name].dtype)

@@ -13,7 +13,7 @@ from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
 from rankloom.parallel.zero import step_bill
 from rankloom.shard import frames
-from rankloom.shard.unit import Memory
+from rankloom.shard.unit import Residence
 from rankloom.train.engine import Held
 
 pytestmark = pytest.mark.gloo
@@ -197,9 +197,9 @@ def test_what_lies_in_new_memory_of_gradients_is_never_read(stage, options, monk
         opened(self)
         self.tensor.fill_(torch.nan)
 
-    expected, opened = rl.simulate(2, body), frames.Fresh.open
+    expected, opened = rl.simulate(2, body), frames._Fresh.open
     monkeypatch.setattr(frames, "has_allocator", lambda device: True)
-    monkeypatch.setattr(frames.Fresh, "open", lambda self: None if self.held else open_with_nan(self))
+    monkeypatch.setattr(frames._Fresh, "open", lambda self: None if self.held else open_with_nan(self))
     assert rl.simulate(2, body) == expected
 
 
@@ -353,14 +353,15 @@ def test_neighbours_send_less_for_backward():
 def test_units_tell_their_memory_apart():
     def body(world, stage, **options):
         made = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, **options)
-        return {unit.memory for section in made.placement.sharding.sections for unit in section.units}
+        return {unit.residence for section in made.placement.sharding.sections for unit in section.units}
 
-    assert rl.simulate(2, lambda world: body(world, 3))[0] == {Memory.LET_GO}
-    assert rl.simulate(2, lambda world: body(world, 2))[0] == {Memory.KEPT}
-    assert rl.simulate(2, lambda world: body(world, 3), backend="rankloom")[0] == {Memory.COMMON}
-    assert rl.simulate(1, lambda world: body(world, 3))[0] == {Memory.KEPT}   # the slice is the whole
-    assert rl.simulate(1, lambda world: body(world, 3, precision="bf16"))[0] == {Memory.LET_GO, Memory.KEPT}   # the frozen have no master
-    assert rl.simulate(1, lambda world: body(world, 2, precision="bf16"))[0] == {Memory.KEPT}
+    assert rl.simulate(2, lambda world: body(world, 3))[0] == {Residence.FREED}
+    assert rl.simulate(2, lambda world: body(world, 2))[0] == {Residence.KEPT}
+    assert rl.simulate(2, lambda world: body(world, 3), backend="rankloom")[0] == {Residence.COMMON}
+    assert rl.simulate(1, lambda world: body(world, 3))[0] == {Residence.KEPT}   # the slice is the whole
+    # frozen parameters have no master
+    assert rl.simulate(1, lambda world: body(world, 3, precision="bf16"))[0] == {Residence.FREED, Residence.KEPT}
+    assert rl.simulate(1, lambda world: body(world, 2, precision="bf16"))[0] == {Residence.KEPT}
 
 
 # ---------------------------------------------------------------------- evaluation with what batches there are

@@ -321,6 +321,14 @@ def test_the_first_scale_is_2_to_the_16_for_a_mean(count, value):
     assert LossScale.first(count) == LossScale(value)
 
 
+def test_the_first_scale_does_not_depend_on_torch_s_default_dtype():
+    torch.set_default_dtype(torch.float16)   # in which a count of 131072 is infinite
+    try:
+        assert LossScale.first(131072.0) == LossScale(0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_scale_halves_at_an_overflow_and_doubles_after_a_long_time_without(monkeypatch):
     monkeypatch.setattr(precision, "GROW_AFTER", 3)
     scale = LossScale(8.0)

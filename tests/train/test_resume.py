@@ -1,16 +1,19 @@
 """A run that was stopped goes on from its newest checkpoint on any mesh, with the losses of one that never stopped."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
-from rankloom.checkpoint.files import MANIFEST
+from rankloom.checkpoint.files import MANIFEST, read_manifest
+from rankloom.checkpoint.manifest import to_json
 from rankloom.train import loop
 from rankloom.train.resume import newest_checkpoint
+from rankloom.train.weights import load_model
 from rankloom.world.join import init
 from rankloom.world.simulate import simulate
 from tiny_runs import maker_of_configs
@@ -75,8 +78,8 @@ def test_a_signal_leaves_a_checkpoint_of_the_step_it_came_after(table):
     summary = loop.train(table(checkpoint={"interval": 100}), world, sink)
     world.close()
     assert summary.stopped_by == signal.SIGTERM and checkpoints(summary) == [f"step-{summary.steps:08}"]
-    saved = [event.path for event in events if isinstance(event, Saved)]
-    assert saved[0].endswith(f"checkpoints/step-{summary.steps:08}")
+    saved = [Path(event.path).name for event in events if isinstance(event, Saved)]
+    assert saved == ["model.safetensors", f"step-{summary.steps:08}"], "the weights first: they take less time, and less room"
     _, more = run(table(checkpoint={"resume": summary.folder}))
     _, straight = run(table())
     assert losses(more) == losses(straight)[summary.steps:], "the very same bits"
@@ -104,9 +107,145 @@ def test_the_newest_checkpoint_has_the_greatest_step_and_not_the_last_name(tmp_p
 
 
 @pytest.mark.parametrize("resume, kind, said", [
-    ("runs/never", DataError, "no such run folder or checkpoint"), (None, ConfigError, "nothing is left to train"),
+    ("runs/never", DataError, "^runs/never: no such run folder or checkpoint"), (None, ConfigError, "nothing is left to train"),
 ])
 def test_what_cannot_be_resumed_is_told_on_all_ranks(table, resume, kind, said):
     summary, _ = run(table(train={"steps": 2}, checkpoint={"interval": 2}))
     with pytest.raises(kind, match=said):
         run(table(train={"steps": 2}, checkpoint={"resume": resume or summary.folder}), 2)
+
+
+def test_the_folder_of_the_checkpoints_names_the_newest_of_them_too(table):
+    summary, _ = run(table(checkpoint={"interval": 2}))
+    assert newest_checkpoint(Path(summary.folder) / "checkpoints").name == "step-00000006"
+
+
+def test_a_folder_that_may_not_be_read_is_told(table, tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(DataError, match=r"locked: cannot be read \(Permission denied\), to resume from"):
+        newest_checkpoint(tmp_path / "locked")
+
+
+# ---------------------------------------------------------------------- what the run before was, and this one is
+
+
+@pytest.fixture
+def source(table):
+    """The folder of a run of four steps, and a checkpoint after the last."""
+    summary, _ = run(table(train={"steps": 4}, checkpoint={"interval": 2}))
+    return summary.folder
+
+
+def notices(events):
+    return [event.text for event in events if isinstance(event, Notice)]
+
+
+def test_a_tokenizer_that_has_learned_from_other_text_is_refused_until_that_of_the_run_is_given(table, tmp_path):
+    pytest.importorskip("tokenizers")
+    bpe = {"tokenizer": "bpe", "vocab_size": 270}
+    before, _ = run(table(data=bpe, train={"steps": 4}, checkpoint={"interval": 2}))
+    (tmp_path / "text.txt").write_text("jived fox nymph grabs quick waltz\n" * 200)
+    resume = {"resume": before.folder}
+    tokenizer = f"{before.folder}/tokenizer.json"
+    with pytest.raises(ModelMismatch, match=f"step-00000004: was trained with another tokenizer .*give --data.tokenizer {tokenizer}"):
+        run(table(data=bpe, checkpoint=resume), 2)
+    summary, events = run(table(data={"tokenizer": tokenizer}, checkpoint=resume))
+    assert summary.steps == 6 and "unlike the run of that checkpoint: train.steps 4 -> 6" in notices(events)
+
+
+def test_the_tokenizer_comes_with_the_first_checkpoint_and_not_only_with_the_weights(table):
+    there = []
+
+    def sink(event):
+        if isinstance(event, Saved) and "step-" in event.path:
+            there.append({path.name for path in Path(event.path).parents[1].iterdir()})
+
+    simulate(1, lambda world: loop.train(table(checkpoint={"interval": 4}), world, sink))
+    assert "tokenizer.json" in there[0] and "model.safetensors" not in there[0], "after a kill there is no more"
+
+
+@pytest.mark.parametrize("key, here, there", [("heads", 4, "2"), ("kv_heads", 1, "2"), ("rope_base", 500.0, "10000.0"),
+                                              ("norm_eps", 1e-3, "1e-05"), ("tie", False, "true")])
+def test_a_model_that_computes_otherwise_from_such_weights_is_refused_with_the_setting(table, source, key, here, there):
+    with pytest.raises(ModelMismatch, match=f"is of a model with .model. {key} = .*; give --model.{key} {there}"):
+        run(table(model={key: here}, checkpoint={"resume": source}), 2)
+
+
+def test_experts_and_how_many_of_them_a_token_goes_through_are_part_of_the_model(table):
+    moe, none = {"experts": 4, "top_k": 1, "ffn": 16}, {"ffn": None}
+    summary, _ = run(table(model=none | {"moe": moe}, train={"steps": 2}, checkpoint={"interval": 2}))
+    resume = {"resume": summary.folder}
+    with pytest.raises(ModelMismatch, match=r"moe.top_k = 1, and this one has 2; give --model.moe.top_k 1"):
+        run(table(model=none | {"moe": moe | {"top_k": 2}}, checkpoint=resume))
+    with pytest.raises(ModelMismatch, match=r"moe.experts = 4, and this one has none; give --model.moe.experts 4"):
+        run(table(checkpoint=resume))
+    assert run(table(model=none | {"moe": moe | {"balance_loss": 0.5}}, checkpoint=resume))[0].steps == 6, "which is no part of it"
+
+
+def test_dropout_and_the_length_of_rows_may_change_and_it_is_said(table, source):
+    _, events = run(table(model={"dropout": 0.0}, train={"seq_len": 8}, checkpoint={"resume": source}))
+    assert any(text.startswith("unlike the run of that checkpoint: ") and "model.dropout 0.1 -> 0.0" in text
+               and "train.seq_len 16 -> 8" in text for text in notices(events))
+
+
+def test_a_checkpoint_that_says_nothing_of_its_run_is_loaded(table, source):
+    """One of `engine.save`, or of an older rankloom."""
+    path = newest_checkpoint(Path(source))
+    manifest = read_manifest(path)[1]
+    facts = {key: value for key, value in manifest.facts.items() if key != "about_run"}
+    assert len(facts) == len(manifest.facts) - 1
+    (path / MANIFEST).write_text(to_json(replace(manifest, facts=facts)))
+    summary, events = run(table(model={"rope_base": 500.0}, checkpoint={"resume": source}))
+    assert summary.steps == 6 and not any("unlike" in text for text in notices(events))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("before, now, held", [
+    ({}, {"weight_decay": 0.9, "betas": (0.5, 0.6)}, {"weight_decay": [0.9, 0.0], "betas": [(0.5, 0.6)] * 2}),
+    ({"name": "sgd"}, {"name": "sgd", "momentum": 0.5}, {"momentum": [0.5] * 2}),
+], ids=["adamw", "sgd"])
+def test_what_the_config_says_of_the_optimizer_holds_in_a_run_that_goes_on(table, monkeypatch, stage, before, now, held):
+    engines, real = [], loop.resume
+    monkeypatch.setattr(loop, "resume", lambda job, engine: (real(job, engine), engines.append(engine)))
+    how = {"mesh": {"shard": 2}, "train": {"stage": 3}} if stage else {}
+    summary, _ = run(table(optimizer=before, train={"steps": 2}, checkpoint={"interval": 2}))
+    _, events = run(table(optimizer=now, checkpoint={"resume": summary.folder}, **how), Mesh(shard=2) if stage else 1)
+    groups = engines[-1].optimizer.param_groups
+    assert {key: [group[key] for group in groups] for key in held} == held and len(engines[-1].optimizer.state) > 0
+    assert sum("unlike the run of that checkpoint" in text for text in notices(events)) == 1
+
+
+def test_a_rate_that_jumps_is_told_and_one_that_goes_on_is_not(table):
+    constant = {"decay": "constant", "warmup_steps": 2}
+    for schedule, jumps in [({"warmup_steps": 2}, True), (constant, False)]:
+        summary, _ = run(table(train={"steps": 4}, checkpoint={"interval": 2}, schedule=schedule))
+        _, events = run(table(checkpoint={"resume": summary.folder}, schedule=schedule))
+        said = [text for text in notices(events) if text.startswith("the learning rate was")]
+        assert len(said) == jumps
+        assert not jumps or said == ["the learning rate was 0.0001 in step 4 and is 0.000232 in the next one, by this run's own schedule"]
+        assert "unlike the run of that checkpoint: train.steps 4 -> 6" in notices(events)
+
+
+def test_what_compression_had_not_sent_is_said_to_be_lost(table):
+    fp32 = {"precision": "fp32"}
+    compress = {"compress": "int8", "compress_after": 1}
+    summary, events = run(table(mesh={"replicate": 2}, comm=compress, train=fp32 | {"steps": 4}, checkpoint={"interval": 2}), 2)
+    assert not any("not sent yet" in text for text in notices(events))
+    _, events = run(table(mesh={"replicate": 2}, comm=compress, train=fp32, checkpoint={"resume": summary.folder}), 2)
+    assert "what compression had not sent yet is lost, so bits differ from those of a run that did not stop; " \
+           "[comm] compress_after = 1 counts from here" in notices(events)
+
+
+@pytest.mark.parametrize("interval, step", [(2, 2), (100, 5)])
+def test_a_checkpoint_that_cannot_be_written_does_not_take_the_weights_with_it(table, tmp_path, monkeypatch, interval, step):
+    def full(job, engine):
+        assert engine.steps_done == step
+        job.world.agree("the disk is full")
+
+    monkeypatch.setattr(loop, "save_in_run", full)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        run(table(run={"name": "full"}, train={"steps": 5}, checkpoint={"interval": interval}), 2)
+    assert load_model(tmp_path / "runs" / "full")

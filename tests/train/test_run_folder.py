@@ -78,6 +78,12 @@ def test_json_that_cannot_be_written_names_its_path(tmp_path):
         write_json(tmp_path / "nowhere" / "a.json", {})
 
 
+def test_numbers_that_json_does_not_know_are_null(tmp_path):
+    write_json(tmp_path / "a.json", {"loss": float("nan"), "rows": [{"rate": float("inf")}, (1.5, -float("inf"))], "name": "NaN"})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found == {"loss": None, "rows": [{"rate": None}, [1.5, None]], "name": "NaN"}
+
+
 def test_every_rank_keeps_its_events_and_rank_0_the_metrics(tmp_path):
     for rank in (0, 1):
         with Journal(tmp_path, rank) as journal:

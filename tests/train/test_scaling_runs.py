@@ -71,6 +71,13 @@ def test_a_number_of_ranks_that_cannot_be_is_named_before_anything_runs(file):
         planned(file, [1, 5])
 
 
+@pytest.mark.parametrize("words, said", [(["--run.name", "foo"], "--run.name foo: has no effect on a study, .*--out is their folder"),
+                                         (["--train.steps=99"], "--train.steps 99: has no effect on a study, .*--steps says")])
+def test_words_that_a_study_would_not_heed_are_refused(file, words, said):
+    with pytest.raises(ConfigError, match=said):
+        planned(file, [1], overrides=words)
+
+
 @pytest.mark.parametrize("text", ["", "0,1", "two", "1;2", "-1"])
 def test_ranks_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="expected numbers of ranks"):

@@ -1,6 +1,7 @@
 """A model that was saved comes back equal, and what is damaged is named."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def test_a_saved_model_comes_back_equal(tmp_path, tie):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_in_another_dtype_comes_back_with_the_tables_of_that(tmp_path, dtype):
+    model, tokens = GPT(SHAPE, seed=3, dtype=dtype), torch.arange(16)[None]
+    save_model(tmp_path, model.state_dict(), SHAPE, None)
+    loaded, _ = load_model(tmp_path)
+    assert loaded.rotary.cos.dtype == model.rotary.cos.dtype
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
 def test_a_model_of_token_arrays_has_no_tokenizer(tmp_path):
     save_model(tmp_path, GPT(SHAPE).state_dict(), SHAPE, None)
     assert load_model(tmp_path)[1] is None
@@ -43,6 +53,15 @@ def test_a_folder_without_weights_is_named(tmp_path):
         load_model(tmp_path / "nothing")
     with pytest.raises(DataError, match=r"holds no model.safetensors; did the run finish"):
         load_model(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_is_named(saved, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(DataError, match=r"model.safetensors: cannot be read .*Permission denied"):
+        load_model(saved)
 
 
 def test_weights_that_were_cut_are_named(saved):

@@ -1,6 +1,7 @@
 """Reading a run folder back."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -59,8 +60,18 @@ def test_the_end_of_a_smoothed_curve_is_no_noisier_than_a_line_through_its_windo
     noisy = [3.0 - i / n + (0.5 if i % 2 else -0.5) for i in range(n)]
     curve, reach = smooth(noisy), n // 40
     off = [abs(value - (3.0 - i / n)) for i, value in enumerate(curve)]
+    # windows are full from 4r on
     # noise that alternates moves the mean of 2r+1 values by 0.5/(2r+1), and the end of the line through them by no more than thrice that
-    assert max(off[reach:-reach]) < 0.51 / (2 * reach + 1) and max(off[-reach:]) < 1.6 / (2 * reach + 1)
+    assert max(off[4 * reach:-reach]) < 0.51 / (2 * reach + 1) and max(off[-reach:]) < 1.6 / (2 * reach + 1)
+
+
+def test_the_beginning_of_a_smoothed_curve_follows_losses_that_fall_fast():
+    """A window over all values from the first on stays above them, and falls when the first ones leave it: a cliff at step 25 of 1000."""
+    losses = [3.0 + 6.0 * 0.8**i for i in range(1000)]
+    curve = smooth(losses)
+    assert max(abs(value - loss) for value, loss in zip(curve, losses)) < 0.2
+    falls = [before - after for before, after in pairwise(curve)]
+    assert all(later <= earlier + 0.02 for earlier, later in pairwise(falls[4:])), "no step of it is much steeper than the last"
 
 
 @pytest.mark.parametrize("values", [[], [2.0], [2.0, 1.0], [3.0, 2.0, 1.0]])

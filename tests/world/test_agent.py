@@ -20,7 +20,7 @@ import pytest
 import rankloom as rl
 from patience import AT_ONCE, STARTED, wait_until
 from rankloom.world import agent
-from rankloom.world.agent import StopRequests, RankWatch, _Meeting, conclude, launch_ranks
+from rankloom.world.agent import RankWatch, StopRequests, _Meeting, conclude, launch_ranks
 from rankloom.world.launch import rank_environment
 from rankloom.world.verdict import Ending
 

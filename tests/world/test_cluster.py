@@ -73,6 +73,10 @@ def test_a_rank_that_says_nothing_is_named():
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("c.toml", "nodes = ", "c.toml: not valid TOML"), ("c.json", "{", "c.json: not valid JSON"),
     ("c.json", "[]", "c.json: must be a section"),
+    ("c.json", "[" * 100_000, "c.json: not valid JSON: maximum recursion"), ("c.toml", "a = " + "[" * 100_000, "c.toml: not valid TOML"),
+    ("c.json", '{"nodes": %s}' % ("9" * 5000), "c.json: not valid JSON: Exceeds the limit"),
+    ("c.toml", f"nodes = 0x{'f' * 5000}", "c.toml: Exceeds the limit"),
+    ("c.toml", "nodes = 100000000\nranks_per_node = 100", "c.toml: nodes: has 10000000000 ranks, but the job has 4"),
     ("c.toml", None, "c.toml: no such file"), ("c.toml", b"\xe9", "c.toml: not UTF-8 text"),
 ])
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, text, message):

@@ -1,13 +1,17 @@
 """Debug mode: calls that do not match are found before any byte moves, on every rank, with both call sites."""
 
+import gc
 import re
+import sys
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, wait_until
 from rankloom.world import debug
 from rankloom.world.debug import Fingerprint
 
@@ -17,7 +21,11 @@ def debug_on(monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
 
 
-def errors_of(p: int, body, timeout: float = 20.0) -> list[Exception | None]:
+both_backends = pytest.mark.parametrize("backend", ["gloo", pytest.param("rankloom", marks=pytest.mark.skipif(
+    sys.platform != "linux", reason="shared memory needs Linux"))])
+
+
+def errors_of(p: int, body, timeout: float = 20.0, backend: str = "gloo") -> list[Exception | None]:
     """What each rank's `body` raised; none is stopped because of another."""
     def catching(world):
         try:
@@ -26,7 +34,7 @@ def errors_of(p: int, body, timeout: float = 20.0) -> list[Exception | None]:
             return error
         return None
 
-    return rl.simulate(p, catching, timeout=timeout)
+    return rl.simulate(p, catching, timeout=timeout, backend=backend)
 
 
 def swapped(world):
@@ -172,6 +180,141 @@ def test_the_call_site_is_the_users_line_and_not_one_inside_the_world():
     sites = []
     rl.simulate(2, lambda w: sites.append(debug.call_site()) or w.all_gather_object("x"))
     assert all("test_debug.py" in site for site in sites)
+
+
+def test_ranks_of_a_part_of_the_world_are_named_by_their_numbers_in_it():
+    def body(world):
+        world.group("shard").all_reduce(torch.zeros(2 + world.rank))
+
+    for rank, error in enumerate(errors_of(rl.Mesh(replicate=2, shard=2), body)):
+        first = rank // 2 * 2
+        assert str(error).startswith(f"rank {rank}: ") and f"\n  rank {first}: " in str(error) and f"\n  rank {first + 1}: " in str(error)
+
+
+# ---------------------------------------------------------------- calls that do not wait for each other
+
+
+@both_backends
+def test_asynchronous_calls_in_two_groups_may_begin_in_another_order_on_each_rank(backend):
+    def body(world):
+        groups = [world, world.twin()][::1 if world.rank else -1]
+        handles = [group.all_reduce(torch.ones(2), async_op=True) for group in groups]
+        return [handle.wait().tolist() for handle in handles]
+
+    assert rl.simulate(2, body, backend=backend, timeout=AT_ONCE) == [[[2.0] * 2] * 2] * 2
+
+
+@both_backends
+def test_an_asynchronous_call_may_begin_before_a_message_that_its_peer_sends_first(backend):
+    def body(world):
+        if world.rank:
+            world.send(torch.full((2,), 7.0), 0)
+            return world.all_reduce(torch.ones(2)).tolist()
+        handle = world.all_reduce(torch.ones(2), async_op=True)
+        return world.recv(torch.zeros(2), 1).tolist() and handle.wait().tolist()
+
+    assert rl.simulate(2, body, backend=backend, timeout=AT_ONCE) == [[2.0] * 2] * 2
+
+
+def use_two_groups_in_two_threads(world):
+    """At the top of the module, for processes, where all threads of a rank share one client of the store."""
+    twin, sums = world.twin(), {}
+
+    def call(name, group, delay):
+        time.sleep(delay)
+        sums[name] = group.all_reduce(torch.ones(2)).tolist()
+
+    late = 0.5   # seconds
+    threads = [threading.Thread(target=call, args=("world", world, late * world.rank)),
+               threading.Thread(target=call, args=("twin", twin, late * (1 - world.rank)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def test_threads_of_a_rank_may_use_two_groups_in_another_order_on_each_rank():
+    assert rl.spawn(2, use_two_groups_in_two_threads, timeout=AT_ONCE) == [{"world": [2.0] * 2, "twin": [2.0] * 2}] * 2
+
+
+@both_backends
+def test_calls_of_a_group_are_made_in_their_order_whether_they_are_asynchronous_or_not(backend):
+    def body(world):
+        handles = [world.all_reduce(torch.full((2,), float(n)), label=str(n), async_op=True) for n in range(5)]
+        last = world.all_gather(torch.tensor([float(world.rank)]))
+        return [handle.wait()[0].item() for handle in handles], last.tolist(), world.ledger.calls
+
+    assert rl.simulate(2, body, backend=backend) == [([0.0, 2.0, 4.0, 6.0, 8.0], [0.0, 1.0], 6)] * 2
+
+
+@both_backends
+def test_an_asynchronous_mismatch_is_raised_by_the_wait_on_every_rank_and_nothing_has_moved(backend):
+    def body(world):
+        handle = world.all_reduce(x := torch.full((3,), float(world.rank)), label=f"of {world.rank}", async_op=True)
+        with pytest.raises(rl.CollectiveMismatch, match=rf"rank {world.rank}: .*(?s:.)*labelled 'of 0' at .*test_debug"):
+            handle.wait()
+        return x.tolist()
+
+    assert rl.simulate(2, body, backend=backend) == [[0.0] * 3, [1.0] * 3]
+
+
+def test_an_asynchronous_call_works_in_inference_mode():
+    def body(world):
+        with torch.inference_mode():
+            return world.reduce_scatter(torch.ones(4), async_op=True).wait().tolist()
+
+    assert rl.simulate(2, body) == [[2.0, 2.0]] * 2
+
+
+def test_closing_a_group_ends_what_waits_to_be_compared():
+    def body(world):
+        if world.rank == 0:
+            handle = world.all_reduce(torch.ones(2), async_op=True)
+            world.close()
+            with pytest.raises(rl.RankLost, match="closed"):
+                handle.wait()
+
+    rl.simulate(2, body, timeout=60.0)
+    wait_until(lambda: not any(thread.name == "rankloom-debug" for thread in threading.enumerate()))
+
+
+# ---------------------------------------------------------------- ranks that are gone
+
+
+def test_a_rank_that_has_gone_is_named_long_before_the_time_out_where_the_link_can_tell():
+    def body(world):
+        world.all_reduce(torch.zeros(1), label="together")
+        world.close() if world.rank == 1 else world.all_reduce(torch.zeros(2), label="without it")
+
+    begin = time.monotonic()
+    first, second, third = errors_of(3, body, timeout=600.0, backend="rankloom")
+    assert time.monotonic() - begin < AT_ONCE and second is None
+    for rank, error in ((0, first), (2, third)):
+        assert type(error) is rl.RankLost
+        assert str(error).startswith(f"rank {rank}: collective number 2 of this group: lost rank 1: it has ended, or has left the group")
+        assert "rank 1: call 1, all_reduce(sum)" in str(error)
+
+
+def test_what_a_rank_announced_before_it_left_counts():
+    store = dist.HashStore()
+    ahead = debug.Inspector(store, 0, (0, 1), 20.0)
+    mine = Fingerprint("broadcast", "[1]", "int64", "x", "here:1")
+    thread = threading.Thread(target=ahead.check, args=(mine,))
+    thread.start()
+    wait_until(lambda: store.check(["call/1/0"]))
+    debug.Inspector(store, 1, (0, 1), 20.0, lambda: [0]).check(mine)
+    thread.join()
+
+
+def test_a_store_that_has_gone_with_its_process_is_said_to_be_gone():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inspector = debug.Inspector(dist.TCPStore("127.0.0.1", server.port, is_master=False), 1, (3, 5), 20.0, lambda: [0])
+    del server
+    gc.collect()
+    with pytest.raises(rl.RankLost, match="rank 5: collective number 1 of this group: lost the store of the job, .*has ended .rank 0"):
+        inspector.check(Fingerprint("broadcast", "[1]", "int64", "x", "here:1"))
+    assert re.match("  not known. rank 5: .* lost the store .*; rank 3 has ended, or has left the group", inspector.where_is_everyone())
 
 
 @pytest.mark.parametrize("value", ["0", "", None])

@@ -1,5 +1,6 @@
 """Which of many failures is the cause, what a failing rank leaves behind, and the box that tells of it."""
 
+import errno
 import json
 import signal
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_a_file_that_is_not_a_failure_is_none(tmp_path, text):
 
 def test_a_file_that_cannot_be_written_is_no_second_error(tmp_path):
     assert not write_failure(ValueError("x"), tmp_path / "no" / "folder" / "error.json")
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fill_the_disk(path, text):
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", fill_the_disk)
+    assert not write_failure(ValueError("x"), tmp_path / "error.json")
+    assert [*tmp_path.iterdir()] == []
 
 
 def trace_through(*files):

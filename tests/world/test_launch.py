@@ -7,6 +7,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, tasks_per_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+ALONE = Place(launcher="alone", rank=0, size=1, local_rank=0, local_size=1)
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_ID": "0"}
 
 
@@ -41,6 +42,55 @@ def test_slurm_says_how_many_share_this_node_when_nodes_differ():
 
 def test_the_step_counts_and_not_the_whole_allocation():
     assert find_place(SLURM | {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}).local_size == 3
+
+
+def test_a_step_of_one_task_in_a_larger_job_is_alone():
+    """salloc with use_interactive_step, and `srun --ntasks 1` of a job of four."""
+    assert find_place(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}) == ALONE
+
+
+def test_a_step_of_some_tasks_of_its_job_has_the_size_of_the_step():
+    step = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    assert find_place(step) == Place("slurm", 1, 2, 1, 2)
+    with pytest.raises(ConfigError, match="does not fit SLURM_STEP_NUM_TASKS 3"):
+        find_place(step | {"SLURM_STEP_NUM_TASKS": "3"})
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MEETING = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+
+
+def test_open_mpi_says_who_this_is_where_a_meeting_point_is_set():
+    place = find_place(OPEN_MPI | MEETING)
+    assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("mpirun", 3, 4, 1, 2)
+    assert find_place(OPEN_MPI | MEETING | SLURM | {"SLURM_PROCID": "1"}) == place, "its daemons are a step of one task a node"
+    assert find_place(OPEN_MPI | MEETING | TORCHRUN).launcher == "torchrun", "who sets RANK has decided"
+
+
+def test_ranks_of_one_host_under_mpirun_share_a_node_however_they_are_numbered(monkeypatch):
+    nodes = set()
+    for host in ("a", "a", "b"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        nodes.add(find_place(OPEN_MPI | MEETING).node)
+    assert len(nodes) == 2
+
+
+@pytest.mark.parametrize("missing", MEETING)
+def test_mpirun_without_a_meeting_point_is_an_error_that_says_what_to_set_and_not_many_ranks_alone(missing):
+    env = OPEN_MPI | {name: value for name, value in MEETING.items() if name != missing}
+    with pytest.raises(ConfigError, match=rf"mpirun has started 4 processes, and {missing} must say where .* or start .* torchrun or srun"):
+        find_place(env)
+
+
+@pytest.mark.parametrize("env", [{"PMI_SIZE": "2", "PMI_RANK": "0"}, {"PMIX_RANK": "1"},
+                                 SLURM | {"PMI_SIZE": "8"}])   # mpiexec of MPICH, whose proxies are a step of one task a node
+def test_another_mpi_launcher_is_an_error_that_says_what_to_do_and_not_many_ranks_alone(env):
+    with pytest.raises(ConfigError, match="start the ranks with torchrun or srun, or set RANK, WORLD_SIZE"):
+        find_place(env)
+
+
+def test_srun_is_slurms_also_where_it_speaks_to_mpi():
+    assert find_place(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "3", "PMIX_RANK": "3"}).launcher == "slurm"
 
 
 @pytest.mark.parametrize("wrong", [{"SLURM_TASKS_PER_NODE": "2(x3)"}, {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "2"}])
@@ -87,9 +137,10 @@ def test_torchrun_inside_of_a_slurm_job_wins():
     {}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},                                          # a plain shell under salloc
     {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},                                              # an sbatch script itself
     {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},                        # srun of one task
+    {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},            # mpirun of one process
 ])
 def test_without_a_launcher_there_is_one_rank_alone(env):
-    assert find_place(env) == Place(launcher="alone", rank=0, size=1, local_rank=0, local_size=1)
+    assert find_place(env) == ALONE
 
 
 @pytest.mark.parametrize("name", TORCHRUN)

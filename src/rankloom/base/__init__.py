@@ -1,1 +1,1 @@
-"""Floor 0: values and pure arithmetic. No communication, no files, no environment."""
+"""Floor 0: values, pure arithmetic and small helpers. No communication, no environment."""

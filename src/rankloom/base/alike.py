@@ -1,12 +1,12 @@
-"""Say what differs between ranks that should all have been given the same."""
+"""Describe how ranks differ that should all have been given the same."""
 
 from collections.abc import Mapping, Sequence
 
 
 def first_difference(what: str, everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str | None:
-    """The first rank that has something else than the first one, and up to three things of it; None where all have the same.
+    """A message about the first rank whose values are not those of `ranks[0]`, with up to three differences; None where all are equal.
 
-    everyone: what each of `ranks` has, by name
+    everyone: the values of each of `ranks`, by name
 
     >>> print(first_difference("config", [{"steps": "5", "seed": "0"}, {"steps": "6", "seed": "0"}], [0, 1]))
     rank 1 was given another config than rank 0: steps is 6, on rank 0 5; give all ranks the same

@@ -1,18 +1,18 @@
-"""How gradients may be compressed, by name. No torch, so that a config is checked in milliseconds; comm/compress.py does it."""
+"""The names of gradient compressions, and what each goes with. No torch, so a config is checked in milliseconds; see comm/compress.py."""
 
 import re
 
 from rankloom.base.errors import ConfigError, did_you_mean
 
 EXACT, POWERSGD = "none", "powersgd"
-BACKEND, HIERARCHICAL = "backend", "hierarchical"   # the all-reduces beside which gradients can be compressed
+BACKEND, HIERARCHICAL = "backend", "hierarchical"   # the values of `all_reduce` that go with compression
 NAMES = (EXACT, "bf16", "fp16", "int8", "int4", "1bit", "topk", POWERSGD)
 
 
 def split_compression(text: str) -> tuple[str, int | None]:
-    """The name, and the rank that powersgd may have behind a colon; None where none is given.
+    """The name, and the rank that powersgd may have after a colon, else None.
 
-    raises: ConfigError for an unknown name, or a rank that cannot be
+    raises: ConfigError for an unknown name or an invalid rank
 
     >>> split_compression("powersgd:16"), split_compression("int8")
     (('powersgd', 16), ('int8', None))
@@ -30,26 +30,20 @@ def split_compression(text: str) -> tuple[str, int | None]:
 
 
 def expect_compression(name: str, all_reduce: str) -> None:
-    """Whether gradients can be compressed by `name` beside the chosen all-reduce.
-
-    raises: ConfigError for an unknown name, or a combination that has no meaning
-    """
+    """Raise ConfigError for an unknown name, or one that does not go with this all-reduce."""
     kind, _ = split_compression(name)
     if kind == EXACT:
         return
     if all_reduce not in (BACKEND, HIERARCHICAL):
-        raise ConfigError(f"compress={name!r} sums in its own way, so all_reduce={all_reduce!r} has no meaning beside it; "
-                          f"leave it out, or give {HIERARCHICAL!r}, which compresses between nodes and is exact inside")
+        raise ConfigError(f"compress={name!r} sums in its own way, without all_reduce={all_reduce!r}; leave that out, or choose "
+                          f"{HIERARCHICAL!r}, which compresses messages between nodes and is exact inside them")
     if kind == POWERSGD and all_reduce == HIERARCHICAL:
         raise ConfigError(f"compress={name!r} needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
                           "leave all_reduce out, or choose another compression")
 
 
 def expect_exact_steps(after: int, compress: str) -> None:
-    """Whether so many exact steps can come first.
-
-    raises: ConfigError where they cannot, or have no meaning
-    """
+    """Raise ConfigError unless the first `after` steps can be exact and the later ones compressed."""
     if isinstance(after, bool) or not isinstance(after, int) or after < 0:
         raise ConfigError(f"compress_after={after!r}, expected a whole number of steps, 0 or more")
     if after and compress == EXACT:

@@ -1,38 +1,36 @@
-"""What communication costs: bills, which add, and the bills of a backend's own collectives.
+"""What communication costs: what one rank pays (`Bill`), and what all ranks wait for (`Path`). Both add.
 
-A `Bill` is what one rank pays, a `Path` what all wait for. An algorithm written in `comm/` keeps both beside it. The functions
-here price the collectives that the backend (gloo, NCCL) runs inside: the bandwidth-optimal cost, which is also what gloo's ring pays.
+Each algorithm in `comm/` has a bill and a path beside its code. The functions here give the bills of the backend's own collectives
+(gloo, NCCL): the fewest bytes that a collective needs, which is also what gloo's ring sends.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one rank pays. Bills add; a planner only adds and compares.
+    """What one rank pays. A bill is equal to the pair that a ledger counts: `(ledger.messages, ledger.bytes) == bill`.
 
-    A bill of a collective alone is equal to the pair that a ledger counts: `(ledger.messages, ledger.bytes) == bill`.
-
-    >>> Bill(sent=8, messages=1) + Bill(sent=4, messages=2)
-    Bill(sent=12, messages=3, flops=0, memory=0)
+    >>> Bill(sent=8, messages=1) * 2 + Bill(sent=4, messages=2)
+    Bill(sent=20, messages=4)
     >>> (3, 12) == Bill(sent=12, messages=3)
     True
     """
 
     sent: int = 0       # bytes
     messages: int = 0
-    flops: int = 0
-    memory: int = 0     # bytes alive at the peak
 
     def __add__(self, other: "Bill") -> "Bill":
-        return Bill(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Bill(self.sent + other.sent, self.messages + other.messages)
+
+    def __mul__(self, times: int) -> "Bill":
+        return Bill(self.sent * times, self.messages * times)
 
     def __eq__(self, other: object) -> bool:
-        same = (self.messages, self.sent, self.flops, self.memory)
         if isinstance(other, tuple):
-            return same == (*other, 0, 0)
-        return same == (other.messages, other.sent, other.flops, other.memory) if isinstance(other, Bill) else NotImplemented
+            return (self.messages, self.sent) == other
+        return (self.messages, self.sent) == (other.messages, other.sent) if isinstance(other, Bill) else NotImplemented
 
     def __hash__(self) -> int:
         return hash((self.messages, self.sent))
@@ -40,7 +38,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The longest chain of waits in an algorithm, over all ranks: what its time depends on. Paths of parts done in turn add.
+    """The longest chain of waits in an algorithm, over all ranks: its time depends on it. Paths of steps done in turn add.
 
     time = alpha * steps + beta * bytes + gamma * added, with alpha, beta, gamma fitted by measurement
 
@@ -53,7 +51,7 @@ class Path:
     added: int = 0    # bytes of sums that one rank computes, one after another
 
     def __add__(self, other: "Path") -> "Path":
-        return Path(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Path(self.steps + other.steps, self.bytes + other.bytes, self.added + other.added)
 
 
 @cache
@@ -76,5 +74,5 @@ def all_gather_bill(nbytes: int, ranks: int) -> Bill:
 
 @cache
 def broadcast_bill(nbytes: int, ranks: int, is_root: bool) -> Bill:
-    """Broadcast of n bytes, charged to the root although a tree spreads it: p-1 copies must leave someone."""
+    """Broadcast of n bytes, all p-1 copies charged to the root, although a tree spreads them over ranks."""
     return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1) if is_root else Bill()

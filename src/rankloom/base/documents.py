@@ -1,4 +1,4 @@
-"""Documents that are packed in the rows of a batch: where each begins. Pure arithmetic; who may look at whom follows from it."""
+"""Where packed documents begin in the rows of a batch. Tokens attend within their document only. Pure arithmetic."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,10 +11,10 @@ Documents = tuple[tuple[int, ...], ...]   # for each row: where its documents be
 
 
 def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int) -> Documents:
-    """Where the documents of each row begin, and where the row ends. None: every row is one document.
+    """Where the documents of each row begin, and where the row ends.
 
-    documents: numbers [B, T], equal for the tokens of one document; or for each row its cumulative lengths, (0, ..., T)
-    raises:    DataError when they are not those of a row of `length` tokens, or a document is in two places
+    documents: a number for each token [B, T], equal within a document; or each row's cumulative lengths, (0, ..., T); None: one a row
+    raises:    DataError when lengths do not add up to `length`, or a document number comes back after another
 
     >>> import torch
     >>> document_cuts(torch.tensor([[7, 7, 7, 2, 2]]), 5)
@@ -25,7 +25,7 @@ def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: in
     rows = [_cuts_of(row) for row in documents.tolist()] if isinstance(documents, Tensor) else [list(map(int, row)) for row in documents]
     for number, row in enumerate(rows):
         if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a >= b for a, b in pairwise(row)):
-            raise DataError(f"row {number}: documents that end at {row} are not those of {length} tokens; "
+            raise DataError(f"row {number}: {row} are not the bounds of documents in {length} tokens; "
                             f"cumulative lengths rise from 0 to {length}")
     return tuple(map(tuple, rows))
 

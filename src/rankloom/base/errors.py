@@ -51,23 +51,23 @@ class CollectiveMismatch(RankloomError, RuntimeError):
 
 
 class RankLost(RankloomError, RuntimeError):
-    """A peer is gone: it died, left or aborted, its connection closed, or it never came."""
+    """A peer is gone: it died, left or aborted, its connection closed, or it never joined."""
 
 
 class CollectiveTimeout(RankLost):
-    """A peer did not come in time: it is slow, stopped or wedged, or it skipped this call."""
+    """A peer did not take part in time: it is slow, stopped or stuck, or it skipped this call."""
 
 
 class DeviceError(RankloomError, RuntimeError):
-    """The driver of a device refuses what it was asked for."""
+    """A device driver refused a request."""
 
 
 class WrongResult(RankloomError, RuntimeError):
-    """A collective has returned something else than it should; found by `rankloom bench`, which checks each of them."""
+    """A collective returned a wrong result; found by `rankloom bench`, which checks every one."""
 
 
 class UnitError(RankloomError, RuntimeError):
-    """Sharded parameters were used, replaced or reduced at a moment when that cannot be right."""
+    """Sharded parameters were used, replaced or reduced at the wrong time."""
 
 
 class NonFinite(RankloomError, RuntimeError):

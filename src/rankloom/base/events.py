@@ -1,7 +1,7 @@
 """What happens during a run, as frozen values, and the sink they go to.
 
-The floors below `watch/` say what happened by handing an event to a sink; who draws it, writes it
-or ignores it is not their business. Every number on a progress line or a plot is a fold over these.
+Floors below `watch/` report by passing an event to a sink, which may draw, write or ignore it.
+Every number on a progress line or a plot is computed from events alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the tokens of a step were spread over the experts of one layer, on all ranks."""
+    """How one layer's router spread the tokens of a step over its experts, on all ranks."""
 
-    routed: tuple[int, ...]   # choices that fell on each expert, dropped ones included
-    dropped: int              # of them, by capacity
+    routed: tuple[int, ...]   # how often each expert was chosen, dropped choices included
+    dropped: int              # choices beyond an expert's capacity
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's choices over the mean: 1 is even.
+        """The busiest expert's load over the mean: 1 is even.
 
         >>> Load((6, 2), 0).imbalance
         1.5
@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """One optimizer step has ended on one rank; loss, count and grad_norm are those of all ranks."""
+    """One optimizer step has ended on one rank; loss, count and grad_norm are over all ranks."""
 
     rank: int
     step: int          # steps finished so far, this one included
@@ -39,8 +39,8 @@ class StepDone:
     exposed: float     # seconds of it spent waiting for communication
     memory: int        # peak bytes of this rank's process, or of its GPU
     skipped: bool      # the optimizer did not step: fp16 overflow
-    auxiliary: float = 0.0   # losses of routers over the same count; they are trained on, and not in `loss`
-    experts: Mapping[str, Load] = field(default_factory=dict)   # by layer; on rank 0 only, for they are those of all ranks
+    auxiliary: float = 0.0   # routers' losses / count: trained on, but not part of `loss`
+    experts: Mapping[str, Load] = field(default_factory=dict)   # by layer, over all ranks; on rank 0 only
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A sentence that the person at the terminal should read once."""
+    """A sentence for the user, shown once."""
 
     rank: int
     text: str
@@ -71,22 +71,22 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One algorithm has been timed at one size. Times are seconds of one call, those of the rank that took longest."""
+    """One algorithm has been timed at one size. Times are seconds of one call, on the slowest rank."""
 
     rank: int
     collective: str
     algorithm: str
     ranks: int
-    bytes: int         # the longer side, as nccl-tests counts
-    seconds: float     # the median of all turns
-    low: float         # the lower and
-    high: float        # the upper quartile of the turns
-    wrong: int         # elements of the result, on all ranks, that are not what they should be
+    bytes: int         # of input or output, whichever is larger, as in nccl-tests
+    seconds: float     # the median of all calls
+    low: float         # the lower quartile
+    high: float        # the upper quartile
+    wrong: int         # wrong elements of the result, over all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """Long work has come so far: what it is at, and which part of all of it is done."""
+    """How far long work has come. what: its present part"""
 
     rank: int
     what: str

@@ -1,4 +1,4 @@
-"""What an argument must be, told to whoever gives something else, where it is given and not deep inside."""
+"""Check an argument where it is given, so that a wrong one is an error there and not deep inside."""
 
 from typing import Any
 
@@ -21,6 +21,6 @@ def expect_type(what: str, value: Any, kinds: type | tuple[type, ...], wanted: s
 
 
 def expect_callable(what: str, value: Any, wanted: str) -> None:
-    """Raise ConfigError unless it can be called."""
+    """Raise ConfigError unless the argument called `what` can be called."""
     if not callable(value):
         raise ConfigError(f"{what}={value!r:.100} cannot be called, expected {wanted}")

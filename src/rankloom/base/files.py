@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
-    """A path to write to, beside `path`; it takes the place of `path` when the block ends without an error, else it goes.
+    """Give a temporary path to write to, beside `path`. It replaces `path` when the block ends; after an error it is deleted.
 
-    keep_old: if there is a file by then, it stays: of several writers the first wins
+    keep_old: a file that is at `path` by then stays: of several writers the first wins
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -26,7 +26,7 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Give a file another name unless that is taken; False where the file system has no links."""
+    """Hard-link `file` as `name`, unless that exists. False where the file system has no links."""
     try:
         os.link(file, name)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Hooks on modules and parameters: those that users have made on what is about to be replaced, and ours on gradients."""
+"""What hangs on modules and parameters: hooks and attributes of the user's, which must survive a replacement, and our gradient hooks."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes in which torch keeps what is hooked on a module. Who takes them over has its hooks, and their handles work on.
+    """The attributes in which torch keeps a module's hooks. A module that takes them over has its hooks, and their handles still work.
 
     >>> layer = nn.Identity()
     >>> any(hooks_of(layer).values())
@@ -20,16 +20,21 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if "hook" in name}
 
 
+def copy_user_attributes(to: Tensor, frm: Tensor) -> None:
+    """Give the tensor that replaces `frm` the attributes that the user has set on it: optimizers may group parameters by them."""
+    vars(to).update(vars(frm))
+
+
 def is_hooked(param: nn.Parameter) -> bool:
-    """Whether something waits for the parameter's gradient."""
+    """Whether the parameter has gradient hooks."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str | int) -> None:
-    """Have `method(*args, param)` called whenever backward has added to the parameter's gradient, for as long as the method's object lives.
+    """Call `method(*args, param)` whenever backward has added to the parameter's gradient, as long as the method's object lives.
 
-    Torch does not show the garbage collector what hangs on a parameter: a hook that leads back to it, as ours do, would hold it, its
-    model and its engine for good. So the parameter keeps no more than a weak reference.
+    The parameter keeps only a weak reference. Torch hides a parameter's hooks from the garbage collector: a hook that refers back to the
+    parameter, as ours do, would keep it, its model and its engine alive for good.
     """
     weak = weakref.WeakMethod(method)
 
@@ -42,14 +47,14 @@ def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str |
 
 
 def waiting_for(param: Tensor) -> Iterator[Any]:
-    """The objects whose methods `hook_gradient` has hooked on the parameter, as long as they live."""
+    """The living objects whose methods `hook_gradient` has hooked on the parameter."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         if (weak := getattr(hook, "waits", None)) is not None and (method := weak()) is not None:
             yield method.__self__
 
 
 class Kept(list[Any]):
-    """What lives as long as the module that it is an attribute of. A copy or a pickle of the module starts with none of it."""
+    """Objects that live as long as the module whose attribute this is. A copy or a pickle of the module has none of them."""
 
     def __deepcopy__(self, memo: Any) -> "Kept":
         return Kept()
@@ -59,10 +64,10 @@ class Kept(list[Any]):
 
 
 def keep_with(module: nn.Module, what: Any) -> None:
-    """Let something live as long as a module does."""
+    """Keep an object alive as long as a module."""
     vars(module).setdefault("_kept_by_rankloom", Kept()).append(what)
 
 
 def keeps(module: nn.Module) -> bool:
-    """Whether something lives as long as the module does."""
+    """Whether `keep_with` has given the module anything to keep."""
     return bool(vars(module).get("_kept_by_rankloom"))

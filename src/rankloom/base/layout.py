@@ -1,12 +1,12 @@
-"""How one tensor lies on the ranks of a mesh, in one line that code, errors and documents share.
+"""How one tensor is laid out over the ranks of a mesh, in one line that code, errors and documents share.
 
-    [out/tensor, in]              cut along `out` over the tensor axis, whole elsewhere
-    [..., width] +tensor          whole in shape, but every tensor rank holds one term of a sum that is still owed: `partial`
-    [..., width] -tensor          whole, used by each tensor rank for a part of its own: each has a term of its *gradient*: `grad_partial`
+    [out/tensor, in]              cut along `out` over the tensor axis, whole along `in`
+    [..., width] +tensor          a partial sum: whole in shape, but every tensor rank holds one term (`partial`)
+    [..., width] -tensor          whole, but its *gradient* is a partial sum: each tensor rank uses it for its own part (`grad_partial`)
 
-A gradient is laid out like its tensor with `+` and `-` exchanged (`Layout.gradient`): the gradient of a term is that of
-the sum, and the gradient of what many use is the sum over them. So a pair of layouts decides the collective between
-them *and* the one that its gradient needs, and nothing has to be remembered:
+A gradient is laid out like its tensor with `+` and `-` exchanged (`Layout.gradient`). Every term of a sum has the gradient of the sum; a
+tensor that many ranks use has the sum of their gradients. So a pair of layouts determines the collective between them *and* that of the
+gradient:
 
     from \\ to      whole           -axis           d/axis               +axis
     whole          nothing         nothing         slice(d)             (refused)
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What all ranks of one axis do to turn one layout into another.
+    """The collective, or local operation, along one axis that turns one layout into another.
 
     >>> print(Move("all_to_all", "heads", "tokens"))
     all_to_all(heads, tokens)
@@ -51,7 +51,7 @@ class Move:
     to: str | None = None  # of an all_to_all: the dim that is cut afterwards
 
     def bill(self, nbytes: int, ranks: int) -> Bill:
-        """What a rank pays when it begins with `nbytes` bytes."""
+        """What a rank sends if it starts with `nbytes` bytes."""
         match self.kind:
             case "all_reduce":
                 return all_reduce_bill(nbytes, ranks)
@@ -68,7 +68,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names of the dims, the mesh axes that cut each, and the axes over which it, or its gradient, is a partial sum.
+    """The names of the dims, the mesh axes that cut each, and the axes over which the tensor, or its gradient, is a partial sum.
 
     >>> weight = Layout.parse("[out/shard/tensor, in]")
     >>> weight.local_shape((32, 5), {"shard": 2, "tensor": 4})
@@ -100,7 +100,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """The layout that a line like `[rows/tensor, cols] +shard` describes.
+        """The layout of a line like `[rows/tensor, cols] +shard`.
 
         raises: ConfigError
         """
@@ -120,30 +120,30 @@ class Layout:
         return f"[{dims}]" + "".join(signs)
 
     def gradient(self) -> "Layout":
-        """The layout of the gradient towards a tensor laid out like this."""
+        """The layout of the gradient of a tensor with this layout."""
         return Layout(self.dims, self.cut, partial=self.grad_partial, grad_partial=self.partial)
 
     def state(self, axis: str) -> str:
-        """What `axis` does to the tensor: nothing (""), "+", "-", or the name of the dim it cuts."""
+        """The tensor along `axis`: "" (whole), "+", "-", or the name of the dim that is cut."""
         if axis in self.partial | self.grad_partial:
             return "+" if axis in self.partial else "-"
         return next((dim for dim, axes in zip(self.dims, self.cut) if axis in axes), "")
 
     def place(self, dim: str) -> int:
-        """Where a dim stands, counted from the end (-1 is the last), so that leading dims do not matter."""
+        """The position of a dim, counted from the end (-1 is the last), so that leading dims do not matter."""
         if dim not in self.dims:
             raise ConfigError(f"layout {self} has no dim {dim!r}. {did_you_mean(dim, self.dims)}")
         return self.dims.index(dim) - len(self.dims)
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of one rank's part of a tensor of `shape`. sizes: of the mesh axes; one left out has one rank.
+        """The shape of one rank's part of a tensor of `shape`. sizes: of the mesh axes; an axis left out has one rank.
 
-        raises: ShapeMismatch when the ranks do not divide a dim, or the number of dims is another
+        raises: ShapeMismatch when the ranks do not divide a dim, or for another number of dims
         """
         return tuple(span.stop - span.start for span in self.spans(shape, {}, sizes))
 
     def spans(self, shape: Sequence[int], coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[Span, ...]:
-        """Which elements of each dim the rank at `coords` holds.
+        """The elements of each dim that the rank at `coords` holds.
 
         raises: ShapeMismatch, as `local_shape`
         """
@@ -171,7 +171,7 @@ class Layout:
 
 
 def collective(src: Layout, dst: Layout, axis: str) -> Move:
-    """The one move over `axis` that turns `src` into `dst`.
+    """The move along `axis` that turns `src` into `dst`.
 
     >>> go = lambda a, b: print(collective(Layout.parse(a), Layout.parse(b), "tensor"))
     >>> go("[rows/tensor, cols]", "[rows, cols]")
@@ -206,7 +206,7 @@ def collective(src: Layout, dst: Layout, axis: str) -> Move:
 
 
 def conjugate(src: Layout, dst: Layout, axis: str) -> Move:
-    """The move over `axis` of the gradient, backward, where `collective(src, dst, axis)` went forward.
+    """The move of the gradient in backward, for `collective(src, dst, axis)` in forward.
 
     >>> whole, used = Layout.parse("[..., width]"), Layout.parse("[..., width] -tensor")
     >>> print(collective(whole, used, "tensor"), conjugate(whole, used, "tensor"))
@@ -216,7 +216,7 @@ def conjugate(src: Layout, dst: Layout, axis: str) -> Move:
 
 
 def joined(layouts: Sequence[Layout], axis: str, where: str = "joined") -> Layout:
-    """How the result of a function lies over `axis` whose operands lie as `layouts`, one at least: a whole gives way to all others.
+    """The layout along `axis` of the result of a function, from those of its operands, one at least: any other wins over a whole.
 
     >>> whole, used, cut = map(Layout.parse, ("[..., width]", "[..., width] -tensor", "[..., width/tensor]"))
     >>> print(joined([whole, used], "tensor"), joined([cut, used], "tensor"), sep=", ")

@@ -1,4 +1,4 @@
-"""What a model is in: training or evaluation, without losing what the user has set on parts of it; and whether it runs with others."""
+"""A model's modes: evaluation for a while, and whether its forward is a collective."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is in the mode it had: a frozen BatchNorm stays frozen."""
+    """Evaluation mode inside the block; then every module returns to the mode it had, so a frozen BatchNorm stays frozen."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -19,7 +19,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def run_together(model: nn.Module) -> None:
-    """From now on a forward of `model` is a collective: other ranks wait for this one in it."""
+    """Mark `model`: from now on its forward is a collective, in which ranks wait for each other."""
     vars(model)["_runs_together"] = True
 
 

@@ -87,7 +87,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if not match or match[2].upper() not in UNITS or float(match[1]) * UNITS[match[2].upper()] < 1:
-        raise ConfigError(f"size {text!r}: expected a number of bytes above 0, such as 4096, 64KiB or 16M")
+        raise ConfigError(f"size {text!r}: expected a number of bytes above 0, plain or with K, M or G, such as 4096, 64KiB or 16M")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

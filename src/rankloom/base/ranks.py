@@ -17,8 +17,8 @@ class ParameterPart:
     owned: which elements of that, flattened, the rank's optimizer updates: from, to
 
     >>> half = ParameterPart("up", (6, 2), ((Span(3, 6),), (Span(0, 2),)), (3, 2), (0, 4))
-    >>> half.elements, half.owned_elements, half.cut_dims
-    (6, 4, (0,))
+    >>> half.elements, half.cut_dims
+    (6, (0,))
     """
 
     name: str
@@ -31,11 +31,6 @@ class ParameterPart:
     def elements(self) -> int:
         """How many are here while the rank computes, padding included."""
         return prod(self.local)
-
-    @property
-    def owned_elements(self) -> int:
-        """How many this rank's optimizer updates."""
-        return self.owned[1] - self.owned[0]
 
     @property
     def cut_dims(self) -> tuple[int, ...]:

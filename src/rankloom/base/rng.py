@@ -1,7 +1,7 @@
 """Random streams keyed by what they are for, never by when or where they are drawn.
 
-A stream is a `torch.Generator` seeded with a hash of (seed, key ...). Initial weights are keyed by parameter
-name, sample order by epoch: so they are equal on every layout, and there is no generator state to save or to restore wrongly.
+A stream is a `torch.Generator` seeded with a hash of (seed, key ...). Initial weights are keyed by parameter name, sample order by epoch.
+So they are equal on every mesh, and there is no generator state to save.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import torch
 
 
 def key_to_seed(seed: int, *key: str | int) -> int:
-    """A 63-bit seed from a run's seed and a key; another key gives an unrelated seed.
+    """A 63-bit seed from a run's seed and a key; other keys give unrelated seeds.
 
     >>> key_to_seed(0, "dropout", 1) == key_to_seed(0, "dropout", 1) != key_to_seed(0, "dropout", 2)
     True

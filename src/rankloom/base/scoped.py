@@ -1,4 +1,4 @@
-"""Attributes that have another value for a while."""
+"""Set attributes for the length of a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def temporarily(thing: object, **values: Any) -> Iterator[None]:
-    """Inside, the attributes of `thing` have these values; afterwards, also after an error, those of before.
+    """Set attributes of `thing` inside the block; restore them afterwards, also after an error.
 
     >>> from types import SimpleNamespace
     >>> lamp = SimpleNamespace(lit=False)

@@ -1,7 +1,7 @@
-"""Which elements of a tensor: boxes, what two of them share, and the boxes that a run of its flat memory is made of.
+"""Boxes of elements of a tensor: their intersection, and the boxes that make up a run of its flat memory.
 
-Pure arithmetic, for whoever saves and loads tensors that ranks hold in pieces. A box has a span for each dim; that of a number without
-dims is empty, and holds one element.
+Pure arithmetic, to save and load tensors of which ranks hold pieces. A box has one span for each dim; for a tensor without dims it is
+`()`, and holds one element.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,17 +18,17 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """The shape of what lies in the box."""
+    """The shape of a tensor of the box's elements."""
     return tuple(stop - start for start, stop in box)
 
 
 def numel(box: Box) -> int:
-    """How many elements lie in the box."""
+    """How many elements the box has."""
     return prod(shape_of(box))
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What lies in both, or None.
+    """The intersection, or None if it is empty.
 
     >>> common((Span(0, 4), Span(2, 6)), (Span(3, 8), Span(0, 3)))
     (Span(start=3, stop=4), Span(start=2, stop=3))
@@ -38,7 +38,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where the elements of `box` lie in a tensor that holds those of `outer`, which it is a part of.
+    """The index of `box` in a tensor that holds the elements of `outer`, which contains it.
 
     >>> within((Span(3, 4),), (Span(2, 6),))
     (slice(1, 2, None),)
@@ -61,7 +61,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     row, inside = prod(shape[1:]), shape[1:]
     first, last = -(-start // row), stop // row   # the whole rows are first .. last - 1
-    if first > last:   # begins and ends in one row
+    if first > last:   # the run begins and ends within one row
         yield from _in_row(last, inside, start - last * row, stop - last * row)
         return
     yield from _in_row(first - 1, inside, start - (first - 1) * row, row if start < first * row else 0)

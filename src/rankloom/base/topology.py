@@ -16,7 +16,6 @@
 What a file leaves out is as the launcher says (nodes) or a default (links). `rankloom bench --save` writes measured links.
 """
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeGuard, TypeVar
@@ -24,21 +23,24 @@ from typing import Any, TypeGuard, TypeVar
 from rankloom.base.errors import ConfigError, did_you_mean
 
 FASTEST = 1e6   # Gbit/s; what a fit that finds no cost per byte says, since JSON knows no infinity
+LATENCIES = (0.0, 1e12)   # microseconds: 1e12 are 12 days
+RATES = (1e-9, 1e12)      # Gbit/s: 1e-9 is one bit a second. Numbers in these ranges give finite prices
 ADDING = "adding_gbps"
 T = TypeVar("T")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)   # type: ignore[arg-type]
 
 
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _expect_above_0(key: str, value: object) -> None:
-    if not _is_number(value) or value <= 0:
-        raise ConfigError(f"{key} = {value!r}: must be a number above 0")
+def _expect_number(key: str, value: object, limits: tuple[float, float]) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not limits[0] <= value <= limits[1]:   # NaN is in no range
+        raise ConfigError(f"{key} = {_shown(value)}: must be a number from {limits[0]:g} to {limits[1]:g}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:40]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,8 @@ class Link:
     bandwidth_gbps: float
 
     def __post_init__(self) -> None:
-        if not _is_number(self.latency_us) or self.latency_us < 0:
-            raise ConfigError(f"latency_us = {self.latency_us!r}: must be a number, 0 or more")
-        _expect_above_0("bandwidth_gbps", self.bandwidth_gbps)
+        _expect_number("latency_us", self.latency_us, LATENCIES)
+        _expect_number("bandwidth_gbps", self.bandwidth_gbps, RATES)
 
     @property
     def alpha(self) -> float:
@@ -70,7 +71,7 @@ class Link:
     @classmethod
     def of(cls, alpha: float, beta: float) -> "Link":
         """The link with so many seconds per message and per byte."""
-        return cls(alpha * 1e6, min(8e-9 / beta, FASTEST) if beta else FASTEST)
+        return cls(alpha * 1e6, max(RATES[0], min(8e-9 / beta, FASTEST)) if beta else FASTEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Links:
     adding_gbps: float = 80.0
 
     def __post_init__(self) -> None:
-        _expect_above_0("adding_gbps", self.adding_gbps)
+        _expect_number(ADDING, self.adding_gbps, RATES)
 
     @property
     def gamma(self) -> float:
@@ -127,6 +128,7 @@ class Topology:
     links: Links = Links()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", _as_tuples(self.nodes))   # lists would have no hash
         ranks = sorted(rank for node in self.nodes for rank in node)
         if not ranks:
             raise ConfigError("nodes: there is no rank in them")
@@ -184,6 +186,13 @@ class Topology:
         return f"{len(self.nodes)} nodes of {', '.join(str(len(node)) for node in self.nodes)} ranks"
 
 
+def _as_tuples(nodes: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(nodes, list | tuple) and all(isinstance(node, list | tuple) and all(type(rank) is int for rank in node)
+                                              for node in nodes):
+        return tuple(map(tuple, nodes))
+    raise ConfigError(f"nodes = {_shown(nodes)}: must be a list of ranks for each node, such as [[0, 1], [2, 3]]")
+
+
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
@@ -202,22 +211,28 @@ def parse_topology(table: Mapping[str, Any], size: int, otherwise: Topology) -> 
         if "ranks_per_node" in table:
             raise ConfigError("ranks_per_node: has no meaning without nodes, the number of nodes")
         return replace(otherwise, links=links)
-    found = _parse_nodes(table["nodes"], table.get("ranks_per_node"), links)
-    if found.size != size:
-        raise ConfigError(f"nodes: has {_ranks(found.size)}, but the job has {size}")
-    return found
+    return _parse_nodes(table["nodes"], table.get("ranks_per_node"), size, links)
 
 
-def _parse_nodes(nodes: object, per_node: object, links: Links) -> Topology:
+def _parse_nodes(nodes: object, per_node: object, size: int, links: Links) -> Topology:
     if _is_count(nodes):
         if not _is_count(per_node):
-            raise ConfigError(f"nodes = {nodes!r}: needs ranks_per_node beside it, 1 or more; or list the ranks: nodes = [[0, 1], [2, 3]]")
+            raise ConfigError(f"nodes = {_shown(nodes)}: needs ranks_per_node beside it, 1 or more; or list the ranks: "
+                              "nodes = [[0, 1], [2, 3]]")
+        _expect_ranks(nodes * per_node, size)   # before a list of them is made
         return Topology.even(nodes, per_node, links)
     if per_node is not None:
         raise ConfigError("ranks_per_node: has no meaning beside nodes that list their ranks")
-    if not (isinstance(nodes, list) and all(isinstance(node, list) and all(type(rank) is int for rank in node) for node in nodes)):
-        raise ConfigError(f"nodes = {nodes!r}: must be a list of ranks for each node, such as [[0, 1], [2, 3]], or a number of nodes")
-    return Topology(tuple(sorted(tuple(sorted(node)) for node in nodes)), links)
+    if not isinstance(nodes, list):
+        raise ConfigError(f"nodes = {_shown(nodes)}: must be a list of ranks for each node, such as [[0, 1], [2, 3]], or a number of nodes")
+    found = Topology(tuple(sorted(tuple(sorted(node)) for node in _as_tuples(nodes))), links)
+    _expect_ranks(found.size, size)
+    return found
+
+
+def _expect_ranks(count: int, size: int) -> None:
+    if count != size:
+        raise ConfigError(f"nodes: has {_ranks(count)}, but the job has {size}")
 
 
 def parse_links(table: object, otherwise: Links = Links()) -> Links:

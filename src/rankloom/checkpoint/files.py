@@ -1,7 +1,7 @@
-"""The files of a checkpoint: what a rank writes, and boxes of tensors read out of them again. Read manifest.py first.
+"""The files of a checkpoint: a rank writes one, and reads boxes of tensors out of all of them. Read manifest.py first.
 
-A rank's file is in the safetensors format, written tensor by tensor: no second copy of a state that fills the memory. It is on the disk,
-not only on its way there, before anybody speaks of it; meanwhile it is hashed.
+A rank's file is in the safetensors format, written tensor by tensor, without a second copy of the state in memory. It is synced to the disk
+before the manifest names it, and hashed meanwhile.
 """
 
 import hashlib
@@ -33,28 +33,28 @@ FORMATS = {   # as safetensors calls them
 
 
 def file_name(token: str, rank: int) -> str:
-    """What a rank's file is called. token: 12 hexadecimal digits, another one for each checkpoint"""
+    """The name of a rank's file. token: 12 hexadecimal digits, new for each checkpoint"""
     return f"{token}-{rank:05}.safetensors"
 
 
 def expect_writable(parts: Iterable[Part]) -> None:
-    """Raise ConfigError for a tensor that the format has not, or that could not be read back where it lies."""
+    """Raise ConfigError for a tensor that the format cannot store, or that could not be loaded in place."""
     for part in parts:
         values = part.values
         if values.layout is not torch.strided:
             raise ConfigError(f"{part.name} is {values.layout}: a checkpoint keeps dense tensors only")
         if values.dtype not in FORMATS:
-            raise ConfigError(f"{part.name} is {values.dtype}, which the safetensors format has not; "
-                              f"it has {', '.join(str(dtype).removeprefix('torch.') for dtype in FORMATS)}")
+            raise ConfigError(f"{part.name} is {values.dtype}, which the safetensors format cannot store; "
+                              f"it stores {', '.join(str(dtype).removeprefix('torch.') for dtype in FORMATS)}")
         if any(length > 1 and stride == 0 for length, stride in zip(values.shape, values.stride())):
             raise ConfigError(f"{part.name} is expanded: several elements share memory, so it cannot be read back; keep `x.contiguous()`")
 
 
 @torch.no_grad()
 def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
-    """Write these parts; the file is whole, and on the disk, when this returns. On an error it is gone.
+    """Write these parts. When this returns, the file is complete and synced; on an error it is removed.
 
-    memory: one part at a time beyond what there is
+    memory: a copy of one part at a time
     raises: ConfigError that names the file
     """
     header, offset = {}, 0
@@ -71,7 +71,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
                 file.write(data)
             file.flush()
             with ThreadPoolExecutor(1) as beside:
-                synced = beside.submit(os.fsync, file.fileno())   # which waits, and computes nothing
+                synced = beside.submit(os.fsync, file.fileno())   # mostly waits, so hash meanwhile
                 digest = _digest_of(path)
                 synced.result()
         return SavedFile(path.name, path.stat().st_size, digest)
@@ -90,9 +90,9 @@ def _bytes_of(part: Part) -> Any:   # a buffer
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """From now on the checkpoint in `folder` is this one; the files of what was there before are removed.
+    """Make this the checkpoint in `folder`, by one rename; then remove the files of the one before.
 
-    raises: ConfigError; the one from before is then as it was
+    raises: ConfigError, with the checkpoint before unchanged
     """
     try:
         for saved in manifest.files:
@@ -103,14 +103,14 @@ def commit(folder: Path, manifest: Manifest) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
-    # It has happened. Whoever heard of an error now would take the new files away; some network disks sync no folders.
+    # The checkpoint is saved, and an error now would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)
     _remove_unnamed(folder, {saved.name for saved in manifest.files})
 
 
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
-    """Of the checkpoint before, or of one that was never finished. What cannot be removed stays for the next to try."""
+    """Remove files of the checkpoint before, or of an unfinished one. What cannot be removed is left to the next checkpoint."""
     for path in folder.iterdir():
         if OURS.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):
@@ -118,7 +118,7 @@ def _remove_unnamed(folder: Path, named: set[str]) -> None:
 
 
 def expect_free(folder: Path) -> None:
-    """Raise ConfigError when a manifest of something else is there, which a checkpoint would overwrite."""
+    """Raise ConfigError when a checkpoint would overwrite another program's manifest, or a damaged one."""
     path = folder / MANIFEST
     try:
         from_json(path.read_text(encoding="utf-8"), str(path))
@@ -130,7 +130,7 @@ def expect_free(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename is on the disk when its folder is."""
+    """Sync a rename to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -147,9 +147,9 @@ def _expect_size(folder: Path, saved: SavedFile) -> None:
 
 
 def read_manifest(folder: Path) -> tuple[str, Manifest]:
-    """The text of the manifest, and what it says; all its files are there, and as long as they should be.
+    """The manifest, as text and parsed.
 
-    raises: DataError
+    raises: DataError, also when a file is missing or has another size
     """
     path = folder / MANIFEST
     try:
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> tuple[str, Manifest]:
 
 
 def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
-    """Raise DataError for a file that is not what was written."""
+    """Raise DataError for a file whose SHA-256 has changed."""
     for saved in files:
         try:
             found = _digest_of(folder / saved.name)
@@ -180,7 +180,7 @@ def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
 
 
 class Reader:
-    """Boxes of the tensors of a checkpoint. Files are mapped, and only what is asked for is read."""
+    """Reads boxes of a checkpoint's tensors. Files are memory-mapped, so only these boxes are read."""
 
     def __init__(self, folder: Path, manifest: Manifest, until: ExitStack):
         self.folder, self.manifest, self._until = folder, manifest, until
@@ -188,7 +188,7 @@ class Reader:
 
     @torch.no_grad()
     def fill(self, part: Part) -> None:
-        """Write the saved elements of a part's box into its memory; they are cast to its dtype.
+        """Load the saved elements of a part's box into its memory, cast to its dtype.
 
         raises: DataError
         """
@@ -210,11 +210,11 @@ class Reader:
 
 @contextmanager
 def reading(folder: Path, manifest: Manifest) -> Iterator[Reader]:
-    """A reader; its files are closed afterwards."""
+    """A `Reader`, whose files are closed afterwards."""
     with ExitStack() as until:
         yield Reader(folder, manifest, until)
 
 
 def sizes_of(manifest: Manifest, prefix: str) -> Mapping[str, torch.Size]:
-    """The shapes of saved tensors whose names begin so, by the rest of the name."""
+    """The shapes of saved tensors whose names begin with `prefix`, by the rest of the name."""
     return {name.removeprefix(prefix): torch.Size(saved.shape) for name, saved in manifest.tensors.items() if name.startswith(prefix)}

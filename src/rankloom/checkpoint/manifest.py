@@ -1,13 +1,13 @@
-"""What a checkpoint consists of, and who writes what of it. Pure: nothing here touches a disk or another rank.
+"""What a checkpoint consists of, and which rank writes what. Pure: nothing here touches a disk or another rank.
 
     folder/
       manifest.json                   written last, by one rename: a checkpoint without it does not exist
       <token>-00003.safetensors       what rank 3 wrote
 
-The manifest says of every tensor which box of it lies in which file, under the key `name@number`, and the SHA-256 of every file. So a
-tensor that was saved in pieces of one shape is loaded in pieces of any other, by intersection.
+The manifest says which file has which boxes of every tensor (under the key that `key_of` gives), and the SHA-256 of every file. A tensor
+that was saved in boxes of one shape is loaded in boxes of any other, by intersection.
 
-source: the manifest as a plain list of spans, and no pickle: DCP (torch.distributed.checkpoint) has the idea of loading on another mesh
+source: DCP (torch.distributed.checkpoint) for loading on another mesh; here the manifest is a plain list of spans, without pickle
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ FORMAT = 1   # of the manifest
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements of a whole tensor that are in memory here.
+    """A box of a whole tensor, in memory on this rank.
 
     shape:   of the whole
-    values:  of the shape of `box`; memory that loading writes to
-    is_copy: other ranks hold these elements too, cut in another way, and it is theirs that are written
+    values:  of the shape of `box`; loading writes into it
+    is_copy: other ranks hold these elements too, cut in another way, and save them
     """
 
     name: str
@@ -53,7 +53,7 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that was saved; its pieces do not overlap, and make it whole."""
+    """A tensor that was saved. Its pieces do not overlap, and together are the whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,77 +71,90 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint. facts: what is no tensor, as JSON."""
+    """A whole checkpoint. facts: everything but tensors, as JSON"""
 
     tensors: dict[str, SavedTensor]
     files: list[SavedFile]
     facts: dict[str, Any]
 
 
-Announced = list[list[Any]]   # of one rank: [name, dtype, shape, box] of each of its parts
+class AnnouncedPart(NamedTuple):
+    """A part without its values, as ranks announce it to each other in JSON."""
+
+    name: str
+    dtype: str
+    shape: list[int]        # of the whole
+    box: list[list[int]]    # [start, stop] of each dim
+
+    @property
+    def kind(self) -> str:
+        """What must be the same of all parts of a tensor, in words."""
+        return f"{self.dtype} {tuple(self.shape)}"
+
+    @property
+    def numel(self) -> int:
+        """The elements of the box."""
+        return prod(stop - start for start, stop in self.box)
 
 
-def tell(parts: Iterable[Part]) -> Announced:
-    """What a rank tells the others of its parts: no values."""
-    return [[part.name, str(part.values.dtype).removeprefix("torch."), list(part.shape), [list(span) for span in part.box]]
+def announce(parts: Iterable[Part]) -> list[AnnouncedPart]:
+    """A rank's parts without values, for the other ranks."""
+    return [AnnouncedPart(part.name, str(part.values.dtype).removeprefix("torch."), list(part.shape), [list(span) for span in part.box])
             for part in parts if not part.is_copy]
 
 
-def assign_writers(told: Sequence[Announced]) -> list[list[int]]:
-    """Which of its parts each rank writes: each box once, by the one of its holders that has the fewest bytes to write so far.
+def assign_writers(announced: Sequence[Sequence[AnnouncedPart]]) -> list[list[int]]:
+    """Which of its parts each rank writes: each box once, by the holder that has the fewest bytes to write so far.
 
-    told:   by every rank, in rank order. All ranks decide alike, and nothing more need be said
-    raises: ModelMismatch when ranks have other shapes or dtypes of a tensor, or do not have all of it between them
+    announced: by each rank, in rank order. All ranks decide alike, so they need not exchange anything more
+    raises:    ModelMismatch when ranks have other shapes or dtypes of a tensor, or do not have all of it between them
     """
     holders: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    about: dict[str, tuple[int, list[Any]]] = {}
-    for rank, parts in enumerate(told):
-        for number, (name, *kind, box) in enumerate(parts):
-            first, known = about.setdefault(name, (rank, kind))
-            if known != kind:
-                raise ModelMismatch(f"{name} is {_shown(known)} on rank {first} and {_shown(kind)} on rank {rank}: it cannot be one tensor")
-            holders.setdefault((name, str(box)), []).append((rank, number))
-    shares: list[list[int]] = [[] for _ in told]
-    load, saved = [0] * len(told), dict.fromkeys(about, 0)
-    for (name, _), found in holders.items():
+    firsts: dict[str, tuple[int, AnnouncedPart]] = {}
+    for rank, parts in enumerate(announced):
+        for number, part in enumerate(parts):
+            first_rank, first = firsts.setdefault(part.name, (rank, part))
+            if part.kind != first.kind:
+                raise ModelMismatch(f"{part.name} is {first.kind} on rank {first_rank} and {part.kind} on rank {rank}: "
+                                    "it cannot be one tensor")
+            holders.setdefault((part.name, str(part.box)), []).append((rank, number))
+    shares: list[list[int]] = [[] for _ in announced]
+    load, saved = [0] * len(announced), dict.fromkeys(firsts, 0)
+    for found in holders.values():
         rank, number = min(found, key=lambda at: load[at[0]])
-        count = prod(stop - start for start, stop in told[rank][number][-1])
+        part = announced[rank][number]
         shares[rank].append(number)
-        load[rank] += count * getattr(torch, about[name][1][0]).itemsize
-        saved[name] += count
-    for name, count in saved.items():
-        if count != (wanted := prod(about[name][1][1])):
-            raise ModelMismatch(f"ranks hold {count} elements of {name} between them, expected {wanted}; has a step failed on one of them?")
+        load[rank] += part.numel * getattr(torch, part.dtype).itemsize
+        saved[part.name] += part.numel
+    for name, (_, first) in firsts.items():
+        if saved[name] != (wanted := prod(first.shape)):
+            raise ModelMismatch(f"ranks hold {saved[name]} elements of {name} between them, expected {wanted}; "
+                                "has a step failed on one of them?")
     return shares
 
 
-def _shown(kind: Sequence[Any]) -> str:
-    dtype, shape = kind
-    return f"{dtype} {tuple(shape)}"
-
-
-def assemble(told: Sequence[Announced], shares: Sequence[Sequence[int]], files: Sequence[SavedFile | None],
+def assemble(announced: Sequence[Sequence[AnnouncedPart]], shares: Sequence[Sequence[int]], files: Sequence[SavedFile | None],
              facts: Mapping[str, Any]) -> Manifest:
-    """The manifest of what ranks have written.
+    """The manifest of a checkpoint.
 
     files: of each rank, None where it had nothing to write
     """
     tensors: dict[str, SavedTensor] = {}
     number_of = {rank: number for number, rank in enumerate(rank for rank, file in enumerate(files) if file is not None)}
     for rank, share in enumerate(shares):
-        for name, dtype, shape, box in (told[rank][number] for number in share):
-            saved = tensors.setdefault(name, SavedTensor(getattr(torch, dtype), tuple(shape)))
-            saved.pieces.append(StoredBox(number_of[rank], tuple(Span(*span) for span in box)))
+        for part in (announced[rank][number] for number in share):
+            saved = tensors.setdefault(part.name, SavedTensor(getattr(torch, part.dtype), tuple(part.shape)))
+            saved.pieces.append(StoredBox(number_of[rank], tuple(Span(*span) for span in part.box)))
     return Manifest(tensors, [file for file in files if file is not None], dict(facts))
 
 
 def key_of(name: str, box: Box) -> str:
-    """What a piece is called in its file."""
+    """The key of a box in its file."""
     return f"{name}@{','.join(f'{start}:{stop}' for start, stop in box)}"
 
 
 def to_json(manifest: Manifest) -> str:
-    """As it lies on disk: a line for each tensor and file, so that people can read it, and the SHA-256 of all that in the last one."""
+    """The manifest's file: a line for each tensor and file, for human readers, and the SHA-256 of all that in the last line."""
     tensors = [f"{json.dumps(name)}: {json.dumps(_tensor_fields(saved))}" for name, saved in manifest.tensors.items()]
     files = [json.dumps([file.name, file.nbytes, file.sha256]) for file in manifest.files]
     parts = (f'"format": {FORMAT}', f'"facts": {json.dumps(manifest.facts)}', '"files": [\n' + ",\n".join(files) + "\n]",
@@ -166,7 +179,7 @@ def from_json(text: str, where: str) -> Manifest:
     """The inverse of `to_json`.
 
     where:  for messages
-    raises: DataError when it is no manifest, of another format, or does not make its tensors whole
+    raises: DataError when it is no manifest, of another format, damaged, or lacks elements of a tensor
     """
     try:
         read = json.loads(text)

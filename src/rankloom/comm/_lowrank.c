@@ -7,6 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <limits.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -19,6 +20,7 @@
 #define FETCH(address) __builtin_prefetch(address)
 
 enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 4096, STRIP = 512, TOGETHER = 4, LARGE = 1 << 22, AHEAD = 256 };
+static const double NOTHING = 0x1p-40;   /* see comm/power.py */
 typedef Py_ssize_t Size;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef float Loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));   /* anywhere in memory */
@@ -230,6 +232,40 @@ CLONED static void spread(const float *p, const float *q, float *x, Size rows, S
     WITH_RANK(rank, spread_rows, p, q, x, rows, columns)
 }
 
+/* The sum of x y, folded by halves: the order of comm/power.py's `_folded`. room: [n] */
+INLINED float folded_product(const float *x, const float *y, float *room, Size n)
+{
+    Size half = 1;
+    while (2 * half < n)
+        half *= 2;
+    for (Size i = 0; i < half; i++)
+        room[i] = x[i] * y[i];
+    for (Size i = half; i < n; i++)
+        room[i - half] += x[i] * y[i];
+    for (half /= 2; half; half /= 2)
+        for (Size i = 0; i < half; i++)
+            room[i] += room[half + i];
+    return room[0];
+}
+
+/* The rows of v become orthonormal, by Gram-Schmidt, twice: what rounding leaves the first time, the second takes away. */
+CLONED static void orthonormalise(float *v, float *room, Size rank, Size n)
+{
+    for (int round = 0; round < 2; round++)
+        for (Size k = 0; k < rank; k++) {
+            float *const row = v + k * n;
+            const double square = folded_product(row, row, room, n);
+            const float factor = square > NOTHING * (double)n ? (float)(1.0 / sqrt(square)) : 0.0f;
+            for (Size i = 0; i < n; i++)
+                row[i] *= factor;
+            for (float *other = row + n; other < v + rank * n; other += n) {
+                const float along = folded_product(other, row, room, n);
+                for (Size i = 0; i < n; i++)
+                    other[i] -= along * row[i];
+            }
+        }
+}
+
 /* ------------------------------------------------------------------ what Python calls */
 
 enum { MOST = 6 };
@@ -323,10 +359,29 @@ static PyObject *py_spread(PyObject *module, PyObject *args)
     return fine ? Py_NewRef(Py_None) : NULL;
 }
 
+static PyObject *py_orthonormalise(PyObject *module, PyObject *args)
+{
+    PyObject *v, *room;
+    Size rank, n;
+    Buffers b = {.count = 0};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOnn", &v, &room, &rank, &n))
+        return NULL;
+    const int fine = take(&b, v, 1, rank, n) && take(&b, room, 1, 1, n);
+    if (fine && n) {
+        Py_BEGIN_ALLOW_THREADS
+        orthonormalise(b.held[0].buf, b.held[1].buf, rank, n);
+        Py_END_ALLOW_THREADS
+    }
+    release(&b);
+    return fine ? Py_NewRef(Py_None) : NULL;
+}
+
 static PyMethodDef METHODS[] = {
     {"absorb", py_absorb, METH_VARARGS, "absorb(x, kept, left, right, q, p, rows, columns, rank)"},
     {"combine", py_combine, METH_VARARGS, "combine(m, p, out, rows, columns, rank)"},
     {"spread", py_spread, METH_VARARGS, "spread(p, q, x, rows, columns, rank)"},
+    {"orthonormalise", py_orthonormalise, METH_VARARGS, "orthonormalise(v, room, rank, n)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -25,8 +25,9 @@
 enum { HEAD = 2, BLOCK8 = 256, BLOCK4 = 128, BLOCK1 = 256, LANES = 16, LARGEST_BLOCK = 256 };
 enum { RECORD8 = HEAD + BLOCK8, RECORD4 = HEAD + BLOCK4 / 2, RECORD1 = HEAD + BLOCK1 / 8 };
 
-static const uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff, SIGN = 0x80000000, NOT_A_NUMBER = 0x7fc00000;
+static const uint32_t MAGNITUDE = 0x7fffffff, SIGN = 0x80000000, NOT_A_NUMBER = 0x7fc00000;
 static const float TINY = 0x1p-118f;          /* below, one over the step would overflow */
+static const float HUGE = 0x1p118f;           /* from here on, a block counts as not finite */
 static const float TO_WHOLE = 12582912.0f;    /* 1.5 * 2^23: adding it rounds to a whole number, halves to even */
 
 INLINED uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
@@ -36,23 +37,32 @@ INLINED float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); r
 INLINED void write_step(uint8_t *record, float step) { uint16_t half = bits_of(step) >> 16; memcpy(record, &half, HEAD); }
 INLINED float read_step(const uint8_t *record) { uint16_t half; memcpy(&half, record, HEAD); return float_of((uint32_t)half << 16); }
 
-/* The smallest bfloat16 of which `levels` reach the largest magnitude; NaN where a value is not finite. */
-INLINED float step_of(const float *v, int block, float levels)
+/* The largest magnitude; NaN is larger than all others. */
+INLINED float largest_of(const float *v, int block)
 {
     int32_t largest = 0;
     for (int i = 0; i < block; i++) {
         int32_t magnitude = (int32_t)(bits_of(v[i]) & MAGNITUDE);
         largest = magnitude > largest ? magnitude : largest;
     }
-    if ((uint32_t)largest >= INFINITE)
+    return float_of((uint32_t)largest);
+}
+
+/* The smallest bfloat16 of which `levels` reach the largest magnitude; NaN where a value is huge or not finite. */
+INLINED float step_of(const float *v, int block, float levels)
+{
+    const float top = largest_of(v, block);
+    if (!(top < HUGE))
         return float_of(NOT_A_NUMBER);
-    float top = float_of((uint32_t)largest);
     return top < TINY ? 0.0f : float_of((bits_of(top / levels) + 0xffff) & 0xffff0000u);
 }
 
-/* The mean magnitude of `count` values (zeros follow) as a bfloat16, added up in LANES partial sums; NaN where it is not finite. */
+/* The mean magnitude of `count` values (zeros follow) as a bfloat16, added up in LANES partial sums; NaN where one is huge or
+ * not finite. */
 INLINED float mean_of(const float *v, int count)
 {
+    if (!(largest_of(v, BLOCK1) < HUGE))
+        return float_of(NOT_A_NUMBER);
     float lane[LANES] = {0};
     for (int i = 0; i < BLOCK1; i += LANES)
         for (int l = 0; l < LANES; l++)
@@ -60,10 +70,7 @@ INLINED float mean_of(const float *v, int count)
     for (int width = LANES / 2; width; width /= 2)
         for (int l = 0; l < width; l++)
             lane[l] += lane[l + width];
-    if (bits_of(lane[0]) >= INFINITE)
-        return float_of(NOT_A_NUMBER);
-    uint32_t mean = (bits_of(lane[0] / (float)count) + 0x8000) & 0xffff0000u;
-    return float_of(mean >= INFINITE ? NOT_A_NUMBER : mean);
+    return float_of((bits_of(lane[0] / (float)count) + 0x8000) & 0xffff0000u);
 }
 
 /* Codes of v: whole numbers of steps. `left` gets what they do not say. */

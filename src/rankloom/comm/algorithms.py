@@ -1,12 +1,15 @@
-"""Every collective of this folder in one table: what to call, what all wait for, what one rank pays.
+"""Every exact collective that needs no map of nodes, in one table; `on_nodes` adds the two-level ones.
 
-In bills and paths, n (or `nbytes`) is always the whole: the longer side of a reduce-scatter or an all-gather, what each rank
-holds in the others. `wide` is `operands.widening(dtype)`: how many times the bytes of an element its partial sums have.
+An entry has the function, its path (what all ranks wait for) and its bill (what one rank sends). In both, n (or `nbytes`) is the
+whole: the longer side of a reduce-scatter or an all-gather, what each rank holds in the other collectives. `wide` is
+`operands.widening(dtype)`: how many times the bytes of an element its partial sums have. The functions take parameters, as `Group`
+does, and refuse a tensor with a graph (ConfigError).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 from torch import Tensor
 
@@ -24,39 +27,44 @@ class Algorithm:
     bill: Callable[..., Bill]     # (n, p, itemsize, rank=0, *, wide=1)
 
 
+def _named(module: ModuleType, name: str) -> Algorithm:
+    """The function of that name in a module of this folder, with its `_path` and its `_bill` beside it."""
+    return Algorithm(*(getattr(module, name + suffix) for suffix in ("", "_path", "_bill")))
+
+
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "all_reduce": {
-        "naive": Algorithm(naive.naive_all_reduce, naive.naive_all_reduce_path, naive.naive_all_reduce_bill),
-        "tree": Algorithm(tree.tree_all_reduce, tree.tree_all_reduce_path, tree.tree_all_reduce_bill),
-        "double_tree": Algorithm(tree.double_tree_all_reduce, tree.double_tree_all_reduce_path, tree.double_tree_all_reduce_bill),
-        "ring": Algorithm(ring.ring_all_reduce, ring.ring_all_reduce_path, ring.ring_all_reduce_bill),
-        "halving": Algorithm(halving.halving_all_reduce, halving.halving_all_reduce_path, halving.halving_all_reduce_bill),
+        "naive": _named(naive, "naive_all_reduce"),
+        "tree": _named(tree, "tree_all_reduce"),
+        "double_tree": _named(tree, "double_tree_all_reduce"),
+        "ring": _named(ring, "ring_all_reduce"),
+        "halving": _named(halving, "halving_all_reduce"),
     },
     "reduce_scatter": {
-        "ring": Algorithm(ring.ring_reduce_scatter, ring.ring_reduce_scatter_path, ring.ring_reduce_scatter_bill),
-        "halving": Algorithm(halving.halving_reduce_scatter, halving.halving_reduce_scatter_path, halving.halving_reduce_scatter_bill),
+        "ring": _named(ring, "ring_reduce_scatter"),
+        "halving": _named(halving, "halving_reduce_scatter"),
     },
     "all_gather": {
-        "ring": Algorithm(ring.ring_all_gather, ring.ring_all_gather_path, ring.ring_all_gather_bill),
-        "doubling": Algorithm(halving.doubling_all_gather, halving.doubling_all_gather_path, halving.doubling_all_gather_bill),
+        "ring": _named(ring, "ring_all_gather"),
+        "doubling": _named(halving, "doubling_all_gather"),
     },
     "broadcast": {
-        "binomial": Algorithm(broadcast.binomial_broadcast, broadcast.binomial_broadcast_path, broadcast.binomial_broadcast_bill),
-        "chain": Algorithm(broadcast.chain_broadcast, broadcast.chain_broadcast_path, broadcast.chain_broadcast_bill),
+        "binomial": _named(broadcast, "binomial_broadcast"),
+        "chain": _named(broadcast, "chain_broadcast"),
     },
     "all_to_all": {
-        "pairwise": Algorithm(all_to_all.pairwise_all_to_all, all_to_all.pairwise_all_to_all_path, all_to_all.pairwise_all_to_all_bill),
+        "pairwise": _named(all_to_all, "pairwise_all_to_all"),
     },
 }
-"""By collective, then by name. What needs to know the nodes is in `on_nodes`."""
+"""By collective, then by name."""
 
-NEEDS_TAGS = ("double_tree",)   # so none of these where a group has its messages in order, as over NCCL
+NEEDS_TAGS = ("double_tree",)   # not for a group whose messages ignore tags (`Group.in_order`), as over NCCL
 
 
 def on_nodes(nodes: Nodes) -> dict[str, dict[str, Algorithm]]:
-    """The algorithms in two levels, bound to `nodes`; their paths add both levels as if all links were equal.
+    """The two-level algorithms on these nodes. Their paths add both levels, as if all links were equal.
 
-    `hierarchical.hierarchical_all_reduce_paths` and `hierarchical_all_to_all_paths` tell the levels apart.
+    `hierarchical_all_reduce_paths` and `hierarchical_all_to_all_paths` in comm/hierarchical.py give each level by itself.
     """
     def both(paths: Callable[..., tuple[Path, Path]], nbytes: int, p: int, *, wide: int = 1) -> Path:
         inside, between = paths(nbytes, nodes, wide=wide)

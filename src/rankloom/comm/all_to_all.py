@@ -1,7 +1,7 @@
-"""All-to-all from send and receive: every rank has other rows for every other.
+"""All-to-all from send and receive: every rank has some rows for each other rank.
 
-Pairwise: p-1 rounds, in each of which every rank sends to one and receives from one. Nothing travels twice; but between two
-nodes of s ranks each go s*s messages, which `comm/hierarchical.py` makes one.
+Pairwise: p-1 rounds. In each, every rank sends to one rank and receives from another. Nothing travels twice. Two nodes of s
+ranks exchange s*s messages each way; `comm/hierarchical.py` sends one instead.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
 from rankloom.comm.operands import require_contiguous, require_rows
 from rankloom.world.group import Group
+from rankloom.world.transport.operands import untouched
 
 
 def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | None = None,
@@ -20,29 +21,30 @@ def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | N
 
     x:      [sum(send_rows), ...] on each of p ranks -> [sum(recv_rows), ...]: what all dealt to this rank, in rank order
     rows:   recv_rows[r] here is send_rows of this rank on rank r; both left out, shares are equal
-    out:    where to put it; left out, a new tensor
+    out:    where to put it; left out, a new tensor. Where it shares memory with `x`, a copy of `x` is dealt out
     sent:   p-1 messages, all rows but this rank's own
     steps:  p-1
     raises: NotContiguous; ShapeMismatch when the rows cannot be dealt so
     source: Thakur, Rabenseifner & Gropp 2005
     """
-    rank, p = group.rank, group.size
-    require_rows(x, group, "pairwise_all_to_all")
+    rank, p, label = group.rank, group.size, "pairwise_all_to_all"
+    given = require_rows(x, group, label)
     if send_rows is None and recv_rows is None and x.shape[0] % p == 0:
         send_rows = recv_rows = [x.shape[0] // p] * p
-    if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == p or sum(send_rows) != x.shape[0]:
-        raise ShapeMismatch(f"{group.where('pairwise_all_to_all')}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
+    if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == p or sum(send_rows) != x.shape[0] \
+            or min(*send_rows, *recv_rows) < 0 or send_rows[rank] != recv_rows[rank]:
+        raise ShapeMismatch(f"{group.where(label)}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
                             f"recv_rows={recv_rows}; give both, one number for each of {p} ranks")
     shape = (sum(recv_rows), *x.shape[1:])
-    out = require_contiguous(x.new_empty(shape) if out is None else out, group, "pairwise_all_to_all")
+    out = x.new_empty(shape) if out is None else out
+    into = require_contiguous(out, group, label)
     if out.shape != shape or out.dtype != x.dtype:
-        raise ShapeMismatch(f"{group.where('pairwise_all_to_all')}: out is {tuple(out.shape)} of {out.dtype}, "
-                            f"expected {shape} of {x.dtype}")
-    dealt, got = x.split(list(send_rows)), out.split(list(recv_rows))
+        raise ShapeMismatch(f"{group.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
+    dealt, got = untouched(given, into).split(list(send_rows)), into.split(list(recv_rows))
     got[rank].copy_(dealt[rank])
     for hop in range(1, p):
         to, frm = (rank + hop) % p, (rank - hop) % p
-        group.exchange(dealt[to], to, got[frm], frm, label="pairwise_all_to_all")
+        group.exchange(dealt[to], to, got[frm], frm, label=label)
     return out
 
 

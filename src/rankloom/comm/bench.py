@@ -1,9 +1,9 @@
 """Time every algorithm of a collective, and the backend's own, at many sizes, on the ranks of one group.
 
-For each size: the result of every algorithm is checked, then they take turns. A turn is a barrier and so many calls in a
-row that they last some milliseconds; its time is that of the rank that took longest. Turns of different algorithms alternate,
-in another order each time, so that a drift of the machine falls on all alike; the median of the turns counts.
-Read `comm/algorithms.py` before; `comm/fit.py` makes a model of the times.
+For each size, the result of every algorithm is checked. Then the algorithms take turns. A turn is a barrier and then calls in a
+row that last some milliseconds; its time is that of the slowest rank. Turns of different algorithms alternate, in another order
+each time, so that a drift of the machine affects all of them alike. The median over the turns counts.
+Read `comm/algorithms.py` before; `comm/fit.py` fits a model to the times.
 """
 
 import time
@@ -44,12 +44,14 @@ class Study:
     turns: int
 
     def subjects(self, collective: str, topology: Topology) -> list[str]:
-        """The algorithms of one collective, the backend's own last. No name at all means every one there is."""
+        """The algorithms of one collective to time, the backend's own last."""
         return [name for name in (*algorithms_on(collective, topology), BACKEND) if not self.algorithms or name in self.algorithms]
 
 
 def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int], dtype: str, turns: int) -> Study:
-    """Check what is asked for. No algorithms means all of them. raises: ConfigError"""
+    """Check the names and the number of turns. No algorithms means all of them. raises: ConfigError"""
+    if not collectives:
+        raise ConfigError(f"there is no collective to time; name one or more of {', '.join(ALGORITHMS)}")
     for what, names, known in (("collective", collectives, ALGORITHMS), ("algorithm", algorithms, NAMES), ("dtype", [dtype], DTYPES)):
         for name in names:
             if name not in known:
@@ -60,7 +62,7 @@ def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Seq
 
 
 def expect_subjects(study: Study, topology: Topology) -> None:
-    """Raise ConfigError unless every algorithm that was asked for has a collective to do on this topology, and every collective one."""
+    """Raise ConfigError for an algorithm that none of the collectives has on this topology, and for a collective with no algorithm."""
     subjects = {collective: study.subjects(collective, topology) for collective in study.collectives}
     for name in study.algorithms:
         if not any(name in names for names in subjects.values()):
@@ -73,21 +75,20 @@ def expect_subjects(study: Study, topology: Topology) -> None:
 
 
 def run_study(study: Study, group: Group, sink: Sink) -> list[Timed]:
-    """Time all that `study` asks for; every rank calls it and gets the same. Each result goes to `sink` as it comes.
+    """Run a study; every rank calls it and gets the same times. Each result goes to `sink` as it comes.
 
-    raises: ConfigError when an algorithm that was asked for cannot run here
+    raises: ConfigError for an algorithm that cannot run here
     """
     expect_subjects(study, group.topology)
-    found, total = [], len(study.collectives) * sum(size + FIXED_BYTES for size in study.sizes)
-    done = 0.0
-    for collective in study.collectives:
-        for size in study.sizes:
-            share = (size + FIXED_BYTES) / total
-            tell = partial(_tell, sink, group, f"{collective} {show_bytes(size)}", done, share)
-            for timed in time_size(collective, size, study, group, tell):
-                found.append(timed)
-                sink(timed)
-            done += share
+    cases = [(collective, size) for collective in study.collectives for size in distinct_sizes(collective, study, group.size)]
+    total, done, found = sum(size + FIXED_BYTES for _, size in cases), 0.0, []
+    for collective, size in cases:
+        share = (size + FIXED_BYTES) / total
+        tell = partial(_tell, sink, group, f"{collective} {show_bytes(size)}", done, share)
+        for timed in time_size(collective, size, study, group, tell):
+            found.append(timed)
+            sink(timed)
+        done += share
     return found
 
 
@@ -96,7 +97,7 @@ def _tell(sink: Sink, group: Group, what: str, done: float, share: float, part: 
 
 
 def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Callable[[float], None]) -> list[Timed]:
-    """Check, then time the algorithms of one collective at one size. tell: is told which part of it is done"""
+    """Check, then time the algorithms of one collective at one size. tell: called with the share that is done, 0 to 1"""
     names, dtype = study.subjects(collective, group.topology), DTYPES[study.dtype]
     if not study.algorithms and group.in_order:
         names = [name for name in names if name not in NEEDS_TAGS]
@@ -157,9 +158,17 @@ def algorithm(collective: str, name: str, topology: Topology) -> Callable[[Tenso
 
 
 def elements(collective: str, nbytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """How many elements the longer side has: those of `nbytes`, made to divide where the ranks cut them; at least one each."""
+    """The elements of the longer side in `nbytes`; a multiple of the ranks where it is cut over them; at least one for each rank."""
     n = nbytes // dtype.itemsize
     return max(1, n) if collective in ("all_reduce", "broadcast") else max(1, n // ranks) * ranks
+
+
+def distinct_sizes(collective: str, study: Study, ranks: int) -> list[int]:
+    """The sizes of a study without those that are rounded to the same number of elements as an earlier one."""
+    first: dict[int, int] = {}
+    for size in study.sizes:
+        first.setdefault(elements(collective, size, DTYPES[study.dtype], ranks), size)
+    return list(first.values())
 
 
 def operand(collective: str, n: int, dtype: torch.dtype, group: Group) -> Tensor:
@@ -184,7 +193,7 @@ def expected(collective: str, n: int, dtype: torch.dtype, group: Group) -> Tenso
 
 
 def _numbers(rank: int, n: int, device: torch.device) -> Tensor:
-    """0, 1 or 2, other ones on each rank."""
+    """0, 1 or 2, in another order on each rank."""
     return (torch.arange(n, device=device, dtype=torch.int32) * (rank + 1) + rank).remainder_(3)
 
 

@@ -1,4 +1,4 @@
-"""What a bench has found on some ranks: at each size, who is fastest and why; what links cost; and the same as JSON.
+"""The results of a bench: at each size, which algorithm is fastest and why; what links cost; and all of it as JSON.
 
 Pure: from times to values. `cli.py` prints them, `watch/plots.py` draws them.
 """
@@ -34,7 +34,7 @@ class Finding:
 
     @property
     def expected(self) -> str:
-        """The algorithm that is fastest by the fit: the one that "auto" would take."""
+        """The algorithm that is fastest by the fit, which "auto" would take."""
         return min(zip(self.prices, self.times), key=lambda pair: pair[0].seconds)[1].algorithm
 
 
@@ -50,13 +50,13 @@ class Findings:
     wide: int                  # see comm/algorithms.py
 
     def curve(self, algorithm: str) -> list[tuple[int, float]]:
-        """(bytes, seconds) as the fit says, from the smallest size to the largest, a factor of the square root of 2 apart."""
+        """(bytes, seconds) by the fit, from the smallest size to the largest, each sqrt(2) times the one before."""
         smallest, largest = (pick(at.bytes for at in self.sizes) for pick in (min, max))
         sizes = [round(smallest * 2 ** (k / 2)) for k in range(2 * (largest // smallest).bit_length())]
         return [(size, self.price(algorithm, size).seconds) for size in [*(size for size in sizes if size < largest), largest]]
 
     def price(self, algorithm: str, nbytes: int) -> Price:
-        """What it should take, by the fit."""
+        """The time that it should take, by the fit."""
         return price(route(self.collective, algorithm, nbytes, self.topology, wide=self.wide), self.fitted.links)
 
     def as_table(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An all-reduce whose every bit is the same for any number of ranks.
 
 Floating-point addition depends on its order, and the order of an ordinary all-reduce depends on the number of ranks. Here
-the summands are not ranks but L logical shards, fixed for the run, and they are added along one binary tree, whoever
+the summands are not ranks but L logical shards, fixed for the run. They are added along one binary tree, whichever rank
 computed them:
 
     level 3               (0..7)
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
 
 
@@ -119,11 +120,12 @@ class Fold:
 def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
     """Sum over all leaves along the canonical tree; every rank gets the same bits, whatever p is.
 
-    partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order
+    partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order; on one rank they are
+              added up in place
     sent:     (k+1) n(p-1)/p elements for a rank with k nodes (n rounded up to a multiple of p), 2(p-1) messages; a complex number is two
-    raises:   ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
+    raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
-    p = group.size
+    p, partials = group.size, [require_contiguous(partial, group, label) for partial in partials]
     held = [owned_nodes(owned_leaves(rank, p, leaves), leaves) for rank in range(p)]
     if p > leaves:
         raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")

@@ -1,8 +1,9 @@
-"""Which all-reduce sums the gradients: by name, or the one that should be fastest for a size on a topology.
+"""Which all-reduce sums the gradients: the one of a name, or the one that should be fastest for a size on a topology.
 
-A program may add its own to the table: `register_all_reduce("name", algorithm)`, then `[comm] all_reduce = "name"` or
-`rl.data_parallel(..., all_reduce="name")`. "auto" decides for each buffer by its price (comm/price.py). A decision is a pure
-function of bytes, topology and links, which are equal on all ranks, so all ranks decide the same without a message.
+A program may add its own: `register_all_reduce("name", algorithm)`, then `rl.prepare(..., all_reduce="name")` or
+`rl.data_parallel(..., all_reduce="name")`. A config file knows the built-in names only. "auto" takes for each buffer the one with
+the lowest price (comm/price.py). A decision is a pure function of bytes, topology and links. These are equal on all ranks, so all
+ranks decide the same without a message.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An algorithm and what it should take."""
+    """An algorithm and the time that it should take."""
 
     name: str
     price: Price
@@ -79,7 +80,7 @@ def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
 
 
 def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over the group, in place, by what should be fastest for its size. x: any shape, contiguous"""
+    """Sum `x` over the group, in place, by the all-reduce that should be fastest for its size. x: any shape, contiguous"""
     candidates = [one.name for one in decide(x.nbytes, group.topology, wide=widening(x.dtype)).candidates]
     algorithm = all_reduce_named(next(name for name in candidates if not (name in NEEDS_TAGS and group.in_order)))
     return group.all_reduce(x) if algorithm is None else algorithm(x, group)
@@ -97,14 +98,17 @@ _ALGORITHMS: dict[str, AllReduce | None] = {
 
 
 def register_all_reduce(name: str, algorithm: AllReduce) -> None:
-    """Make `algorithm` selectable as `name`; every rank must register it. A taken name is an error."""
+    """Make `algorithm` known as `name`, on every rank that will use it.
+
+    raises: ConfigError for a name that is in use
+    """
     if name in _ALGORITHMS:
         raise ConfigError(f"there is already an all-reduce named {name!r}")
     _ALGORITHMS[name] = algorithm
 
 
 def all_reduce_named(name: str) -> AllReduce | None:
-    """The algorithm of that name; None means the backend's own, which runs asynchronously by itself."""
+    """The algorithm of that name; None is the backend's own, which runs in the background. raises: ConfigError for an unknown name"""
     if name not in _ALGORITHMS:
         raise ConfigError(f"there is no all-reduce {name!r}. {did_you_mean(name, _ALGORITHMS)}")
     return _ALGORITHMS[name]

@@ -51,15 +51,18 @@ def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
 class Summing:
     """How the gradients of one run are summed: all by one all-reduce; or compressed, each buffer by one of its own.
 
+    What a compressed buffer loses is added to the next one, so all must be in one unit: those of a run with micro-batches of any size
+    are means over the items of their step. `factor` makes them so.
     after:  steps in which sums are exact before they are compressed
+    factor: every gradient is multiplied by it before it is summed
     raises: ConfigError when there is no such all-reduce or compression, or they do not go together
     """
 
-    def __init__(self, all_reduce: str, compress: str, after: int = 0):
+    def __init__(self, all_reduce: str, compress: str, after: int = 0, factor: float = 1.0):
         expect_compression(compress, all_reduce)
         expect_exact_steps(after, compress)
         self.compress, self._in_two_levels, self._after, self._exact_steps = compress, all_reduce == HIERARCHICAL, after, after
-        self._exact = all_reduce_named(all_reduce)
+        self.factor, self._exact = factor, all_reduce_named(all_reduce)
         self._lossy: list[Compressed] = []
 
     @property
@@ -103,10 +106,6 @@ class Summing:
 
     def begin_anew(self) -> None:
         """Another run goes on here: nothing is owed to its gradients, and its exact steps come first."""
-        self.rescale(0.0)
-        self._exact_steps = self._after
-
-    def rescale(self, factor: float) -> None:
-        """Tell all buffers that their unit has changed, as that of a scaled loss does."""
         for lossy in self._lossy:
-            lossy.rescale(factor)
+            lossy.rescale(0.0)
+        self._exact_steps = self._after

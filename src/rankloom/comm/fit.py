@@ -2,12 +2,12 @@
 
     time = alpha * steps + beta * bytes + gamma * added
 
-with one alpha and beta for each kind of link that the measured collectives took, none below zero, such that the relative
-errors of all times are least in squares. All algorithms made of messages share the constants, which is what lets them
-predict an algorithm at a size or on a number of ranks that was not measured; the backend's own has its own.
+There is one alpha and one beta for each kind of link that the measured collectives used; none is below zero. The fit makes the
+sum of the squared relative errors least. All algorithms made of messages share the constants, so these also predict an algorithm
+at a size or on a number of ranks that was not measured. The backend's own collectives have constants of their own.
 
-Which constant a time is charged to can be a matter of taste (in an fp32 all-reduce every second byte that travels is added, so
-beta and gamma only count together); what the fit predicts for a size is not.
+Some constants cannot be told apart: in an fp32 all-reduce every second byte that travels is also added, so only a mixture of beta
+and gamma can be measured. The time that the fit predicts for a size does not depend on how they share it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ from rankloom.base.topology import Link, Links, Topology
 from rankloom.comm.price import Route, price, route
 
 ADDED = ("adding", "gamma")
-NOTHING = 1e-12   # how much less a fit must miss, beside what there is to fit, to deserve one more constant
+NOTHING = 1e-12   # of |b|: a fit with further constants is taken only where it misses by so much less
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Links that explain measured times, and how well."""
+    """The links that fit measured times, and how far off they are."""
 
     links: Links
     measured: tuple[str, ...]               # names of the links that were; the others are as before
@@ -41,7 +41,7 @@ class Fitted:
 
 
 def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> Fitted:
-    """The links that explain best the times on one topology; those that no measured collective took are as they were.
+    """The links that fit the times on one topology best; those that no measured collective used are as they were.
 
     raises: ConfigError when there is nothing to fit
     """
@@ -62,7 +62,7 @@ def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> F
 
 
 def _amounts(way: Route) -> dict[tuple[str, str], float]:
-    """(kind of link, which constant) -> how much of it a route takes; what it does not take at all is left out."""
+    """(kind of link, constant) -> how often a route pays it; those that it never pays are left out."""
     amounts: dict[tuple[str, str], float] = {}
     for kind, path in way.parts:
         amounts |= {(kind, "alpha"): float(path.steps), (kind, "beta"): float(path.bytes)}
@@ -83,7 +83,7 @@ def _with(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least |a x - b|. For few unknowns: the best over all choices of which may differ from zero.
+    """The x >= 0 with the least |a x - b|: tries every choice of the unknowns that may differ from zero.
 
     a: [m, n]   b: [m] -> [n], n up to about ten
 

@@ -1,8 +1,8 @@
 """Recursive halving and doubling: the bytes of a ring in log2 p steps.
 
-Halving: pairs of ranks far apart swap halves of what they hold, each adds its own half; then pairs half as far apart swap
+Halving: pairs of ranks far apart swap halves of what they hold, and each adds up its own half. Then pairs half as far apart swap
 quarters, and so on, until every rank has the sum of one chunk. Doubling runs the same pairs backwards, with finished chunks.
-It wants a power of two of ranks: where p is none, some ranks are guests, whose right neighbour does their part.
+Such pairs need a power of two of ranks. Of any other number, some ranks are guests: the rank to their right does their part.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from rankloom.world.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """How p ranks sit on the largest power of two of seats that they fill: ranks 0, 2, 4 ... of the first few are guests of the
-    rank to their right.
+    """Which ranks take part. There are as many seats as the largest power of two up to p. Each rank more than that is a guest of the
+    rank to its right and has no seat: ranks 0, 2, 4 ..., as many as are needed.
 
     >>> [(Seats(6).seat(rank), Seats(6).guest_of(rank)) for rank in range(6)]
     [(None, None), (0, 0), (None, None), (1, 2), (2, None), (3, None)]
@@ -44,7 +44,7 @@ class Seats:
         return rank - self.guests
 
     def rank(self, seat: int) -> int:
-        """Who sits there."""
+        """The rank that has this seat."""
         return 2 * seat + 1 if seat < self.guests else seat + self.guests
 
     def guest_of(self, rank: int) -> int | None:
@@ -107,7 +107,7 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
     """All ranks' `x` in rank order, by recursive doubling.
 
     x:      [n, ...] on each of p ranks -> [p*n, ...]
-    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it
+    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it. `x` may lie in it
     sent:   log2 p messages, n(p-1) rows per rank; where p is no power of two, log2 p is rounded down, a guest sends n rows,
             its host p*n more
     steps:  log2 p, rounded down; 2 more where p is no power of two
@@ -120,9 +120,9 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
     if guest is not None:
         group.recv(pieces[guest], guest, label="doubling_all_gather: from the guest")
     elif seats.seat(group.rank) is None:
-        group.send(x, group.rank + 1, label="doubling_all_gather: to the host")
+        group.send(pieces[group.rank], group.rank + 1, label="doubling_all_gather: to the host")   # `x` may be overwritten by now
     starts = [start * out.shape[1:].numel() for start in seats.row_cuts(out.shape[0])]
-    _double(out.view(-1), starts, seats, group, "doubling_all_gather")
+    _double(out.detach().view(-1), starts, seats, group, "doubling_all_gather")
     return out
 
 

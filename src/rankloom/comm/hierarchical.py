@@ -83,7 +83,8 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     source: Traff & Rougier 2014, "MPI collectives and datatypes for hierarchical all-to-all communication"
     """
     label, p = "hierarchical_all_to_all", group.size
-    if require_rows(x, group, label).shape[0] % p:
+    x = require_rows(x, group, label)
+    if x.shape[0] % p:
         raise ShapeMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} cannot be cut in {p} equal slices "
                             "along dim 0; pad it")
     here = _node_of(group, nodes)
@@ -91,7 +92,7 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     blocks = x.view(p, x.numel() // p)   # [to rank, what]
     partners = [_partners(nodes, here, at) for at in range(len(node))]
 
-    # Inside: whoever writes to a node collects what all ranks here have for it.
+    # Inside: each rank collects what all ranks here have for the nodes that it writes to.
     targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
     collected = peers.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
                                 recv_rows=[len(targets[place])] * len(node), label=label)

@@ -1,7 +1,8 @@
 """What all compressed all-reduces share: one object for each buffer, called with that buffer only, because it remembers.
 
 What compression loses of a buffer (its *error*) is kept on this rank and added to the next one, so over many steps nothing is
-lost, only late. A buffer that holds a NaN or an infinity must come out non-finite, and leave nothing non-finite behind.
+lost, only late. Both must be in one unit: means, where batches differ in size. A buffer that holds a NaN or an infinity must come out
+non-finite, and leave nothing non-finite behind.
 """
 
 from abc import ABC, abstractmethod

@@ -10,27 +10,29 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, NotContiguous, ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.world.group import Group
+from rankloom.world.transport.operands import expect_operand
 
 
 def require_contiguous(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x`, or NotContiguous before any rank has sent anything."""
-    if not x.is_contiguous():
-        raise NotContiguous(f"{group.where(label)}: tensor of shape {tuple(x.shape)} has strides {x.stride()}, "
-                            "expected a contiguous one; pass x.contiguous()")
-    return x
+    """`x` detached: the same memory, so a parameter may be written to. Raises before any rank has sent anything.
+
+    raises: NotContiguous; ConfigError for a tensor with a graph, since no gradient goes back through a collective
+    """
+    expect_operand(x, group.device, group.where(label))
+    return x.detach()
 
 
 def require_rows(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x`, contiguous and with a first dim to cut."""
+    """`x` detached, contiguous and with a first dim to cut. raises: as `require_contiguous`; ShapeMismatch"""
     if x.dim() == 0:
         raise ShapeMismatch(f"{group.where(label)}: a tensor without dims has no rows, expected [rows, ...]; pass x.view(1)")
     return require_contiguous(x, group, label)
 
 
 def summand(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x` laid flat. [...] -> [n], the same memory   raises: NotContiguous; ConfigError for bool, whose sum is no bool"""
+    """`x` detached and laid flat. [...] -> [n], the same memory   raises: as `require_contiguous`; ConfigError for bool"""
     if x.dtype == torch.bool:
         raise ConfigError(f"{group.where(label)}: the sum of torch.bool is not of that dtype; sum x.int()")
     return require_contiguous(x, group, label).view(-1)

@@ -4,7 +4,7 @@ A matrix M of a x b becomes P Q with P of a x r and Q of r x b. One step of subs
 
     M = gradient + error                      in one pass with the next
     P = M Q^T                                 all-reduce: P of all matrices, and all that is no matrix, uncompressed
-    P orthonormalised; own = P^T M            all-reduce: Q = the sum of `own`
+    P orthonormalised; own = P^T M            all-reduce: Q = the sum of `own`; each rank for itself, to the same bits
     gradient = P Q; error = M - P own
 
 Both rounds are sums, so what is sent does not grow with the ranks, and errors of all ranks together are the error of the sum.
@@ -16,7 +16,7 @@ Read comm/lossy.py first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ NATIVE = _lowrank is not None
 RANK = 4
 IN_C = 16   # the highest rank whose sums stay in registers and nearest caches; above it, products are torch's
 SMALL = 1e-30
+NOTHING = 2.0**-40   # what is left of a column, squared, for each of its values of 1 at most: below, it is only what was rounded
 
 BufferParts = Sequence[tuple[int, Sequence[int]]]
 """The tensors in a flat buffer: where each begins, and its shape."""
@@ -67,7 +68,7 @@ class Matrix:
 
     def turn(self, p: Tensor) -> Tensor:
         """Take the sum of all ranks' P; returns `own`, whose sum is the next Q."""
-        self.p = torch.linalg.qr(p).Q.contiguous()
+        self.p = orthonormal(p)
         if NATIVE and p.device.type == "cpu" and len(self.q) <= IN_C:
             _lowrank.combine(*_arrays(self.kept, self.p, self.own), *self.kept.shape, len(self.q))
         else:
@@ -83,10 +84,51 @@ class Matrix:
         for column, row in zip(self.p.t()[1:], self.q[1:]):
             x += torch.outer(column, row)
 
+    def revive(self) -> None:
+        """A direction in which there was nothing begins anew: from zero it would stay there, without end."""
+        dead = ~self.q.any(1)
+        if dead.any():
+            self.q = torch.where(dead[:, None], first_directions(self.start, *self.q.shape).to(self.q.device), self.q)
+
     def restore(self, x: Tensor) -> None:
         """After `absorb`: back to the error as it was before x; zero where x was not finite."""
         self.kept.sub_(x).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.own.zero_()
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """An orthonormal basis of what the columns of `p` span. p: [a, r], finite -> [a, r]; a column that comes to nothing stays zero
+
+    Every rank computes it for itself, of equal sums, and all must get the same bits. On the CPU, torch's QR rounds by the number of
+    threads, and ranks may have different numbers; so there it is Gram-Schmidt, with sums in one order. On a GPU it is QR, which gives
+    the same bits on cards of one kind.
+    """
+    if p.device.type != "cpu":
+        return torch.linalg.qr(p).Q.contiguous()
+    rows = p.t() / p.abs().amax(0).clamp(min=SMALL)[:, None]   # so that no square overflows, or comes to nothing
+    rows = rows.contiguous()
+    if NATIVE:
+        _lowrank.orthonormalise(*_arrays(rows, torch.empty_like(rows[0])), *rows.shape)
+    else:
+        _gram_schmidt_twice(rows)
+    return rows.t().contiguous()
+
+
+def _gram_schmidt_twice(rows: Tensor) -> None:
+    """The same bits as in C. rows: [r, a]"""
+    for k in (*range(len(rows)), *range(len(rows))):
+        square = _folded(rows[k] * rows[k]).item()
+        rows[k] *= 1.0 / sqrt(square) if square > NOTHING * rows.shape[1] else 0.0   # torch's square root is not rounded as IEEE says
+        rows[k + 1 :] -= _folded(rows[k + 1 :] * rows[k])[:, None] * rows[k]
+
+
+def _folded(products: Tensor) -> Tensor:
+    """The sum over the last dim, by halves: an order that does not depend on threads. [..., n] -> [...]"""
+    while (n := products.shape[-1]) > 1:
+        half = 1 << (n - 1).bit_length() - 1
+        products[..., : n - half] += products[..., half:]
+        products = products[..., :half]
+    return products[..., 0]
 
 
 class PowerSGD(Compressed):
@@ -141,6 +183,7 @@ class PowerSGD(Compressed):
         for matrix, q in zip(self._matrices, second.split([matrix.q.numel() for matrix in self._matrices])):
             matrix.q = q.view_as(matrix.q)
             matrix.spread(matrix.of(values))
+            matrix.revive()
         if not second.isfinite().all():   # the sum overflowed, and with it the directions for the next step
             self._matrices = []
 
@@ -161,8 +204,13 @@ class PowerSGD(Compressed):
 
 def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:
     """Nothing remembered yet, and random directions, the same on all ranks."""
-    q = torch.randn(rank, b, generator=stream(0, "powersgd", start)).to(device)
+    q = first_directions(start, rank, b).to(device)
     return Matrix(start, torch.zeros(a, b, device=device), torch.zeros(a, rank, device=device), torch.zeros(rank, b, device=device), q)
+
+
+def first_directions(start: int, rank: int, b: int) -> Tensor:
+    """Random, of the matrix that begins at value `start`: the same on all ranks. [r, b]"""
+    return torch.randn(rank, b, generator=stream(0, "powersgd", start))
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:

@@ -8,7 +8,8 @@ A block of values becomes a record: a step in bf16, then a code for each value.
 
 The step is the upper half of an fp32, so step x code is exact, and so is what is left of a value afterwards: nothing is lost
 between what is sent and what is remembered, and no processor rounds otherwise than another.
-A block with a NaN or an infinity comes out as NaN, whole, and what was remembered of it stays as it was.
+A block with a NaN or an infinity comes out as NaN, whole, and what was remembered of it stays as it was. So does one with a value of
+2**118 or more: near the top of fp32 a step times a code, or a sum of magnitudes, is infinite, and so would be what is remembered.
 
 Each pass reads memory once and writes it once. On the CPU the passes are in C (_quantize.c); where that was not built, and on a
 GPU, torch computes the same bits here.
@@ -28,8 +29,9 @@ except ImportError:   # there was no compiler when this was installed
 NATIVE = _quantize is not None
 HEAD = 2             # bytes of the step
 TINY = 2.0**-118     # below, one over the step would overflow: such a block is sent as zeros
+HUGE = 2.0**118
 LANES = 16           # partial sums of the mean magnitude: their order is part of the format
-INFINITE, MAGNITUDE = 0x7F800000, 0x7FFFFFFF   # of the bits of an fp32
+MAGNITUDE = 0x7FFFFFFF   # of the bits of an fp32
 
 
 class Format(Protocol):
@@ -194,15 +196,19 @@ def _decode(records: Tensor, bits: int) -> Tensor:
 
 
 def _step(v: Tensor, levels: float) -> Tensor:
-    """The smallest bf16 of which `levels` reach the block's largest magnitude; NaN where a value is not finite."""
-    largest = (v.view(torch.int32) & MAGNITUDE).amax(1)
-    top = largest.view(torch.float32)
+    """The smallest bf16 of which `levels` reach the block's largest magnitude; NaN where a value is HUGE or not finite."""
+    top = _largest(v)
     step = ((top / levels).view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)
-    return torch.where(largest >= INFINITE, torch.nan, torch.where(top < TINY, 0.0, step))
+    return torch.where(top < TINY, 0.0, torch.where(top < HUGE, step, torch.nan))
+
+
+def _largest(v: Tensor) -> Tensor:
+    """The largest magnitude of each block, compared by bits, as in C: NaN is larger than all others."""
+    return (v.view(torch.int32) & MAGNITUDE).amax(1).view(torch.float32)
 
 
 def _mean_magnitude(v: Tensor, count: int) -> Tensor:
-    """Over the real values, rounded to bf16; added up in LANES partial sums, then by halves. NaN where it is not finite."""
+    """Over the real values, rounded to bf16; added up in LANES partial sums, then by halves. NaN where a value is HUGE or not finite."""
     lanes = v.new_zeros(len(v), LANES)
     for piece in v.abs().split(LANES, dim=1):
         lanes += piece
@@ -211,7 +217,7 @@ def _mean_magnitude(v: Tensor, count: int) -> Tensor:
     counts = v.new_full((len(v),), v.shape[1])
     counts[-1] -= v.numel() - count
     mean = (lanes[:, 0] / counts).view(torch.int32) + 0x8000 & ~0xFFFF
-    return torch.where(lanes[:, 0].isfinite() & (mean < INFINITE), mean.view(torch.float32), torch.nan)
+    return torch.where(_largest(v) < HUGE, mean.view(torch.float32), torch.nan)
 
 
 def _finite(records: Tensor) -> Tensor:

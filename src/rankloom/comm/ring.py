@@ -14,6 +14,7 @@ from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
 from rankloom.comm.operands import chunk_sizes, require_contiguous, require_rows, summand, summing_dtype
 from rankloom.world.group import Group
+from rankloom.world.transport.operands import untouched
 
 
 def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -55,7 +56,7 @@ def ring_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -> Te
     """All ranks' `x` in rank order.
 
     x:      [n, ...] on each of p ranks -> [p*n, ...]
-    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it
+    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it. `x` may lie in it
     sent:   p-1 messages, n(p-1) rows per rank
     steps:  p-1
     raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
@@ -68,7 +69,7 @@ def ring_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -> Te
 
 def gathering(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[tuple[Tensor, ...], Tensor]:
     """The pieces of an all-gather's result, this rank's filled in, and the result. raises: see `ring_all_gather`"""
-    require_rows(x, group, label)
+    given = require_rows(x, group, label)
     if out is None:
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
     pieces = require_contiguous(out, group, label).tensor_split(group.size)
@@ -76,7 +77,7 @@ def gathering(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[
     if mine.shape != x.shape or mine.dtype != x.dtype:
         raise ShapeMismatch(f"{group.where(label)}: x is {tuple(x.shape)} {x.dtype}, expected {tuple(mine.shape)} {mine.dtype}: "
                             f"this rank's piece of out {tuple(out.shape)} as tensor_split cuts it")
-    mine.copy_(x)
+    mine.copy_(untouched(given, mine, 0))
     return pieces, out
 
 

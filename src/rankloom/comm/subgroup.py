@@ -14,6 +14,7 @@ from rankloom.comm.all_to_all import pairwise_all_to_all
 from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
+from rankloom.world.transport.operands import divided
 
 
 class Subgroup(Group):
@@ -51,7 +52,7 @@ class Subgroup(Group):
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
         total = ring_all_reduce(x, self)
-        return self._done(total.div_(self.size) if op == "mean" else total, label, async_op)
+        return self._done(divided(total, self.size) if op == "mean" else total, label, async_op)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with rank `root`'s, along a binomial tree."""
@@ -61,14 +62,16 @@ class Subgroup(Group):
         """All ranks' `x` in rank order, by the ring. [n, ...] on each -> [p*n, ...]"""
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
-        return self._done(ring_all_gather(rows, self, out=whole), label, async_op)
+        return self._done(ring_all_gather(rows, self, out=whole) if self.size > 1 else whole, label, async_op)
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:
         """The sum over ranks of this rank's slice of `x`, by the ring, which has no use for `scratch`. [p*n, ...] on each -> [n, ...]"""
         mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
-        total = ring_reduce_scatter(x, self)
-        return self._done(total if out is None else mine.copy_(total), label, async_op)
+        if self.size > 1:
+            total = ring_reduce_scatter(x, self)
+            mine = total if out is None else mine.copy_(total)
+        return self._done(mine, label, async_op)
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:

@@ -1,9 +1,9 @@
 """All-reduce along trees: sums climb to a root, the result comes down again.
 
-The binomial tree waits for 2 log2 p messages of the whole buffer: best where a message costs more than its bytes. Its
-weakness is that half of the ranks are leaves, which only send once and receive once. The double tree takes two trees, such
-that the leaves of one are inner ranks of the other; each adds one half of the buffer, both at the same time and in blocks, so
-that all links work: nearly the bytes of a ring, in a logarithmic number of steps.
+The binomial tree waits for 2 log2 p messages of the whole buffer: best where a message costs more than its bytes. Half of its
+ranks are leaves, which send once and receive once, and are idle otherwise. The double tree uses two trees, such that the leaves of
+one are inner ranks of the other. Each tree adds one half of the buffer, both at the same time and in blocks, so all links are
+busy: nearly the bytes of a ring, in a logarithmic number of steps.
 Read `comm/broadcast.py` first.
 """
 
@@ -79,8 +79,8 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     lanes = [_Lane(half.tensor_split(blocks), tree, tag, group)
              for tag, (half, tree) in enumerate(zip(halves, double_tree(group.rank, group.size)))]
     leaf, inner = sorted(lanes, key=lambda lane: len(lane.tree.children))
-    # What a leaf sends and takes waits for nobody, and nobody on this rank waits for it: kept as many blocks ahead, and then
-    # behind, as the trees have levels, it shares the link with the inner rank's messages and holds none of them up.
+    # This rank is a leaf of one tree, and nothing in its other tree depends on the leaf's messages. So the leaf works ahead on the
+    # way up, and behind on the way down, by as many blocks as the trees have levels: it delays none of the other tree's messages.
     ahead = group.size.bit_length() - 1
     if group.size > 1:
         for at in range(blocks + ahead):

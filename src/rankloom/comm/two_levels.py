@@ -4,13 +4,12 @@
     between    the stages of comm/blockwise.py, on this rank's slice, with the ranks at the same place in the other nodes
     inside     send the finished slice to every rank of the node
 
-While one piece is between nodes, the next is inside, so the slow link is never idle. Where nodes differ in size, and on a
-GPU, comm/hierarchical.py does the same one after the other.
+While one piece travels between nodes, the next travels inside, so the slow link is never idle. Where nodes differ in size, and on
+a GPU, comm/hierarchical.py does the same without overlap.
 """
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill
@@ -18,7 +17,6 @@ from rankloom.comm.blockwise import Blockwise, staggered
 from rankloom.comm.hierarchical import hierarchical_all_reduce, hierarchical_all_reduce_bill
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.comm.messages import post
-from rankloom.comm.quantize import Floats
 from rankloom.comm.subgroup import Subgroup
 from rankloom.world.group import Group
 
@@ -78,15 +76,6 @@ class TwoLevels(Compressed):
             total += Bill(sent=4 * (sum(lengths) + len(lengths) * mine), messages=sum(map(bool, lengths)) + len(lengths) * bool(mine))
             total += self.between.bill_for(mine, len(nodes))
         return total
-
-
-def overlapped_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over the group exactly, in place, on the same two levels with the same overlap. Every rank ends with the same bits.
-
-    x:      any shape, fp32 or narrower, contiguous; summed in fp32
-    raises: NotContiguous; ConfigError where x is not floating
-    """
-    return TwoLevels(Blockwise(Floats(torch.float32)))(x, group)
 
 
 def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:

@@ -22,7 +22,7 @@ from rankloom.data.order import permute
 from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
-FORMAT = 1                       # of the cache; a new number makes old files invisible
+FORMAT = 2                       # of the cache; a new number makes old files invisible
 FEW = 20                         # documents: below this each gives its own tail to validation
 BPE_CHARACTERS = 100_000_000     # of training text that BPE learns from
 PIECE = 1 << 20                  # characters encoded at a time: longer documents are cut at a line end

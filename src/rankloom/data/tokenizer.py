@@ -31,7 +31,10 @@ class Tokenizer(Protocol):
         """The token that ends a document; no text encodes to it, and it decodes to nothing."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without an end-of-text token."""
+        """The tokens of a text, such as a prompt, without an end-of-text token.
+
+        raises: DataError for a text that is not UTF-8
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of many texts, faster than one by one."""
@@ -51,7 +54,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """One token per byte."""
-        return list(text.encode())
+        return list(_as_utf_8(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Views of the bytes themselves."""
@@ -68,24 +71,23 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-level BPE of the `tokenizers` library, in its tokenizer.json format."""
+    """Byte-level BPE of the `tokenizers` library, in its tokenizer.json format. Texts stay whole, whatever lengths the file asks for."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", place: str = "tokenizer"):
         self.inner = inner
         self.inner.encode_special_tokens = True       # a text that contains "<|endoftext|>" must not end there
+        self.inner.no_truncation()                    # files from elsewhere may hold the settings of a model: they would
+        self.inner.no_padding()                       # drop most of a long text, or fill up short ones
         ends = [end for end in map(inner.token_to_id, _KNOWN_ENDS) if end is not None]
         if not ends:
             raise DataError(f"{place}: has no end-of-text token to put between documents; "
                             f"one of {', '.join(_KNOWN_ENDS)} is needed")
         self.eot: int = ends[0]
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens are 0 .. vocab_size - 1."""
-        return int(self.inner.get_vocab_size())
+        self.vocab_size = 1 + max(inner.get_vocab().values())   # numbers may have gaps, so not their count
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
+        _as_utf_8(text)
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -101,6 +103,15 @@ class BPETokenizer:
         """Write tokenizer.json."""
         with disk(path, "write the tokenizer"):
             path.write_text(self.inner.to_str(), encoding="utf-8")
+
+
+def _as_utf_8(text: str) -> bytes:
+    """Raises DataError for a text that has no UTF-8, as a command line in another encoding gives one."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the prompt is not UTF-8: its character {error.start} is {text[error.start]!a}, a byte or half of a surrogate "
+                        "pair that stands for no character") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:

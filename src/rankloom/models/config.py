@@ -38,8 +38,8 @@ class MoEConfig:
 class GPTConfig:
     """The shape of a Llama-style GPT; every number that decides which parameters there are.
 
-    >>> GPTConfig.from_depth(6).width
-    384
+    >>> GPTConfig(width=512, heads=8).head_width
+    64
     """
 
     vocab_size: int = 8192
@@ -82,20 +82,6 @@ class GPTConfig:
     def kv_width(self) -> int:
         """Width of all keys (or all values) of one token."""
         return self.kv_heads * self.head_width
-
-    @classmethod
-    def from_depth(cls, layers: int, **overrides: object) -> "GPTConfig":
-        """One size dial: everything follows from the number of layers.
-
-        Width grows as 64 x layers, heads are 64 wide, and the MLP is 8/3 of the width, rounded up to 64.
-        """
-        width = 64 * layers
-        shape = cls(width=width, layers=layers, heads=layers, kv_heads=layers, ffn=_round_up(8 * width / 3, 64))
-        return _override(shape, overrides)
-
-
-def _round_up(value: float, multiple: int) -> int:
-    return int(-(-value // multiple)) * multiple
 
 
 def _shape(width: int, layers: int, heads: int, ffn: int, **rest: object) -> GPTConfig:
@@ -145,7 +131,7 @@ def parameter_count(config: GPTConfig) -> int:
 
 
 def _parameters(config: GPTConfig, experts: int) -> int:
-    """With so many routed experts counted in each block."""
+    """The same, with `experts` routed experts counted in each block."""
     attention = 2 * config.width * (config.width + config.kv_width)     # query, output; key, value
     moe = config.moe
     inner = config.ffn if moe is None else (experts + moe.shared) * moe.ffn
@@ -161,7 +147,7 @@ def model_flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     The 6: each weight multiplies and adds once forward and twice backward. Attention adds, per layer, scores and
     weighted values against on average seq_len / 2 earlier tokens: 2 x 2 x width x seq_len / 2 forward, three
     times that with backward. An untied embedding counts as if it were multiplied, as the field does.
-    Of routed experts only those count that a token goes through.
+    Of the routed experts, only the `top_k` that a token goes through count.
     Recomputed activations are not counted: this is the model's work, not the machine's.
     """
     seq_len = config.seq_len if seq_len is None else seq_len

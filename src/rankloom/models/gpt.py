@@ -152,8 +152,9 @@ class GPT(nn.Module):
             self.head = None if config.tie else nn.Linear(config.width, config.vocab_size, bias=False)
         self.output = Output(config.vocab_size)
         self.rotary = Rotary(config)
+        self.to(dtype)     # nothing is allocated yet
         if torch.device(device).type != "meta":
-            initialize(self, seed=seed, device=device, dtype=dtype)
+            initialize(self, seed=seed, device=device)
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -216,9 +217,8 @@ class GPT(nn.Module):
         return total if extra is None else total + extra, count
 
 
-def initialize(model: GPT, *, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+def initialize(model: GPT, *, seed: int, device: torch.device | str) -> None:
     """Give every parameter and buffer of a model on the meta device its values."""
-    model.to(dtype)      # first: nothing is allocated yet
     model.to_empty(device=device)
     fill = initial_values(model, seed)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -252,7 +252,7 @@ INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.
 
 def _draw(into: Tensor, config: GPTConfig, seed: int, name: str, *number: int) -> None:
     std = INIT_STD / sqrt(2 * config.layers) if name.endswith(INTO_RESIDUAL) else INIT_STD
-    into.copy_(torch.empty(into.shape).normal_(0.0, std, generator=stream(seed, "init", name, *number)))
+    into.copy_(torch.empty(into.shape, dtype=torch.float32).normal_(0.0, std, generator=stream(seed, "init", name, *number)))
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:

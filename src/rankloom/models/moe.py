@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.scoped import temporarily
 from rankloom.models.config import MoEConfig
 from rankloom.models.mlp import MLP
@@ -50,7 +51,7 @@ class Experts(nn.Module):
         """Forget all experts but `count` from number `first` of those held; the others' memory is freed."""
         for name, whole in list(self.named_parameters()):
             part = nn.Parameter(whole.detach()[first:first + count].clone(), requires_grad=whole.requires_grad)
-            vars(part).update(vars(whole))   # attributes of the user's
+            copy_user_attributes(part, whole)
             setattr(self, name, part)
         self.first += first
 
@@ -205,7 +206,10 @@ class MoE(nn.Module):
 
 
 def how_often(numbers: Tensor, n: int) -> Tensor:
-    """How often each number below n is among these: [m] -> [n]. `bincount` looks for the largest first, and waits for the device."""
+    """How often each number below n is among these: [m] -> [n].
+
+    `bincount` reads the maximum on the host: a device synchronisation.
+    """
     return torch.zeros(n, dtype=torch.long, device=numbers.device).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 

@@ -1,4 +1,4 @@
-"""An all-to-all that gradients go back through: the rows of a tensor dealt out to the ranks of a group, in uneven shares."""
+"""A differentiable all-to-all: the rows of a tensor go to the ranks of a group, in uneven shares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from rankloom.world.group import Group
 
 
 def deal_rows(x: Tensor, group: Group, send_rows: Sequence[int], recv_rows: Sequence[int], label: str) -> Tensor:
-    """The first send_rows[0] rows of `x` go to rank 0, the next send_rows[1] to rank 1, and so on; gradients the same way back.
+    """The first send_rows[0] rows of `x` go to rank 0, the next send_rows[1] to rank 1, and so on; gradients go back the same way.
 
-    x:      [sum(send_rows), ...] -> [sum(recv_rows), ...], what all dealt to this rank, in rank order
-    rows:   recv_rows[r] here is send_rows of this rank on rank r
+    x:      [sum(send_rows), ...] -> [sum(recv_rows), ...], the rows for this rank, in rank order of their senders
+    rows:   recv_rows[r] here must equal send_rows[this rank] on rank r
     sent:   p-1 messages, all rows but this rank's own; backward, all received rows but its own
-    raises: ShapeMismatch when the rows cannot be dealt so
+    raises: ShapeMismatch when the numbers do not fit
     """
     dealt: Tensor = _DealRows.apply(x, group, list(send_rows), list(recv_rows), label)   # type: ignore[no-untyped-call]
     return dealt

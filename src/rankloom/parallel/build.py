@@ -1,12 +1,12 @@
-"""Models on the meta device: built without memory, given values where and when there is memory for them.
+"""Models on the meta device: built without memory, and given values once they are cut.
 
     InitialValues    fills a whole tensor, by its name in the plain model; made before the model is split
     FirstValues      fills a rank's part: the first rank makes the whole tensor and broadcasts it, every rank cuts its part out
-    SharedValues     does that, and compares what several stages of a pipeline were given
-    put_stand_ins    replaces parameters by stand-ins, which have a shape and no memory until units (shard/unit.py) give them some
-    give_memory      gives memory to what is in no unit: buffers, and parameters that stay whole
+    SharedValues     does that, and checks that stages of a pipeline have filled a tied tensor alike
+    put_stand_ins    replaces parameters by stand-ins, which have a shape but no memory until units (shard/unit.py) allocate it
+    give_memory      allocates what is in no unit: buffers, and parameters that stay whole
 
-A model that is bigger than one rank's memory is cut while it is filled: a tensor exists whole only until its part has been taken.
+So a model may be larger than one rank's memory: a tensor is whole only until a rank has taken its part.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.rng import stream
+from rankloom.parallel.equal_start import named_state
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.replicas import named_state
 from rankloom.shard.optimizer import stand_in
 from rankloom.shard.unit import Fill
 from rankloom.world.group import Group
 
 SHOWN = 5                      # names in an error
-_drawing = threading.Lock()   # torch's generator is one for the process; ranks may be threads of it
+_drawing = threading.Lock()   # ranks may be threads, and torch's generator is one for the whole process
 
 
 class InitialValues:
-    """Gives whole tensors of a model on the meta device their values, by name: as the user's function or the modules' own do.
+    """Fills whole tensors of a model on the meta device, by name: with the user's function, or the modules' `reset_parameters`.
 
-    Make it before the model is split. Tensors that are not on the meta device keep their values. A tied parameter is filled under its
-    first name, whichever of its names is asked for.
+    Make it before the model is split. Tensors that are not on the meta device keep their values. A tied parameter is always filled under
+    the first of its names.
     raises: ConfigError when there is neither a function nor a `reset_parameters` for some tensor
     """
 
@@ -54,7 +54,7 @@ class InitialValues:
                                   "give `initialize`, a function of (name, tensor) that fills the tensor in place")
 
     def __call__(self, name: str, whole: Tensor) -> None:
-        """Fill a tensor in place. What is wrong with the user's function is noted in `problem`."""
+        """Fill a tensor in place. `problem` collects what the user's function does wrong."""
         name = self._first[name]
         if name in self._there:
             whole.copy_(self._there[name])
@@ -66,15 +66,15 @@ class InitialValues:
 
     @property
     def problem(self) -> str | None:
-        """What was wrong so far, all in one."""
+        """What was wrong so far, as one text."""
         names = ", ".join(self._unfilled[:SHOWN]) + (" ..." if len(self._unfilled) > SHOWN else "")
         missing = [f"`initialize` gave {len(self._unfilled)} tensors no values, or not all: {names}. It must write into the tensor that it "
                    "is given, for every name"] if self._unfilled else []
         return "\n".join((*self.problems, *missing)) or None
 
     def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
-        whole.fill_(math.nan if whole.is_floating_point() else 0)   # so that it is seen where nothing is written
-        given = whole.detach()   # a tensor of its own, lest another shape reaches those who wait for this one
+        whole.fill_(math.nan if whole.is_floating_point() else 0)   # to detect elements that are not written
+        given = whole.detach()   # another tensor object: if the user resizes it, `whole` keeps its shape
         initialize(name, given)
         if (given.shape, given.dtype, given.data_ptr()) != (whole.shape, whole.dtype, whole.data_ptr()):
             self.problems.append(f"`initialize` made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must write "
@@ -84,10 +84,10 @@ class InitialValues:
 
 
 class FirstValues:
-    """Fills this rank's part of each tensor, such that all ranks hold parts of one whole: that which the first rank makes.
+    """Fills this rank's part of each tensor. All ranks hold parts of one whole, which the first rank makes.
 
     make:   fills whole tensors
-    groups: along them, one after the other, a whole reaches all ranks that hold a part of it; the rank that is first in each makes it
+    groups: broadcasts along them, one after the other, reach all ranks that hold a part; the rank that is first in each makes the whole
     split:  how the model is split over them, if it is
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it
@@ -110,7 +110,7 @@ class FirstValues:
 
 
 class SharedValues:
-    """Fills as `fill` does, and compares what `shared` tensors were given: several stages of a pipeline have them, each fills its own."""
+    """Fills as `fill` does, and compares the values of `shared` tensors, which several stages of a pipeline have and fill."""
 
     def __init__(self, fill: FirstValues, shared: frozenset[str]):
         self.fill, self.shared = fill, shared
@@ -123,7 +123,7 @@ class SharedValues:
             self._digests[name] = digest(part)
 
     def problem(self, stages: Group) -> str | None:
-        """What is wrong with the values given, for all ranks to agree on. A collective."""
+        """What is wrong with the values, or None. A collective."""
         everyone = stages.all_gather_object(self._digests, label="values of tied parameters")
         differ = [name for name in sorted(self.shared) if len({digests[name] for digests in everyone if name in digests}) > 1]
         tied = [f"{', '.join(differ)}: `initialize` gave other values in another stage of the pipeline, but these are one parameter; "
@@ -137,14 +137,14 @@ def digest(x: Tensor) -> str:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """The module as it is now, with the same tensors: whoever cuts a model changes what modules say of themselves."""
+    """The module as it is now, with the same tensors: cutting the model will change its attributes."""
     twin = object.__new__(type(module))
     vars(twin).update(vars(module) | {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)})
     return twin
 
 
 def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
-    """One tensor of what `module.reset_parameters()` makes, the module left as it was; the same draw for all its tensors."""
+    """One tensor of what `module.reset_parameters()` makes, on a copy. The same seed makes all tensors of a module agree."""
     twin = _copy(module)
     for held in (twin._parameters, twin._buffers):
         for name, tensor in held.items():
@@ -159,7 +159,7 @@ def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
 
 
 def put_stand_ins(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters on the meta device by stand-ins that have a shape and no memory; move what is not on it."""
+    """Replace parameters on the meta device by stand-ins without memory; move all other tensors to `device`."""
     made = {param: _hooked(stand_in(param, device=device), param) for param in model.parameters() if param.is_meta}   # ties are kept
     for module in model.modules():
         module._parameters.update({key: made[param] for key, param in module._parameters.items() if param is not None and param in made})
@@ -175,7 +175,7 @@ def _hooked(stand_in: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def give_memory(model: nn.Module, fill: Fill, device: torch.device, wanted: Callable[[nn.Parameter], bool]) -> None:
-    """Give memory and values to all buffers, and to those stand-ins that are `wanted`. A collective of all ranks that fill."""
+    """Give memory and values to all buffers, and to the stand-ins that are `wanted`. A collective of all ranks that fill."""
     made = {buffer: torch.empty(buffer.shape, dtype=buffer.dtype, device=device) if buffer.is_meta else buffer
             for buffer in model.buffers()}   # ties are kept
     for name, buffer in model.named_buffers():

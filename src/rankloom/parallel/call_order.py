@@ -1,8 +1,7 @@
-"""In which order the sections of a model are called, gathered and reduced: where parameters come from other ranks, the same on all of them.
+"""The order in which a model's sections are called, gathered and reduced, and a check that it is the same on all ranks.
 
-A gather is a collective, and messages carry no names. A rank that calls one block while another rank calls the next would compute with
-a mixture of both, and nothing would tell; so it is with a reduction on one rank where there is a gather on another. So a number stands
-for the order of a rank's gathers and reductions, and ranks compare it where a step ends.
+A gather is a collective, and messages carry no names. If one rank gathers block 3 while another gathers block 4, or reduces, both silently
+compute with a mixture. So each rank hashes the order of its gathers and reductions, and ranks compare the hashes at the end of a step.
 """
 
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from rankloom.parallel.sections import Section
 
 @dataclass
 class Calls:
-    """What a rank has called, and what it has gathered.
+    """The calls of one rank.
 
-    order:    the calls of this pass    last: those of the pass before
-    order_hash: stands for the gathers since the last step ended, and the reductions among them
+    order:      of this pass             last: of the pass before
+    order_hash: a hash of the gathers and reductions since the last step ended
     """
 
     order: list[Section] = field(default_factory=list)
@@ -25,39 +24,39 @@ class Calls:
     order_hash: int = 0
 
     def begin_pass(self) -> None:
-        """Calls are noted anew."""
+        """A new pass begins."""
         self.last, self.order = self.order or self.last, []
 
     def note(self, section: Section) -> None:
-        """It is called now."""
+        """The section is called now."""
         section.first_call = len(self.order) if section.first_call is None else section.first_call
         self.order.append(section)
 
     def following(self, ahead: int) -> list[Section]:
-        """What was called next in the pass before."""
+        """The sections that were called next in the pass before."""
         return self.last[len(self.order) : len(self.order) + ahead]
 
     def before(self, section: Section, ahead: int) -> list[Section]:
-        """What backward comes to after the section; it goes through the calls of one from the last to the first."""
+        """The sections that backward reaches next. Of several calls of one section, it goes from the last to the first."""
         places = [at for at, called in enumerate(self.order) if called is section] or [0]
         at = places[min(section.calls, len(places) - 1)]
         return self.order[max(0, at - ahead) : at]
 
     def note_gather(self, section: Section) -> None:
-        """It is about to be gathered, unless it is here."""
+        """The section is about to be gathered, unless it is."""
         if section.is_away:
             self.order_hash = crc32(section.name.encode(), self.order_hash)
 
     def note_reduction(self, section: Section) -> None:
-        """Its gradients are on their way."""
+        """Its reduction has started."""
         self.order_hash = crc32(f"gradients of {section.name}".encode(), self.order_hash)
 
     def end_step(self, rank: int, *, alike: bool) -> None:
-        """Gathers are counted anew. raises: UnitError when ranks have not gathered alike"""
+        """Start a new hash. alike: whether all ranks had the same one. raises: UnitError otherwise"""
         self.order_hash = 0
         if not alike:
             names = [section.name or "root" for section in self.order]
-            self.order, self.last = [], []   # by which ranks would gather ahead
+            self.order, self.last = [], []   # do not gather ahead by them
             shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
             raise UnitError(
                 f"rank {rank}: not all ranks have called the same blocks in the same order; here, in the last pass, {shown}. A block that "

@@ -1,17 +1,17 @@
-"""Context parallel: one sequence over many ranks, each of which holds the activations of its own tokens only.
+"""Context parallel: one sequence over many ranks. Each holds the activations of its own tokens only.
 
 Two ways to let a query see keys that another rank owns:
 
-    ring          keys and values travel once around the ring, p-1 hops; every rank takes what its queries see of each block
-                  into a running softmax (parallel/tiles.py). Backward they travel again, and their gradients behind them.
-    all_to_all    every rank trades the tokens of all heads for all tokens of some heads, attends alone, and trades back.
-                  Less to send (a p-th of the ring's), but no more ranks than heads.
+    ring          keys and values travel once around the ring, p-1 hops. Each rank merges the attention of its queries to each block
+                  into a running softmax (parallel/tiles.py). Backward they travel again, followed by their gradients.
+    all_to_all    every rank trades its tokens of all heads for all tokens of some heads, attends alone, and trades back.
+                  With as many key-value as query heads it sends forward 2/p of what a ring sends; but p is at most the number of heads.
 
-No rank ever holds the scores of all tokens against all, nor, in a ring, the keys of all. Nothing is padded: the shares of a length
-that the ranks do not divide differ by a token or two, so that no token that is not there is counted or routed.
+No rank ever holds the scores of all tokens against all, nor, in a ring, the keys of all. Nothing is padded: if the ranks do not divide
+a length, their shares differ by a token or two, so no padding is counted in the loss or routed to an expert.
 
-A loss of (sum, count) over a rank's own tokens is a part of the whole one: sums, counts and gradients are added over the ranks.
-Read parallel/sequences.py (who owns what) and parallel/tiles.py (the arithmetic) before this file.
+The loss is (sum, count) over a rank's own tokens: sums, counts and gradients are added over the ranks.
+Read parallel/sequences.py (which rank owns what) and parallel/tiles.py (the arithmetic) before this file.
 
 source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
 """
@@ -38,28 +38,28 @@ from rankloom.parallel.tokens_apart import TokensApart, expect_tokens_apart
 from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
-KEYED_DROPOUT = (nn.Dropout, TokenDropout)     # what rl.prepare lets draw by position
-TellPositions = Callable[[Spans, int], None]   # is told the positions of the tokens that are here, and the length of their rows
+KEYED_DROPOUT = (nn.Dropout, TokenDropout)     # rl.prepare makes these draw by position
+TellPositions = Callable[[Spans, int], None]   # takes the positions of this rank's tokens, and the length of their rows
 
 
 def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: TellPositions | None = None) -> nn.Module:
-    """From now on a call of `model` takes whole rows on every rank, and computes this rank's tokens of them only.
+    """From now on a call of `model` takes whole rows on every rank, and computes only this rank's tokens of them.
 
-    model: one whose forward takes `tokens` [B, T] and a `part`, as models/gpt.py does; tensors beside the tokens, such as targets, are
-           [B, T, ...] and cut like these, or [B], of a row each; what it returns is of this rank's tokens. Rows longer than its
-           `config.seq_len`, if it has one, are refused. It takes `documents` too (see `document_cuts`): attention then stays inside them
+    model: its forward takes `tokens` [B, T] and a `part`, as models/gpt.py does, and returns results of this rank's tokens. Other tensors,
+           such as targets, are [B, T, ...] and cut alike, or [B], one value a row. With `documents` (see `document_cuts`) attention stays
+           inside each document
     kind:  "ring" or "all_to_all"
-    tell:  called before every forward. Whoever lets ranks draw by position (`rl.prepare`) gives it, and may have `nn.Dropout` in the model
-    sent:  per layer as `ring_attention_bill` or `all_to_all_attention_bill` say
+    tell:  called before every forward. Callers that draw dropout by position (`rl.prepare`) give it, and may have `nn.Dropout`s
+    sent:  per layer: `ring_attention_bill` or `all_to_all_attention_bill`
     raises: ConfigError for another kind, for a model without `tokens` or a `part` or with dropout, and the second time; on a call,
-           DataError for a row that is longer than the model reads, or shorter than there are ranks; on the first, ConfigError for a
-           model whose tokens see each other elsewhere (parallel/tokens_apart.py)
+           DataError for a row longer than the model's `config.seq_len`, if it has one, or shorter than there are ranks; on the first call,
+           ConfigError for a model in which tokens see each other outside of attention (parallel/tokens_apart.py)
     """
     expect_kind(kind)
-    signature = inspect.signature(model.forward)   # now: compilers and wrappers may come later
+    signature = inspect.signature(model.forward)   # now: a compiler or wrapper may hide it later
     if "part" not in signature.parameters:
-        raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so nobody can tell its "
-                          "attention about tokens on other ranks; see SequencePart in models/sequence_part.py")
+        raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `part`, so its "
+                          "attention cannot see tokens on other ranks; see SequencePart in models/sequence_part.py")
     if "tokens" not in signature.parameters:
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__}.forward takes no `tokens`, the name of the rows "
                           f"[B, T] that are cut over ranks; it takes {', '.join(signature.parameters)}")
@@ -71,7 +71,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
 
 
 def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module], ...] = ()) -> None:
-    """Raise ConfigError for a dropout that would not drop on ranks what it drops on one process. but: kinds that would"""
+    """Raise ConfigError for a dropout whose mask on ranks would differ from that of one process. but: kinds that are allowed"""
     dropping = [name for name, module in model.named_modules()
                 if isinstance(module, _DropoutNd) and type(module) not in but and module.p > 0]
     if dropping and group.size > 1:
@@ -81,31 +81,31 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
 
 
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
-    """This rank's share of whole rows, in the order of positions. x: [B, T, ...] -> [B, about T/p, ...]"""
+    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]"""
     return Context(group, x.shape[1], kind, causal).own(x)
 
 
 def expect_kind(kind: str) -> None:
-    """raises: ConfigError for a word that is no kind of context parallelism"""
+    """Raise ConfigError unless it is a kind of context parallelism."""
     if kind not in KINDS:
         raise ConfigError(f"there is no context parallelism {kind!r}. {did_you_mean(kind, KINDS)}")
 
 
 @dataclass(slots=True)
 class _OwnTokens:
-    """A hook before a model's forward: cuts what comes, and hands in the part it is."""
+    """A forward pre-hook: cuts the inputs, and passes their `part`."""
 
     group: Group
     kind: str
     signature: inspect.Signature
     tell: TellPositions | None
-    is_first: bool = True   # call
+    is_first: bool = True   # whether no call has come yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # a text that is written goes on from keys and values that are all here
+        # generation uses a KV cache that lies wholly on this rank
         if kwargs.get("caches") is not None or isinstance(kwargs.get("part"), TokensApart):
             return args, kwargs
         documents = kwargs.pop("documents", None)
@@ -125,13 +125,13 @@ class _OwnTokens:
 
 @dataclass(frozen=True)
 class Context:
-    """Rows of `length` tokens, cut over the ranks of a group: what is here, and how it attends to the rest."""
+    """Rows of `length` tokens, cut over the ranks of a group: which tokens are here, and how they attend to the rest."""
 
     group: Group
     length: int
     kind: str = RING
     causal: bool = True
-    documents: Documents | None = None   # one row stands for all; None: no row is cut
+    documents: Documents | None = None   # one row stands for all; None: each row is one document
     device: torch.device | None = None   # of `positions`
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Context:
 
     @cached_property
     def tiles(self) -> tuple[list[Tile], ...]:
-        """For each rank, what this rank's queries see of its keys."""
+        """For each rank, the tiles of this rank's queries against that rank's keys."""
         mine, documents = self.spans[self.group.rank], self.documents or document_cuts(None, self.length)
         return tuple(merged(tiles(mine, theirs, causal=self.causal, documents=documents)) for theirs in self.spans)
 
@@ -167,15 +167,15 @@ class Context:
         return torch.cat([torch.arange(span.start, span.stop, device=self.device) for span in self.spans[self.group.rank]])
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's share of whole rows [B, T, ...], contiguous."""
+        """This rank's tokens of whole rows [B, T, ...], contiguous."""
         if x.dim() < 2 or x.shape[1] != self.length:
             raise ShapeMismatch(f"{self.group.where('own tokens')}: x has shape {tuple(x.shape)}, expected rows of {self.length} tokens")
         return torch.cat([x[:, span.start:span.stop] for span in self.spans[self.group.rank]], dim=1)
 
-    @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
+    @torch.compiler.disable   # communication cannot be compiled
     @torch.no_grad()
     def gather(self, x: Tensor) -> Tensor:
-        """The whole rows [B, T, ...] of which every rank has its share `x`; no gradient. sent: p-1 messages, n(p-1)"""
+        """The whole rows [B, T, ...], from each rank's tokens `x`; no gradient. sent: p-1 messages, n(p-1)"""
         longest, mine = max(self.tokens), x.transpose(0, 1)
         padded = mine.new_zeros((longest, *mine.shape[1:]))
         padded[:len(mine)] = mine
@@ -209,10 +209,10 @@ class Context:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-    """Attention in which keys and values go around a ring, with its own backward.
+    """Attention with keys and values passed around a ring, and its own backward.
 
     query: [B, H, T/p, D], key and value: [B, K, T/p, D] -> [B, H, T/p, D]
-    sent:  p-1 messages, keys and values of p-1 ranks; backward p-1 more of those, and p-1 of their gradients, in fp32 at least
+    sent:  p-1 messages with the keys and values of p-1 ranks; backward the same again, and p-1 with gradients, in fp32 at least
     memory: two blocks of keys and values at a time, backward two of gradients too, and one tile
     source: Liu, Zaharia & Abbeel 2023
     """
@@ -227,14 +227,14 @@ def ring_attention_bill(tokens: Sequence[int], token_bytes: int, rank: int) -> B
 
 
 def ring_attention_backward_bill(tokens: Sequence[int], token_bytes: int, rank: int, *, wide: int = 1) -> Bill:
-    """What `rank` sends backward. wide: how many times larger the gradients' numbers are, 2 for 16-bit attention."""
+    """What `rank` sends backward. wide: bytes of a gradient element over those of a key, 2 for 16-bit attention"""
     p = len(tokens)
     gradients = sum(tokens[(rank - hop) % p] for hop in range(1, p)) * token_bytes * wide
     return ring_attention_bill(tokens, token_bytes, rank) + Bill(gradients, p - 1)
 
 
 def _shift(block: Tensor, context: Context, owner: int, label: str, tag: int) -> Handle:
-    """Pass a block to the right, while the one from the left comes, which is of the tokens of rank `owner`."""
+    """Start to pass a block to the right, and to receive the one of rank `owner` from the left."""
     group = context.group
     into = block.new_empty((*block.shape[:3], context.tokens[owner], block.shape[4]))
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -245,7 +245,7 @@ def _shift(block: Tensor, context: Context, owner: int, label: str, tag: int) ->
 def _around(block: Tensor, context: Context, label: str) -> Iterator[tuple[int, Tensor]]:
     """This rank's block, then those of the ranks to its left, nearest first, each with its owner.
 
-    A block is passed on, and the next one comes, while whoever asked for it computes.
+    While the caller computes with a block, it is passed on and the next one arrives.
     """
     rank, p = context.group.rank, context.group.size
     for hop in range(p):
@@ -279,11 +279,11 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         context: Context = ctx.context
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()   # that of a plain sum has no memory; kernels on a GPU refuse it
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()   # the gradient of a plain sum has stride 0, which GPU kernels refuse
         of_query = torch.zeros_like(query, dtype=lse.dtype)
         own, travelling = None, None
         for owner, block in _around(torch.stack((key, value)), context, "keys and values, again"):
-            # A block's gradients begin one hop from home and end there, so the owner's own share never travels.
+            # A block's gradients start at the owner's right neighbour and come home last, so the owner's own share never travels.
             of_block = torch.zeros_like(block, dtype=lse.dtype) if travelling is None else _send_home(travelling, context, owner)
             for rows, asking, asked, causal in context.tiles[owner]:
                 saved = query[rows, :, asking], *block[:, rows, :, asked], out[rows, :, asking], lse[rows, :, asking]
@@ -302,10 +302,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-    """Attention in which every rank attends for all tokens, but for some heads only.
+    """Attention in which each rank computes all tokens of some heads.
 
     query: [B, H, T/p, D], key and value: [B, K, T/p, D] -> [B, H, T/p, D]; p need not divide H, and may be more than K
-    sent:  4(p-1) messages, see `all_to_all_attention_bill`; backward the same the other way
+    sent:  4(p-1) messages, see `all_to_all_attention_bill`; the same backward
     raises: ConfigError when there are more ranks than query heads
     source: Jacobs et al. 2023
     """
@@ -317,13 +317,14 @@ def all_to_all_attention(query: Tensor, key: Tensor, value: Tensor, context: Con
     query, key, value = (_tokens_for_heads(x, wanted, context) for x, wanted in ((query, askers), (key, asked), (value, asked)))
     mine = [head // shared - asked[group.rank].start for head in askers[group.rank]]
     if len(mine) % key.shape[1] or mine != [i * key.shape[1] // len(mine) for i in range(len(mine))]:
-        # Some key-value heads serve more queries here than others.
+        # Kernels want equally many query heads for each key-value head. The cut has left this rank an unequal number, so it gives every
+        # query head a copy of its own.
         key, value = (torch.stack([heads[head] for head in mine], dim=1) for heads in (key.unbind(1), value.unbind(1)))
-    return _heads_for_tokens(ring_attention(query, key, value, context.alone), askers, context)
+    return _heads_for_tokens(ring_attention(query, key, value, context.alone), askers, context)   # p = 1: plain attention over the tiles
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
-    """The query heads of each rank, and the key-value heads that they read; some of those on more than one rank.
+    """The query heads of each rank, and the key-value heads that they read; ranks may share some of these.
 
     >>> deal_heads(heads=6, kv_heads=2, ranks=4)[1]
     (range(0, 1), range(0, 2), range(1, 2), range(1, 2))
@@ -334,7 +335,7 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> tuple[tuple[range, ...]
 
 
 def all_to_all_attention_bill(tokens: Sequence[int], heads: int, kv_heads: int, head_bytes: int, rank: int) -> Bill:
-    """What `rank` sends forward: its tokens' queries, keys and values, then what the others' tokens got from its heads.
+    """What `rank` sends forward: queries, keys and values of its tokens, then its heads' results for the tokens of others.
 
     tokens: of each rank; head_bytes: of one head of one token, in all rows
     """
@@ -348,7 +349,7 @@ def all_to_all_attention_bill(tokens: Sequence[int], heads: int, kv_heads: int, 
 def _tokens_for_heads(x: Tensor, wanted: Sequence[range], context: Context) -> Tensor:
     """[B, all heads, own tokens, D] -> [B, own heads, all tokens, D]; rank r wants the heads wanted[r]."""
     rank, tokens = context.group.rank, context.tokens
-    heads = x.permute(1, 2, 0, 3).unbind()   # an index would be brought to the device, and wait for all that it has to do
+    heads = x.permute(1, 2, 0, 3).unbind()   # not by an index list: copying it to the device would synchronise
     rows = torch.stack([heads[head] for span in wanted for head in span]).flatten(0, 1)
     received = [len(wanted[rank]) * there for there in tokens]
     dealt = deal_rows(rows, context.group, [len(span) * tokens[rank] for span in wanted], received, "tokens for heads")
@@ -357,7 +358,7 @@ def _tokens_for_heads(x: Tensor, wanted: Sequence[range], context: Context) -> T
 
 
 def _heads_for_tokens(x: Tensor, owned: Sequence[range], context: Context) -> Tensor:
-    """[B, own heads, all tokens, D] -> [B, all heads, own tokens, D]; rank r brings the heads owned[r]."""
+    """[B, own heads, all tokens, D] -> [B, all heads, own tokens, D]; rank r sends the heads owned[r]."""
     rank, tokens = context.group.rank, context.tokens
     rows = torch.cat([block.flatten(0, 1) for block in x.permute(1, 2, 0, 3).split(tokens, dim=1)])
     received = [len(heads) * tokens[rank] for heads in owned]

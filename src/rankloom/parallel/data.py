@@ -17,25 +17,27 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
+from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
-from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
+from rankloom.parallel.replicas import ReplicaGuard
+from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.world.group import Group
 
 
 class DataParallel(nn.Module):
     """A model whose gradients, after `backward()`, are the mean over all ranks of the group."""
 
-    def __init__(self, module: nn.Module, reducer: GradientReducer, buffers: BufferKeeper):
+    def __init__(self, module: nn.Module, reducer: GradientReducer, guard: ReplicaGuard):
         super().__init__()
         self.module = module
-        self._reducer, self._replica_guard = reducer, buffers
+        self._reducer, self._replica_guard = reducer, guard
         self._finish_queued = False
         for param in module.parameters():
             if param.requires_grad:
                 hook_gradient(param, self._queue_finish)
         watch_optimizers()
-        self.register_load_state_dict_post_hook(lambda mine, _: mine._replica_guard.forget_changes())   # see `_load_from_state_dict`
+        self.register_load_state_dict_post_hook(lambda mine, _: mine._begin_anew())   # see `_load_from_state_dict`
         keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +45,7 @@ class DataParallel(nn.Module):
 
         raises: UnitError when a parameter was replaced since the model was wrapped, ConfigError when one is trained that was frozen then
         """
-        self._replica_guard.expect_parameters()
+        self._replica_guard.parameters.expect_unchanged()
         if self._finish_queued and torch._C._current_graph_task_id() != -1:   # recomputed in a backward, which goes on
             return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():
@@ -65,9 +67,9 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the model itself; see `state_dict`."""
+        """Into the model itself; see `state_dict`. What compression has lost of earlier gradients is dropped."""
         loaded = self.module.load_state_dict(*args, **kwargs)
-        self._replica_guard.forget_changes()   # what has been loaded is no change of a step
+        self._begin_anew()
         return loaded
 
     def __deepcopy__(self, memo: Any) -> "DataParallel":
@@ -83,6 +85,11 @@ class DataParallel(nn.Module):
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *more)
 
+    def _begin_anew(self) -> None:
+        """From values that have been loaded: they are no change of a step, and nothing is owed to them."""
+        self._replica_guard.buffers.forget_changes()
+        self._reducer.summing.begin_anew()
+
     def _queue_finish(self, _: Tensor) -> None:
         if self._reducer.syncing and not self._finish_queued:
             self._finish_queued = True
@@ -90,7 +97,7 @@ class DataParallel(nn.Module):
 
     def _finish(self) -> None:
         self._reducer.finish()
-        self._replica_guard.average_changed()
+        self._replica_guard.buffers.average_changed()
         self._finish_queued = False
 
 
@@ -107,10 +114,11 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for names that mean nothing, or not together
     """
     expect_model_and_group(model, group)
+    expect_no_sync_batch_norm(model, group.size)
     make_replicas_equal(model, group)
     reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
                               bucket_bytes=bucket_bytes, average=True, by_rows=embeddings(model))
-    return DataParallel(model, reducer, BufferKeeper(model, group))
+    return DataParallel(model, reducer, ReplicaGuard(model, group))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

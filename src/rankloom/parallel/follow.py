@@ -1,8 +1,8 @@
-"""A forward that is a collective, run by some ranks only: the others go along.
+"""Forward-only passes in which some ranks have run out of batches, while the forward is a collective.
 
-Ranks may bring different numbers of batches to a forward-only pass. Where a forward gathers parameters (stage 3), or sends rows to
-experts on other ranks, a rank without a batch still has its part to do. Those that run say what comes next; those that
-have nothing to run ask, do their part of it, and ask again. Nothing is said while all ranks run.
+Where a forward gathers parameters (stage 3), or sends rows to experts on other ranks, an idle rank still has to take part. Before each
+such call, the ranks that run announce it, in one small all-reduce. Idle ranks join that to learn what comes next, take part in it, and
+repeat. Nothing is announced while all ranks have a batch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Next(NamedTuple):
-    """What comes next in a forward: section `number` is gathered, or rows of `width` elements go to layer `number` of experts."""
+    """The next collective of a forward: section `number` is gathered, or rows of `width` elements go to layer `number` of experts."""
 
     what: int
     number: int = 0
@@ -29,11 +29,11 @@ class Next(NamedTuple):
 
 
 class Guide:
-    """How the ranks of a group say what comes next.
+    """Announces the collectives of a forward to idle ranks.
 
     group:  all ranks that a forward of one of them needs
-    leads:  whether this rank says what comes next, because somebody follows
-    layers: what a rank that follows does for each layer of spread experts, given rows for them, of which it has none
+    leads:  whether this rank announces: some rank is idle
+    layers: for each layer of spread experts, what an idle rank calls, with an empty tensor of rows
     """
 
     def __init__(self, group: Group):
@@ -49,30 +49,30 @@ class Guide:
 
     @contextlib.contextmanager
     def leading(self, on: bool) -> Iterator[None]:
-        """What runs inside tells the ranks that follow, if on."""
+        """Forwards inside announce their collectives, if on."""
         with temporarily(self, leads=on):
             yield
         if on:
             self._say(Next(ENDED))
 
     def tell_section(self, number: int) -> None:
-        """Before section `number` is gathered. A collective while somebody follows."""
+        """Announce that section `number` will be gathered. A collective while some rank is idle."""
         if self.leads:
             self._say(Next(SECTION, number))
 
     def tell_layer(self, number: int, rows: Tensor) -> None:
-        """Before rows [n, W] go to the experts of layer `number`. A collective while somebody follows."""
+        """Announce that rows [n, W] will go to the experts of layer `number`. A collective while some rank is idle."""
         if self.leads:
             self._say(Next(LAYER, number, rows.shape[1], DTYPES.index(rows.dtype)))
 
     def ask(self) -> Next:
-        """What the ranks that run do next."""
+        """On an idle rank: what the ranks that run do next."""
         return self._say(Next(ASKING))
 
-    def go_along(self, told: Next) -> None:
-        """The part of a rank without rows in a layer of experts. It says with the others what comes inside."""
+    def go_along(self, announced: Next) -> None:
+        """Take part in a layer of experts, without rows of its own. Inside, this rank announces along with the others."""
         with temporarily(self, leads=True):
-            self.layers[told.number](torch.empty(0, told.width, dtype=DTYPES[told.dtype], device=self.group.device))
+            self.layers[announced.number](torch.empty(0, announced.width, dtype=DTYPES[announced.dtype], device=self.group.device))
 
     def _say(self, following: Next) -> Next:
         message = torch.tensor(following, device=self.group.device)

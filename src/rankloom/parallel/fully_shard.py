@@ -1,12 +1,13 @@
-"""Fully sharded data parallel for loops of one's own: parameters, gradients and optimizer state, each 1/p on a rank.
+"""Fully sharded data parallel for a loop of your own: parameters, gradients and optimizer state, 1/p of each on a rank.
 
     sharded = rl.fully_shard(model, group)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-4)       # made of the slices, so after sharding
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-4)       # after sharding: it gets the slices
     sharded(batch).mean().backward()                                   # gradients are means over the ranks
     sharded.clip_grad_norm_(1.0)
     optimizer.step()
 
-How a step goes is in parallel/sharding.py; the engine (train/engine.py) uses the same, but sums, and divides once by the global count.
+parallel/sharding.py says how a step goes. The engine (train/engine.py) uses the same sharding, but sums gradients, and divides once by
+the global count.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,12 @@ from torch.utils._pytree import tree_map
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
+from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import CUT, guard_owners
-from rankloom.parallel.replicas import BufferKeeper, expect_model_and_group, make_replicas_equal
+from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values
+from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
@@ -42,13 +45,13 @@ class FullySharded(nn.Module):
         super().__init__()
         self.module = module
         self._sharding = sharding
-        self._replica_guards = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
+        self._replica_guards = [ReplicaGuard(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
         self._params = {name: param for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
-        self._frozen: set[str] = set()   # of the slices, since
+        self._frozen: set[str] = set()   # slices that have been frozen since
         self._compute = compute
-        self._missing = 0   # names that torch had not found when this was loaded as a part of another module
+        self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
         sharding.at_end = self._finish
         guard_owners(self._owners.values(), sharding)
@@ -56,8 +59,8 @@ class FullySharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
-        raises: UnitError when a parameter has come since the model was wrapped, or slices were changed and nobody told, or have a hook;
-                ConfigError when one is trained that was frozen then
+        raises: UnitError when a parameter was added since the model was wrapped, when slices were changed without `after_update`, or have a
+                hook that would never run; ConfigError when a parameter that was frozen then is to be trained now
         """
         if not torch.compiler.is_compiling():
             self._expect_as_wrapped()
@@ -66,11 +69,11 @@ class FullySharded(nn.Module):
         return self.module(*args, **kwargs)
 
     def _expect_as_wrapped(self) -> None:
-        for running in self._replica_guards:
-            running.expect_no_more()
+        for guard in self._replica_guards:
+            guard.parameters.expect_no_more()
         for section in self._sharding.sections:
             for unit in section.units:
-                unit.expect_told()
+                unit.expect_published()
         for name, owner in self._owners.items():
             if owner._backward_hooks:
                 raise UnitError(f"rank {self._sharding.group.world_rank}: the slice of {name} has a hook (`register_hook`), which no "
@@ -79,12 +82,12 @@ class FullySharded(nn.Module):
         self._follow_freezing()
 
     def _follow_freezing(self) -> None:
-        """Who freezes a slice, or thaws it, means the parameter; one that is frozen itself stays so."""
+        """Freeze or thaw the model's parameter when its slice is; a parameter frozen before sharding stays so."""
         frozen = {name for name, owner in self._owners.items() if not owner.requires_grad}
         for name in frozen ^ self._frozen:
             self._params[name].requires_grad_(name not in frozen)
         self._frozen = frozen
-        with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+        with torch._C.DisableTorchFunctionSubclass():   # reading metadata never raises; skip the per-call check for speed
             thawed = next((name for name, param in self._untrained.items() if param.requires_grad), None)
         if thawed:
             raise ConfigError(f"{thawed} was frozen when the model was sharded, and is to be trained now: no optimizer has a slice of it. "
@@ -99,7 +102,7 @@ class FullySharded(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, owner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those that `no_sync` has left whole included: an optimizer's own `zero_grad` does not see these."""
+        """Drop all gradients, unreduced ones of `no_sync` included: an optimizer's own `zero_grad` does not see these."""
         self._sharding.forget_landed()
         super().zero_grad(set_to_none)
 
@@ -118,7 +121,7 @@ class FullySharded(nn.Module):
         group, grads = self._sharding.group, [owner.grad for owner in self._owners.values() if owner.grad is not None]
         norms = [norm_of(grad, norm_type) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
         mine = torch.linalg.vector_norm(torch.stack(norms), norm_type).view(1)
-        # Not an all-reduce: the largest number that gloo finds may be beside a NaN.
+        # Not an all-reduce: gloo's maximum may miss a NaN.
         norm = torch.linalg.vector_norm(group.all_gather(mine, label="gradient norm"), norm_type)
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for grad in grads:
@@ -126,35 +129,35 @@ class FullySharded(nn.Module):
         return norm
 
     def after_update(self) -> None:
-        """Tell that slices have changed, where no torch optimizer has changed them. A collective.
+        """Call this after slices were changed by anything but a torch optimizer. A collective.
 
-        Where ranks share memory they read the slices where they lie: whoever changes them after a forward that no backward followed lets
-        all ranks end it first, `group.barrier()`.
+        Where ranks share memory, they read each other's slices in place. So after a forward without a backward, call `group.barrier()`
+        before you change slices.
         """
         self._sharding.publish()
 
     def state_dict(self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model in CPU memory, on every rank, under the plain names. A collective.
 
-        destination, prefix: as torch calls it for a module inside another; keep_vars means nothing: values are copies
+        destination, prefix: as torch gives them for a module inside another; keep_vars is ignored: values are copies
         """
         state = {} if destination is None else destination
         state |= {f"{prefix}{name}": value for name, value in full_values(self.module, self._sharding).items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take this rank's slices out of a whole state dict; raises ModelMismatch, with nothing changed, when it is another model's.
+        """Load this rank's slices from a whole state dict. raises: ModelMismatch, with nothing changed, when it is another model's
 
-        strict, assign: are torch's and change nothing: names must be the model's, and values are copied
+        strict, assign: torch's arguments, ignored: names must match, and values are copied
         """
         load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
-        for keeper in self._replica_guards:
-            keeper.forget_changes()   # what has been loaded is no change of a step
+        for guard in self._replica_guards:
+            guard.buffers.forget_changes()   # loading is no change by a forward
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
                               *more: Any) -> None:
-        """Called by `load_state_dict` of a module that this is a part of."""
+        """torch calls this from `load_state_dict` of a module that contains this one."""
         self.load_state_dict({key.removeprefix(prefix): state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)})
         self._missing = len(missing)
 
@@ -176,17 +179,17 @@ class FullySharded(nn.Module):
     def _finish(self) -> None:
         if self._sharding.syncing:
             self._sharding.agree()
-            for keeper in self._replica_guards:
-                keeper.average_changed()
-            for keeper in self._replica_guards:
-                keeper.forget_changes()   # what the other has written
-            for owner in self._owners.values():   # only now is it known which gradients stay
+            for guard in self._replica_guards:
+                guard.buffers.average_changed()
+            for guard in self._replica_guards:
+                guard.buffers.forget_changes()   # the other guard's averages are no change by a forward
+            for owner in self._owners.values():   # only now is it certain which gradients stay
                 for hook in (owner._post_accumulate_grad_hooks or {}).values() if owner.grad is not None else ():
                     hook(owner)
 
 
 def _forget_missing(sharded: FullySharded, keys: Any) -> None:
-    del keys.missing_keys[sharded._missing :]   # then it has looked for those of the inner module, too
+    del keys.missing_keys[sharded._missing :]   # torch has also looked for the keys of the inner module
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
@@ -194,19 +197,21 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
                 ahead: int = 1, fill: Fill | None = None) -> FullySharded:
     """Shard `model` over `group` for a loop of your own; see the head of this file. The model's own parameters are cut.
 
-    A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
+    A mean over ranks is right only if every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
     replicas:       ranks of other groups that hold the same slices (hybrid sharding)
     units:          which modules are gathered at once (parallel/wrapping.py)
-    compute:        dtype of forward and backward, and in which parameters travel, given to what the model is called with, too; left
-                    out, that of the model
+    compute:        dtype of forward, backward and gathers, to which the model's inputs are cast too; left out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model
-    reshard_after_forward: False: parameters stay from forward to backward: fewer gathers for more memory; a number n: cut over n neighbours
-    ahead:          how many of these are gathered ahead of their use
+    reshard_after_forward: True releases parameters after forward; False keeps them until backward: fewer gathers, more memory; a number n
+                    keeps 1/n of them on each of n neighbours
+    ahead:          how many modules are gathered ahead of use
     fill:           gives parameters on the meta device their values: fill(name, tensor), in place
-    sent:           3n(p-1)/p elements per rank and step (2n if they stay); on one host, n for the gradients only
+    sent:           3n(p-1)/p elements per rank and step, 2n(p-1)/p with reshard_after_forward=False; where ranks share memory (backend
+                    "rankloom", CPU, one host), n(p-1)/p, for gradients only
     raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
     """
     expect_model_and_group(model, group)
+    expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
     if any(isinstance(part, FullySharded) for part in model.modules()) or any(hasattr(param, CUT) for param in model.parameters()):
         raise ConfigError("the model, or a part of it, has been sharded before: shard it once, as a whole; the blocks are found by "
                           "themselves, or as `units` says")
@@ -228,7 +233,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         give_memory(model, first, group.device, lambda param: False)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
-        asked = (compute, reduce) if param.is_floating_point() else (None, None)   # other numbers stay as they are
+        asked = (compute, reduce) if param.is_floating_point() else (None, None)   # integers keep their dtype
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
     strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,

@@ -11,7 +11,8 @@ Communication plan, one step:
 
 Compressed (comm/compress.py), every bucket has an all-reduce of its own, which remembers what it lost: that is state of this rank
 and of this run, in no checkpoint, so after a resume the first step begins without it, and steps that are exact first are counted
-anew. An embedding goes by rows, exact, where that is cheaper still.
+anew. What is lost of one step goes with the next one, so gradients of steps of different size are multiplied by `summing.factor`
+before they leave, to be means. An embedding goes by rows, exact, where that is cheaper still.
 
 On one rank there is nothing to sum, and gradients stay where autograd made them.
 
@@ -21,6 +22,7 @@ used gets the sum, zeros standing in for the others. With accumulation only the 
 Read shard/flat.py before this file; parallel/data.py and train/engine.py use it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.compression import HIERARCHICAL
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.scoped import temporarily
@@ -36,7 +39,7 @@ from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import max_of_flags_and_sum
-from rankloom.parallel.replicas import Arrivals
+from rankloom.parallel.arrivals import Arrivals
 from rankloom.parallel.worker import worker_beside
 from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
 from rankloom.shard.frames import between_steps, memory_lent, tensors_in
@@ -50,8 +53,8 @@ class Bucket:
     """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
 
     Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out, where its
-    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins; and who still
-    holds a gradient of the step before keeps it, and this takes other memory.
+    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins. A gradient
+    that the user still holds stays valid: the bucket then allocates new memory.
     """
 
     def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
@@ -61,7 +64,7 @@ class Bucket:
         parameters = FlatBuffer(owners)
         move_into(parameters, owners)
         self.slots, self.dtype = parameters.slots, parameters.flat.dtype
-        self.owners, self.apart = owners, False   # whether it has gradients of this rank alone
+        self.owners, self.has_unsynced = owners, False   # gradients of this rank alone
         size = (parameters.flat.numel(), self.dtype)
         self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
         self.views: dict[str, Tensor] = {}   # while it is open
@@ -82,7 +85,7 @@ class Bucket:
 
     def open(self) -> None:
         """Gradients may come: over those of the step before, if nobody but this holds them."""
-        if not self.apart and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
+        if not self.has_unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
             self.close()
         if not self.views:
             self._window.open()
@@ -97,7 +100,7 @@ class Bucket:
             self._window.close()
 
     def _has_guests(self) -> bool:
-        """Whether there are views of its memory that it has not made for itself."""
+        """Whether anyone outside the bucket holds a view of its memory."""
         return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps)
 
     def gradient(self, name: str) -> Tensor:
@@ -114,15 +117,15 @@ class Bucket:
         owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
         """
         self.open()
-        self.apart = True
+        self.has_unsynced = True
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if self.holds(name, gradient):       # accumulated in place by autograd
             _multiply(view, scale)
         elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
             _multiply(view.add_(gradient), scale)
-        elif scale == 1.0:
-            view.copy_(gradient)
+        elif scale == 1.0 or gradient.dtype is not self.dtype:   # `mul` would round in the gradient's format, then copy
+            _multiply(view.copy_(gradient), scale)
         else:
             torch.mul(gradient, scale, out=view)
         if owner is not param:
@@ -145,10 +148,12 @@ class GradientReducer:
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
                  all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0, bucket_bytes: int | None = None,
                  average: bool = False, by_rows: frozenset[str] = frozenset()):
-        self.owners, self.group, self.summing = dict(owners or params), group, Summing(all_reduce, compress, compress_after)
-        self.scale = 1.0 / group.size if average else 1.0
-        self.syncing = True
+        self.owners, self.group, self.average, self.syncing = dict(owners or params), group, average, True
+        self.summing = Summing(all_reduce, compress, compress_after, factor=1.0 / group.size if average else 1.0)
         self.buckets: list[Bucket] = []
+        if all_reduce == HIERARCHICAL and self.summing.is_compressed and group.rank == 0 and 1 == len(group.topology.nodes) < group.size:
+            warnings.warn(f"compress={compress!r} with all_reduce={HIERARCHICAL!r} compresses what goes between nodes, and all "
+                          f"{group.size} ranks are on one: nothing is compressed. Leave all_reduce out to compress all sums", stacklevel=3)
         # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
         self._by_rows = {name: self.summing.lossy([(0, owner.shape)]) for name, owner in self.owners.items()
@@ -169,20 +174,20 @@ class GradientReducer:
 
     def flat_gradients(self) -> list[Tensor]:
         """The summed gradients, each element once: buckets, with zeros where a parameter was not used, and what lies in none."""
-        apart = [owner.grad for name, owner in self.owners.items() if name not in self._home]
-        return [bucket.flat for bucket in self.buckets] + [grad for grad in apart if grad is not None]
+        outside_buckets = [owner.grad for name, owner in self.owners.items() if name not in self._home]
+        return [bucket.flat for bucket in self.buckets] + [grad for grad in outside_buckets if grad is not None]
 
     def zero(self) -> None:
         """Forget all gradients; the next to land overwrites its place."""
         for owner in self.owners.values():
             owner.grad = None
-        self._none_apart()
+        self._none_unsynced()
 
     def expect_summed(self, param: Tensor) -> None:
         """Before an optimizer of the user's updates it: raise UnitError when the ranks would part, and nobody has asked for that."""
-        apart = bool(self._arrivals) or any(bucket.apart for bucket in self.buckets)
-        meant = self.scale != 1.0 and not self.syncing   # a step of each rank for itself, inside of `no_sync`
-        if apart and not meant and param.grad is not None and self.group.size > 1:
+        has_unsynced = bool(self._arrivals) or any(bucket.has_unsynced for bucket in self.buckets)
+        meant = self.average and not self.syncing   # a step of each rank for itself, inside of `no_sync`
+        if has_unsynced and not meant and param.grad is not None and self.group.size > 1:
             name = next(name for name, owner in self.owners.items() if owner is param)
             raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
                             "part: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
@@ -212,19 +217,10 @@ class GradientReducer:
         if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
         self._arrivals.end()
-        for bucket in self.buckets:
-            for name in bucket.waiting_for:
-                self._stand_in(bucket, name)
-            bucket.waiting_for.clear()
-        self._launch_full_buckets()
-        if self._worker is not None:
-            self._wait_for_buckets()   # two threads must not start collectives in an order of chance
+        self._launch_what_is_left()
         summed = self._agree(totals)
         self._wait_for_buckets()
-        if self.summing.is_compressed:
-            self._clear_strays()
-        self.summing.end_step()
-        self._reset()
+        self._end_step()
         return summed
 
     # ------------------------------------------------------------------ while backward runs
@@ -243,7 +239,7 @@ class GradientReducer:
             if owner.dtype is not bucket.dtype:
                 raise UnitError(f"rank {self.group.world_rank}: {name} was cast to {owner.dtype} after the first backward, and its "
                                 f"gradients are summed in {bucket.dtype}. Cast the model before it is wrapped")
-            bucket.land(name, param, owner, self.scale if self.syncing else 1.0)
+            bucket.land(name, param, owner, self.summing.factor if self.syncing else 1.0)
             if self.syncing:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
@@ -274,6 +270,15 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ at the end of backward
 
+    def _launch_what_is_left(self) -> None:
+        for bucket in self.buckets:
+            for name in bucket.waiting_for:
+                self._stand_in(bucket, name)
+            bucket.waiting_for.clear()
+        self._launch_full_buckets()
+        if self._worker is not None:
+            self._wait_for_buckets()   # two threads must not start collectives in an order of chance
+
     def _stand_in(self, bucket: Bucket, name: str) -> None:
         """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
         bucket.open()
@@ -283,7 +288,7 @@ class GradientReducer:
             return
         if not bucket.holds(name, gradient):
             view.copy_(gradient)
-        _multiply(view, self.scale)
+        _multiply(view, self.summing.factor)
 
     def _agree(self, totals: Tensor | None) -> Tensor | None:
         """Sum the totals; hand gradients over where any rank used the parameter; sum those that go by rows.
@@ -311,8 +316,8 @@ class GradientReducer:
         gradient, lossy = self._own_gradient(name).contiguous(), None if self.summing.is_exact_now else self._by_rows[name]
         dense = lossy.bill(gradient.numel(), self.group) if lossy else None
         if rows_are_cheaper(rows, gradient, self.group.size, dense=dense):
-            return sum_rows(gradient, touched, rows, self.group, scale=self.scale, label=f"rows of {name}")
-        gradient.mul_(self.scale)
+            return sum_rows(gradient, touched, rows, self.group, scale=self.summing.factor, label=f"rows of {name}")
+        gradient.mul_(self.summing.factor)
         return lossy(gradient, self.group) if lossy else self.group.all_reduce(gradient, label=f"gradient of {name}")
 
     def _clear_strays(self) -> None:
@@ -328,16 +333,22 @@ class GradientReducer:
                 bucket.wait()
                 bucket.wait = None
 
+    def _end_step(self) -> None:
+        if self.summing.is_compressed:
+            self._clear_strays()
+        self.summing.end_step()
+        self._reset()
+
     def _reset(self) -> None:
         self._launched = 0
         for bucket in self.buckets:
             bucket.waiting_for = {slot.name for slot in bucket.slots}
-        self._none_apart()
+        self._none_unsynced()
 
-    def _none_apart(self) -> None:
+    def _none_unsynced(self) -> None:
         self._arrivals.clear()
         for bucket in self.buckets:
-            bucket.apart = False
+            bucket.has_unsynced = False
 
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""

@@ -1,10 +1,8 @@
-"""What an optimizer of one's own must not do to a model of several ranks, seen just before and after each of its steps.
+"""Global step hooks that catch misuse: stepping before gradients are reduced would let ranks diverge.
 
-Where gradients have not been summed yet it would part the ranks.
-
-One that was made before sharding would update memory that is gone, and one that looks at whole tensors would take slices for them:
-these are errors. Of any other the step waits, where ranks share memory, until all have ended their backward; after it the parameters
-follow the slices.
+An optimizer that was made before sharding would update freed memory, and one that is not elementwise would take slices for whole tensors:
+both are errors too. Every other step waits, where ranks share memory, until all ranks have ended their backward. After it, the new
+slices are published to the model's parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,18 +19,18 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
-CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; who follows its updates
+CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; the sharding to publish to
 
 
 def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
-    """From now on an optimizer of these parameters, which are the model's own and not slices, raises UnitError in its step."""
+    """From now on an optimizer of these parameters, the model's own, raises UnitError in its step: it should have slices."""
     for name, param in params.items():
         setattr(param, CUT, name)
     watch_optimizers()
 
 
 def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
-    """From now on the model's parameters follow these slices after each step of an optimizer of them."""
+    """From now on a step of an optimizer of these slices is checked before, and published after."""
     for owner in owners:
         setattr(owner, OWNED, sharding)
     watch_optimizers()
@@ -40,14 +38,14 @@ def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """From now on every optimizer of this process is seen; that suffices for gradients that a `GradientReducer` sums."""
+    """From now on every optimizer step in this process is checked. Parameters of a `GradientReducer` need nothing more."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for part in optimizer.param_groups:
-        for param in part["params"]:
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
             if name := getattr(param, CUT, None):
                 raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model "
                                 "was sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
@@ -80,5 +78,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _followers(optimizer: torch.optim.Optimizer) -> dict[Sharding, None]:
-    found = (getattr(param, OWNED, None) for part in optimizer.param_groups for param in part["params"])
+    found = (getattr(param, OWNED, None) for param_group in optimizer.param_groups for param in param_group["params"])
     return dict.fromkeys(sharding for sharding in found if sharding is not None)   # in one order on all ranks

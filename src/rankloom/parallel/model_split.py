@@ -3,8 +3,8 @@
     split over tensor    parallel/tensor/holding.py: spans of one dim; a few parameters are whole, or shared by some ranks
     split over expert    a run of the experts of each layer, along dim 0 (parallel/expert.py); everything else is whole
 
-From that follow the three things that whoever sums, measures and saves has to know of each parameter: over which ranks its gradient
-is a sum, on how many ranks the same elements lie (a norm counts them once), and how its whole is put together and cut again.
+Three facts about each parameter follow: over which ranks its gradient is summed, how many ranks hold the same elements (a norm counts
+them once), and how its whole is joined and cut again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from rankloom.world.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The one rank that gets a whole tensor: where it stands along each axis that cuts tensors."""
+    """The one rank that gets a whole tensor, by its coordinates along the axes that cut tensors."""
 
     shard: int
     tensor: int
@@ -36,7 +36,7 @@ class ModelSplit:
 
     tensor, expert, context: the groups of these axes; of one rank where the mesh has none
     held:    how each parameter lies over the tensor axis
-    experts: names of parameters of which every rank of the expert axis has other experts
+    experts: names of parameters that are cut over the expert axis
     """
 
     tensor: Group
@@ -47,21 +47,21 @@ class ModelSplit:
 
     @classmethod
     def of(cls, model: nn.Module, tensor: Group, expert: Group, context: Group) -> "ModelSplit":
-        """Those of a model that `tensor_parallel` and `expert_parallel` have split."""
+        """The split that `tensor_parallel` and `expert_parallel` have made of a model."""
         spread = frozenset(name for name, axes in gradient_axes(model).items() if "expert" not in axes) if expert.size > 1 else frozenset()
         return cls(tensor, expert, context, holdings(model), spread)
 
     def copies(self, name: str) -> int:
-        """How many ranks of the tensor and expert axes, this one included, hold the elements that this one holds."""
+        """How many ranks of the tensor and expert axes, this one included, hold the same elements."""
         alike = len(self.held[name].same(self.tensor.rank, self.tensor.size)) if self.tensor.size > 1 else 1
         return alike * (1 if name in self.experts else self.expert.size)
 
     @torch.no_grad()
     def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:
-        """The whole of a tensor that lies like parameter `name`, on the rank of `goal`, or on every rank. A collective of all that have a
-        part of it; None on the others.
+        """The whole of a tensor that is cut like parameter `name`, on the rank of `goal` (None on the others), or on every rank.
 
-        sent: each part once to that rank, by way of the one that has the same experts; or n(p-1) to all
+        A collective of all ranks for which `is_asked`.
+        sent: each part once to that rank, through the tensor rank of `goal` that has the same experts; or n(p-1) to all
         """
         if self._is_cut_by_tensor(name):
             rows = _gather(part, self.tensor, None if goal is None else goal.tensor, f"whole {name}")
@@ -74,7 +74,7 @@ class ModelSplit:
         return part if goal is None or self.expert.rank == goal.expert else None
 
     def is_asked(self, name: str, goal: Goal | None) -> bool:
-        """Whether this rank takes part in joining `name` for the rank of `goal`: not where it only repeats what that rank has."""
+        """Whether this rank takes part in joining `name` for the rank of `goal`: not if that has the same elements."""
         return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
                                 and (self._is_cut_by_tensor(name) or self.tensor.rank == goal.tensor))
 
@@ -86,12 +86,12 @@ class ModelSplit:
         return self.tensor.size > 1 and name in self.held and self.held[name].dim is not None
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that lies like parameter `name`."""
+        """This rank's part of a whole tensor that is cut like parameter `name`."""
         whole, holding = self._own_experts(name, whole), self.held.get(name)
         return holding.cut(whole, self.tensor.rank) if holding is not None and self.tensor.size > 1 else whole
 
     def cut_into(self, part: Tensor, name: str, whole: Tensor) -> None:
-        """The same, in memory that is there."""
+        """The same, written into `part`."""
         whole, holding = self._own_experts(name, whole), self.held.get(name)
         if holding is not None and self.tensor.size > 1:
             holding.cut_into(part, whole, self.tensor.rank)
@@ -119,7 +119,7 @@ class ModelSplit:
 
 
 def _gather(part: Tensor, group: Group, root: int | None, label: str) -> list[Tensor]:
-    """The parts of all ranks, in their order, on one rank or, without a root, on all; elsewhere none."""
+    """The parts of all ranks, in rank order, on the root, or on all without one; elsewhere []."""
     part = part.contiguous()
     if root is None:
         return list(group.all_gather(part.unsqueeze(0), label=label).unbind(0))

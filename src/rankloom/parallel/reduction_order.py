@@ -1,6 +1,6 @@
-"""In which order the sections of a model are reduced: the same on every rank, whatever order gradients come in here.
+"""The order in which a model's sections are reduced: the same on every rank, in whatever order gradients arrive on each.
 
-At first that is the reverse of the model's own order; after the first backward, the order in which rank 0's sections were settled.
+At first it is the reverse of the model's own order; after the first backward, the order in which rank 0's sections were settled.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rankloom.world.group import Group
 
 
 class Queue:
-    """Starts the reductions of settled sections, the next one only when all before it are settled."""
+    """Starts the reductions of settled sections; each waits until all before it are settled."""
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group):
         self.sections, self.groups = list(sections), (group, replicas)
@@ -26,9 +26,9 @@ class Queue:
         self._settled, self._started = [], 0
 
     def settle(self, section: Section, *, reduce_all: bool | None) -> list[Section]:
-        """All gradients of `section` have landed: reduce what may be reduced now, and say what that was.
+        """All gradients of `section` have landed: start the reductions that may start now; returns their sections.
 
-        reduce_all: this is the step's last backward; before that only sections that are reduced each time set out; None: nothing does
+        reduce_all: True in the step's last backward; False before it: only sections that are reduced each time; None: nothing is reduced
         """
         self._settled.append(section)
         started = []
@@ -42,7 +42,7 @@ class Queue:
         return started
 
     def learn(self) -> None:
-        """At the end of the first backward: agree on rank 0's order for all that follow. A collective, once."""
+        """At the end of the first backward: take rank 0's order for all that follow. A collective, once."""
         if self._learned:
             return
         order = torch.tensor([self.sections.index(section) for section in self._settled])

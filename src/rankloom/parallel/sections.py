@@ -1,7 +1,7 @@
-"""A section of a model in training: its units, their gradients, and where it stands in the current pass.
+"""A section: a module that is gathered when it is called, its units, their gradients, and how far it is in the current pass.
 
-    called     its forward has run, so many times, with backward still to come
-    settled    its backward is over: its parameters may go, its gradients may be reduced
+    calls      counts its forwards whose backward is still to come
+    settled    its backward is over: its parameters may be released, its gradients reduced
 
 Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py moves sections through a step.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import UnitError
-from rankloom.parallel.replicas import LOAD
-from rankloom.shard.float8_unit import NOBODY, Float8Consumers, Float8Unit
+from rankloom.parallel.known_parameters import LOAD
+from rankloom.shard.float8_unit import NO_CONSUMERS, Float8Consumers, Float8Unit
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.layout import lay_out_evenly
@@ -25,15 +25,15 @@ from rankloom.world.group import Group
 
 
 class ParameterPlace(NamedTuple):
-    """A parameter as it was when the model was sharded."""
+    """A parameter as it was when the model was sharded: `module.key is param`."""
 
-    module: nn.Module     # in which it hangs
-    key: str              # under which name
+    module: nn.Module
+    key: str
     param: nn.Parameter
     unit: Unit
-    name: str             # its name in the whole model
-    version: int          # how often it had been written
-    address: int | None   # of its memory; None where that comes and goes
+    name: str             # in the whole model
+    version: int          # `Unit.version` then
+    address: int | None   # of its memory; None where that is released
 
 
 class Section:
@@ -48,33 +48,33 @@ class Section:
         self.is_ahead = False                # gathered for a call that has not come yet
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
-        self.reduced_each_time = True        # after every backward, or only after the last of a step
+        self.reduced_each_time = True        # in every backward, or only in the last of a step
         self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
 
-    def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model know their section, so a copy of the model comes here
+    def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model refer to it, so copying the model calls this
         raise UnitError("a sharded model cannot be copied: its parameters belong to a group of ranks. Make a plain model, and load what "
                         "engine.full_state_dict()[\"model\"] gives")
 
     def start_gather(self) -> None:
-        """Let the parameters set out; those on their way or here already stay so."""
+        """Start to gather the units that are released."""
         for unit in self.units:
             if unit.state is State.SHARDED:
                 unit.start_gather()
 
     def gather_ahead(self) -> None:
-        """Let the parameters set out for a call that is expected, unless they are here."""
+        """Start to gather for a call that is expected."""
         if self.is_away:
             self.is_ahead = True
             self.start_gather()
 
     def make_ready(self) -> None:
-        """Every parameter of the section may be used."""
+        """Gather: afterwards every parameter of the section may be used."""
         self.start_gather()
         for unit in self.units:
             unit.make_ready()
 
     def release(self, near: Group | None = None) -> None:
-        """Let the parameters go, where they are not kept; see `Unit.release`."""
+        """Release the units; see `Unit.release`."""
         for unit in self.units:
             if unit.state is State.GATHERING:   # gathered ahead for a call that did not come
                 unit.wait()
@@ -83,23 +83,23 @@ class Section:
 
     @property
     def is_away(self) -> bool:
-        """Whether something of it has still to be gathered."""
+        """Whether a unit of it has still to be gathered."""
         return any(unit.state is State.SHARDED for unit in self.units)
 
     def watch_parts(self) -> None:
-        """From now on a module in which its parameters hang may not be called, nor saved, while they are away."""
+        """From now on modules that hold its parameters raise when they are called, or asked for a state dict, while released."""
         for part in {place.module for place in self._places}:
             part.register_forward_pre_hook(partial(_expect_gathered, self))
             part.register_state_dict_pre_hook(partial(_expect_values, self))
 
     @property
     def may_go_early(self) -> bool:
-        """Whether nothing needs its parameters once all gradients have landed: backward may still go through frozen ones."""
+        """Whether backward needs none of its parameters once all gradients have landed; through frozen ones it may still pass."""
         return all(unit.trainable for unit in self.units)
 
     def expect_own_parameters(self) -> None:
-        """Raise when somebody has put another parameter in the place of one that is sharded, or written into it."""
-        with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+        """Raise when a sharded parameter has been replaced, moved or written to."""
+        with torch._C.DisableTorchFunctionSubclass():   # reading metadata never raises; skip the per-call check for speed
             self._expect_own_parameters()
 
     def _expect_own_parameters(self) -> None:
@@ -115,12 +115,12 @@ class Section:
                                 f"other ranks too. {LOAD}, or change the slices, which the optimizer updates")
 
     def expect_gathered(self) -> None:
-        """Raise when a module inside is called while its parameters are not here."""
+        """Raise unless its parameters may be used now."""
         for unit in self.units:
             unit.expect_gathered()
 
     def expect_none_of(self, given: Iterable[Any]) -> None:
-        """Raise when something that the module returns lies in the memory of its parameters, which is about to go."""
+        """Raise when a tensor that the module returns is a view of its parameters, whose memory is about to be freed."""
         memory = {unit.whole.untyped_storage()._cdata: unit for unit in self.units if not unit.stays}
         for tensor in given if memory else ():
             strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
@@ -133,11 +133,11 @@ class Section:
                                 "stage below 3")
 
     def forget_pass(self) -> None:
-        """A new pass begins: its calls are counted from none."""
+        """A new pass begins."""
         self.first_call, self.calls = None, 0
 
     def awaits_more(self) -> bool:
-        """Whether the backward that is running will leave gradients that have not landed: of parameters read outside of the module, too."""
+        """Whether the running backward has still to make gradients of its parameters; other modules may read these, too."""
         return any(name in self.waiting_for and _will_get_gradient(param) for unit in self.units for name, param in unit.params.items())
 
     def enter_backward(self) -> None:
@@ -165,23 +165,23 @@ def is_over(one: Section, other: Section) -> bool:
 
 
 def is_inside(one: Section, other: Section) -> bool:
-    """Whether `one` is called while `other` is."""
+    """Whether the module of `one` is inside that of `other`."""
     return not other.name or f"{one.name}.".startswith(f"{other.name}.")
 
 
 def inside_of_transform() -> bool:
-    """Whether torch.func (grad, vjp, jvp, vmap ...) calls what runs now: it wraps tensors, and keeps a graph of its own."""
+    """Whether torch.func (grad, vjp, jvp, vmap ...) is running: it wraps tensors, and keeps a graph of its own."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _will_get_gradient(param: nn.Parameter) -> bool:
-    if not param.requires_grad or inside_of_transform():   # it has been frozen since, or gets none from that graph
+    if not param.requires_grad or inside_of_transform():   # frozen since; or the graph is torch.func's, which sets no `.grad`
         return False
-    with torch._C.DisableTorchFunctionSubclass():   # it may be away; its values are not read
+    with torch._C.DisableTorchFunctionSubclass():   # it may be released; its values are not read
         node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return torch._C._will_engine_execute_node(node)   # type: ignore[attr-defined]
-    except RuntimeError:   # is torch's answer in `torch.autograd.grad`, which leaves no gradient anywhere
+    except RuntimeError:   # torch raises inside `torch.autograd.grad`, which sets no `.grad`
         return False
 
 
@@ -191,26 +191,36 @@ def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -
             if param is not None and param in units for unit, name in [units[param]]]
 
 
+class Kind(NamedTuple):
+    """What the parameters of one unit have in common."""
+
+    formats: Formats
+    trainable: bool
+    is_whole: bool    # must not be cut
+    is_expert: bool   # summed over other replicas
+    is_float8: bool
+
+
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
-               host: Host | None = None, fill: Fill | None = None, float8: Float8Consumers = NOBODY,
+               host: Host | None = None, fill: Fill | None = None, float8: Float8Consumers = NO_CONSUMERS,
                experts: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
-    """One unit for each kind of parameter: number formats, frozen or not, cut anywhere or whole (names in `whole`), summed
-    over other replicas (names in `experts`), read in eight bits.
+    """One unit for each kind of parameter in the section.
 
-    Frozen parameters are units only where the whole is not kept.
+    Frozen parameters are in units only where the whole is not kept.
     """
-    kinds: dict[tuple[Formats, bool, bool, bool, bool], dict[str, nn.Parameter]] = {}
+    kinds: dict[Kind, dict[str, nn.Parameter]] = {}
     for name, param in params.items():
         if param.requires_grad or not keep:
             form = formats(name, param)
-            kept = form if param.requires_grad else Formats(form.compute, form.compute, form.compute)   # nothing updates it
-            kinds.setdefault((kept, param.requires_grad, name in whole, name in experts, name in float8), {})[name] = param
+            if not param.requires_grad:   # it is never updated
+                form = Formats(form.compute, form.compute, form.compute)
+            kinds.setdefault(Kind(form, param.requires_grad, name in whole, name in experts, name in float8), {})[name] = param
     label = section or "root"
-    return [(partial(Float8Unit, readers=float8) if eight else Unit)(
-                label if len(kinds) == 1 else f"{label}, part {at}", members, group, form, keep=keep, host=host, fill=fill, frames=frames,
-                lay_out=lay_out_whole if cut_nowhere else lay_out_evenly)
-            for at, ((form, _, cut_nowhere, _, eight), members) in enumerate(kinds.items())]
+    return [(partial(Float8Unit, readers=float8) if kind.is_float8 else Unit)(
+                label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, host=host, fill=fill,
+                frames=frames, lay_out=lay_out_whole if kind.is_whole else lay_out_evenly)
+            for at, (kind, members) in enumerate(kinds.items())]
 
 
 def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, frames: Frames,
@@ -226,7 +236,7 @@ def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Gr
 
 
 def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Window]:
-    """Memory for the whole gradient of each unit; in one piece for all of a dtype where a group lends it, which has few to give."""
+    """Memory for the whole gradient of each unit. Where the group lends it, units of one dtype share a buffer: it lends only a few."""
     if not any(unit.group.lends_memory for unit in units):
         return {unit: between_steps(*size_of(unit), unit.group.device) for unit in units}
     found: dict[Unit, Window] = {}

@@ -1,11 +1,11 @@
-"""Who owns which tokens of a sequence that is cut over ranks, and which of them look at which. Pure arithmetic.
+"""Which rank owns which tokens of a sequence, and which queries see which keys. Pure arithmetic.
 
-Under a causal mask late tokens look at more than early ones. So a causal sequence is dealt in zig-zag: cut in 2p chunks, and
+Under a causal mask late tokens see more keys than early ones. So a causal sequence is dealt in zig-zag: it is cut into 2p chunks, and
 rank r owns chunks r and 2p-1-r, an early one and a late one. All ranks then have equal work, in every step of a ring too.
-Documents that are packed in one sequence see only themselves; they are cut where the ranks are cut, and nowhere else.
+Documents packed in one sequence see only themselves. They are cut where the ranks' shares end, and nowhere else.
 
-The answer is a list of tiles: some queries of this rank against some keys of another, all of which see each other, or, where they are
-the same tokens, the earlier ones. No mask is ever made: a tile that nobody sees is left out.
+The result is a list of tiles: queries of this rank against keys of another. In a tile every query sees every key; if both are the same
+tokens, only earlier ones. No mask is ever made: a tile in which nothing is seen is left out.
 
 source: Liu et al. 2023 (rings); Zhu 2024 (zig-zag)
 """
@@ -28,7 +28,9 @@ class Tile(NamedTuple):
     causal: bool
 
 
-class _Piece(NamedTuple):
+class _Fragment(NamedTuple):
+    """A run of a rank's tokens, within one document."""
+
     document: int
     positions: range
     here: slice       # where they are among the tokens of their rank
@@ -55,7 +57,7 @@ def _joined(early: range, late: range) -> Spans:
 
 
 def take_run(spans: Spans, start: int, count: int) -> Spans:
-    """The positions of `count` tokens in a row, of those that lie at `spans`, from the `start`-th on.
+    """The positions of `count` consecutive tokens of those at `spans`, from the `start`-th on.
 
     >>> take_run((range(0, 2), range(6, 8)), 1, 2)
     (range(1, 2), range(6, 7))
@@ -69,24 +71,24 @@ def take_run(spans: Spans, start: int, count: int) -> Spans:
 
 
 def tiles(mine: Spans, theirs: Spans, *, causal: bool, documents: Documents) -> list[Tile]:
-    """What the queries of `mine` see of the keys of `theirs`; the spans are equal or have no token in common.
+    """The tiles of queries `mine` against keys `theirs`; the spans are equal, or have no token in common.
 
     documents: one row stands for all rows
     """
     found = []
     for row, cuts in enumerate(documents):
         rows = slice(None) if len(documents) == 1 else slice(row, row + 1)
-        keys: dict[int, list[_Piece]] = {}
-        for piece in _pieces(theirs, cuts):
-            keys.setdefault(piece.document, []).append(piece)
+        keys: dict[int, list[_Fragment]] = {}
+        for fragment in _fragments(theirs, cuts):
+            keys.setdefault(fragment.document, []).append(fragment)
         found += [Tile(rows, query.here, key.here, causal and query.positions == key.positions)
-                  for query in _pieces(mine, cuts) for key in keys.get(query.document, ())
+                  for query in _fragments(mine, cuts) for key in keys.get(query.document, ())
                   if not causal or key.positions.start <= query.positions.start]
     return found
 
 
 def merged(found: list[Tile]) -> list[Tile]:
-    """The same pairs of tokens in fewer and larger tiles: those that lie side by side among the tokens of their ranks are one.
+    """The same pairs of tokens in fewer and larger tiles: adjacent ones become one.
 
     >>> side_by_side = [Tile(slice(None), query, slice(0, 2), causal=False) for query in (slice(0, 2), slice(2, 4))]
     >>> merged(side_by_side)
@@ -106,15 +108,15 @@ def merged(found: list[Tile]) -> list[Tile]:
     return found
 
 
-def _pieces(spans: Spans, cuts: tuple[int, ...]) -> list[_Piece]:
+def _fragments(spans: Spans, cuts: tuple[int, ...]) -> list[_Fragment]:
     """`spans`, cut where documents begin."""
-    pieces, here = [], 0
+    fragments, here = [], 0
     for span in spans:
         for document in range(bisect_right(cuts, span.start) - 1, len(cuts) - 1):
             part = range(max(span.start, cuts[document]), min(span.stop, cuts[document + 1]))
             if not part:
                 break
             start = here + part.start - span.start
-            pieces.append(_Piece(document, part, slice(start, start + len(part))))
+            fragments.append(_Fragment(document, part, slice(start, start + len(part))))
         here += len(span)
-    return pieces
+    return fragments

@@ -1,17 +1,19 @@
-"""Sharding over a step: sections are gathered when they are called, and their gradients leave while backward goes on.
+"""Sharding over a step: sections are gathered when they are called, and their gradients reduced while backward goes on.
 
 Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order of their calls:
 
-    forward     gather 0;  before i: wait until i is gathered, start to gather i+1;    after i: let i go (0 stays)
-    backward               before i: let go what was called after it, wait until i is gathered, start to gather what was called before it;
-                           start to reduce-scatter the gradients of what that was, for they have landed
-    end         reduce what no gradient came for, let 0 go, agree which parameters were used anywhere
+    forward     gather 0
+                before i: wait until i is gathered, prefetch i+1
+                after i: release it (0 stays)
+    backward    before i: start to reduce-scatter the sections whose backward is over, release them,
+                          wait until i is gathered, prefetch the one called before it
+    end         reduce the sections that are left, release 0, agree which parameters were used on any rank
 
-At stages 1 and 2 nothing is let go, and after the update each section is gathered once. The order of calls is that of the last pass;
-the order of reductions is agreed on, for ranks may have branches of their own, and collectives must match.
+Prefetching follows the order of calls in the last pass. Reductions follow an order that ranks have agreed on: ranks may take different
+branches, but collectives must match. At stages 1 and 2 nothing is released, and each section is gathered once, after the update.
 
-An accumulating backward (`sync(False)`) only lands gradients, and those of whole sections stay in memory.
-Read parallel/sections.py before this file; parallel/zero.py has the table of stages, parallel/fully_shard.py a front door of its own.
+With `sync(False)` gradients are accumulated unreduced, at full size, in sections that are reduced once a step.
+Read parallel/sections.py before this file. parallel/zero.py builds a `Sharding`; parallel/fully_shard.py wraps one for your own loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,14 +55,14 @@ class Moment(Enum):
 class Gathering:
     """When sections are in memory.
 
-    let_go: a section leaves memory between its forward and its backward
-    near:   ranks among which it stays cut meanwhile, if not among all
-    ahead:  how many sections may be on their way while one is in use
-    hooked: sections gather and reduce as their modules run; else whoever runs a step calls `make_ready` and `collect`
-    root:   the root, too, leaves memory after a forward without gradients
+    reshards: a section is released between its forward and its backward
+    near:     neighbours that keep its slices meanwhile; None: the whole shard axis does
+    ahead:    how many sections are prefetched while one is in use
+    hooked:   hooks on modules gather and reduce; else the caller does, by `make_ready` and `collect`
+    root:     a forward without gradients releases the root, too
     """
 
-    let_go: bool = True
+    reshards: bool = True
     near: Group | None = None
     ahead: int = 1
     hooked: bool = True
@@ -71,7 +73,7 @@ class Gathering:
 class ExpertReplicas:
     """Parameters of experts, whose gradients are summed over replicas of their own, beside the shard axis.
 
-    together: the ranks of the shard axis, and those to which a forward sends rows
+    together: the ranks of the shard axis, and those to which a forward sends tokens
     """
 
     names: frozenset[str]
@@ -88,9 +90,9 @@ class Sharding:
 
     sections:       the root first
     group:          the shard axis             replicas: ranks with the same slice
-    keep_gradients: they stay whole until a step's last backward (stage 1)
-    frames:         memory of what is whole for a while only
-    scale:          what summed gradients are multiplied by
+    keep_gradients: gradients stay whole until a step's last backward (stage 1)
+    frames:         memory that wholes share in turn
+    scale:          factor of summed gradients
     experts:        parameters that are summed over other replicas
     """
 
@@ -99,11 +101,11 @@ class Sharding:
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
-        self.syncing: bool | None = True   # see `sync`; None: a backward reduces nothing
+        self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
         self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
-        self.guide = Guide(experts.together if experts else group)   # of those who follow a forward
+        self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
         self.at_end: Callable[[], None] | None = None   # called when a backward has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
@@ -111,14 +113,14 @@ class Sharding:
             run_together(self.sections[0].module)
         self._gather_kept()
 
-    # ------------------------------------------------------------------ for whoever runs the steps
+    # ------------------------------------------------------------------ called by the training loop
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Whether this is a step's last backward, after which all gradients are reduced."""
+        """Whether backward passes inside are the last of a step, in which all gradients are reduced."""
         return temporarily(self, syncing=on)
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce nothing: they leave this rank's own gradients, whole, whatever memory that takes."""
+        """Backward passes inside reduce nothing: they leave this rank's own whole gradients, whatever memory that takes."""
         return temporarily(self, syncing=None)
 
     def gradients(self) -> list[Gradient]:
@@ -126,12 +128,12 @@ class Sharding:
         return [gradient for section in self.sections for gradient in section.gradients]
 
     def forget_landed(self) -> None:
-        """Forget what backward passes have accumulated and nobody has reduced yet."""
+        """Drop gradients that are accumulated and not yet reduced."""
         for gradient in self.gradients():
             gradient.landed.clear()
 
     def abandon(self) -> None:
-        """Forget all gradients, and whatever a backward that died has left behind."""
+        """Drop all gradients, and clean up after a backward that raised."""
         self._moment = Moment.IDLE
         for gradient in self.gradients():
             gradient.abandon()
@@ -141,10 +143,10 @@ class Sharding:
         self.release()
 
     def agree(self, totals: Tensor | None = None) -> Tensor | None:
-        """After the last backward of a step: parameters that no rank used get no gradient, the others' is where it stays. A collective.
+        """After the last backward of a step: drop the gradients of parameters that no rank used. A collective.
 
-        totals: fp64 numbers to sum over all ranks on the way; returned
-        raises: UnitError, on all ranks, when some have gathered other sections than others
+        totals: fp64 numbers to sum over all ranks in the same message; returned
+        raises: UnitError, on all ranks, when they have not gathered the same sections in the same order
         """
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
@@ -161,7 +163,7 @@ class Sharding:
         return totals
 
     def wait_for_readers(self) -> None:
-        """Before an update: where ranks share memory, wait until none of them reads the old values any more. There it is a collective."""
+        """Before an update: where ranks share memory, wait until none reads the old values any more. There it is a collective."""
         if any(unit.common for section in self.sections for unit in section.units):
             self.group.barrier(label="before the update")
 
@@ -170,7 +172,7 @@ class Sharding:
         return {name: owner for gradient in self.gradients() for name, owner in gradient.unit.owners.items()}
 
     def publish(self) -> None:
-        """After an update of the slices: the parameters follow. Those that are kept set out at once."""
+        """After an update of the slices: renew the parameters. Start to gather those that stay in memory."""
         for section in self.sections:
             for unit in section.units:
                 unit.publish()
@@ -182,33 +184,33 @@ class Sharding:
                 section.start_gather()
 
     @property
-    def lets_go(self) -> bool:
-        """Whether parameters leave memory between a forward and its backward."""
-        return self.gathering.let_go and any(not unit.stays for section in self.sections for unit in section.units)
+    def reshards(self) -> bool:
+        """Whether parameters are released between forward and backward."""
+        return self.gathering.reshards and any(not unit.stays for section in self.sections for unit in section.units)
 
     @property
     def gathers_in_forward(self) -> bool:
-        """Whether they come from other ranks then, which makes a forward a collective."""
-        return self.group.size > 1 and self.lets_go
+        """Whether a forward gathers parameters from other ranks, which makes it a collective."""
+        return self.group.size > 1 and self.reshards
 
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
-        """Forwards inside tell ranks that `follow` what they gather and send; a collective, if on. The root stays: a loss may read it."""
+        """Forwards inside direct the ranks that `follow`. A collective, if on. The root is not released: a loss may read it."""
         with self.guide.leading(on), temporarily(self, gathering=replace(self.gathering, root=False)):
             yield
         if on:
             self._forget_order()
-        elif self.gathering.let_go:
+        elif self.gathering.reshards:
             self.release()
 
     def follow(self) -> None:
-        """This rank's part of a forward without gradients that other ranks run: gather and let go as they say, run experts for them."""
+        """Take part in a forward without gradients that other ranks run: gather and release as they announce, run experts for them."""
         held: list[Section] = []
-        while (told := self.guide.ask()).what != ENDED:
-            if told.what == LAYER:
-                self.guide.go_along(told)
+        while (announced := self.guide.ask()).what != ENDED:
+            if announced.what == LAYER:
+                self.guide.go_along(announced)
                 continue
-            section = self.sections[told.number]
+            section = self.sections[announced.number]
             for other in [other for other in held if other is section or not is_inside(section, other)]:
                 other.release()
                 held.remove(other)
@@ -217,17 +219,17 @@ class Sharding:
         self._forget_order()
 
     def _forget_order(self) -> None:
-        """Ranks have seen different passes: none of them may tell what to gather ahead."""
-        if self.gathering.let_go:
+        """Ranks have seen different passes: prefetch by none of them."""
+        if self.gathering.reshards:
             self.release()
         self._calls = Calls()
 
     def begin_pass(self) -> None:
-        """The root is called, or will be: after a backward, or a forward without one, calls are noted anew."""
+        """The root is called, or will be. After a backward, or a forward without one, a new pass begins."""
         if self._moment is Moment.BACKWARD:
-            if torch._C._current_graph_task_id() != -1:   # recomputed, as a whole
+            if torch._C._current_graph_task_id() != -1:   # backward recomputes the whole model
                 return
-            self.abandon()   # the last one died on its way
+            self.abandon()   # the last backward raised
         for gradient in self.gradients():
             gradient.give_back()
         if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
@@ -242,20 +244,20 @@ class Sharding:
         return self._moment is Moment.AFTER_BACKWARD
 
     def make_ready(self) -> None:
-        """Gather everything, for code that looks at the whole model. A collective."""
+        """Gather all sections, for code that reads the whole model. A collective."""
         for section in self.sections:
             section.make_ready()
 
     def release(self) -> None:
-        """Let everything go that is not kept."""
+        """Release all sections."""
         for section in self.sections:
             section.release()
 
     # ------------------------------------------------------------------ forward
 
     def _watch(self, section: Section) -> None:
-        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # who has called `module.compile()`?
-        section.module.register_forward_pre_hook(partial(before, section), prepend=True)   # others may read parameters
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # users may compile modules
+        section.module.register_forward_pre_hook(partial(before, section), prepend=True)   # other hooks may read parameters
         section.module.register_forward_hook(partial(after, section))
         for number, gradient in enumerate(section.gradients):
             for name, param in gradient.unit.params.items():
@@ -263,24 +265,24 @@ class Sharding:
         section.watch_parts()
 
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
-        """Gather the section that is about to run, and start to gather those that were called after it in the last pass."""
+        """Gather the section that is about to run, and prefetch those that were called after it in the last pass."""
         if section is self.sections[0] or self.is_over:   # a block may be called without the root
             self.begin_pass()
         section.expect_own_parameters()
-        if (self.lets_go or section.is_away) and inside_of_transform():
+        if (self.reshards or section.is_away) and inside_of_transform():
             raise UnitError(f"rank {self.group.world_rank}: the model is called inside of torch.func (vjp, jvp, vmap ...), whose graph "
-                            "reads parameters which are let go; keep them: a stage below 3")
+                            "reads parameters that are released; keep them: a stage below 3")
         if self._moment is Moment.BACKWARD:
             self._settle_before(section)
         self._gather(section)
         section.is_ahead = False
-        if self._moment is Moment.BACKWARD:   # recomputed
+        if self._moment is Moment.BACKWARD:   # activation checkpointing recomputes it
             return
         section.depth += 1
         self._calls.note(section)
         following = [] if self.guide.leads else self._calls.following(self.gathering.ahead)
         for other in self.sections:
-            if other.is_ahead and other not in following:   # the calls come in another order than last time
+            if other.is_ahead and other not in following:   # prefetched in vain: the order of calls has changed
                 other.release()
                 other.is_ahead = False
         for other in following:
@@ -288,43 +290,43 @@ class Sharding:
             other.gather_ahead()
 
     def _gather(self, section: Section) -> None:
-        """Wait until the section is here; who follows this forward is told, for a gather is a collective."""
+        """Wait until the section is gathered. A gather is a collective, so announce it to ranks that follow this forward."""
         if section.is_away:
             self.guide.tell_section(self.sections.index(section))
             self._calls.note_gather(section)
         section.make_ready()
 
     def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
-        """Let the section go; a hook on what it returned tells when its backward begins."""
+        """Release the section. Hooks on what it returned will say when its backward begins."""
         if self._moment is Moment.BACKWARD:
             return
         section.depth = max(0, section.depth - 1)
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
             section.calls += 1
-            # A view that is changed in place later gets another history, from its base on, and its own hook is never called.
+            # If a view is changed in place later, autograd rebuilds its history from its base, and never calls the view's own hook.
             tensors += [tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad]
             torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
         if section.depth:
             return
-        if self.gathering.let_go and section is not self.sections[0]:
+        if self.gathering.reshards and section is not self.sections[0]:
             section.expect_none_of(tensors_in(output))
             section.release(self.gathering.near if tensors else None)
-        elif self.gathering.let_go and self.gathering.root and not tensors:
+        elif self.gathering.reshards and self.gathering.root and not tensors:
             section.expect_none_of(tensors_in(output))
             self.release()
 
     # ------------------------------------------------------------------ backward
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
-        """Settle the sections whose backward is over, gather this one again, and start to gather those that were called before it."""
-        if self.lets_go and torch.is_grad_enabled():
-            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters which "
-                            "are let go; keep them: reshard_after_forward=False, or a stage below 3")
+        """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
+        if self.reshards and torch.is_grad_enabled():
+            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
+                            "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
         for other in self._settle_before(section):
-            if self.gathering.let_go:
+            if self.gathering.reshards:
                 other.release()
         self._gather(section)
         for previous in self._calls.before(section, self.gathering.ahead):
@@ -333,10 +335,10 @@ class Sharding:
                 previous.start_gather()
 
     def _settle_before(self, section: Section) -> list[Section]:
-        """The sections whose backward is over when that of this one begins; those that await no gradient any more are reduced.
+        """The sections whose backward is over when that of this one begins. Those that await no more gradients are settled.
 
-        Here, where all ranks come by alike, and not where the last gradient lands: that depends on which parameters a rank has used, and
-        what is gathered and reduced must be so in one order.
+        Not when the last gradient lands: that depends on which parameters a rank has used, while all ranks come here alike, and gathers
+        and reductions must have one order on all ranks.
         """
         over = [other for other in self.sections if not other.calls and is_over(other, section)]
         for other in over:
@@ -354,7 +356,7 @@ class Sharding:
         section.waiting_for.discard(name)
 
     def _enter_backward(self) -> None:
-        """Once for each backward, at the first of its hooks."""
+        """Called by every hook in a backward; the first call begins it."""
         if self._moment is Moment.BACKWARD:
             return
         if torch._C._current_graph_task_id() != -1:
@@ -365,13 +367,13 @@ class Sharding:
         self._queue.begin()
 
     def _settle(self, section: Section) -> None:
-        """All gradients of the section that this backward makes have landed."""
+        """The section's backward is over: start the reductions that may start now."""
         section.settled = True
         for started in self._queue.settle(section, reduce_all=self.syncing):
             self._calls.note_reduction(started)
 
     def collect(self) -> None:
-        """Without hooks, after the last backward of a step: land what is in `.grad`, and reduce."""
+        """Where nothing is hooked, after the last backward of a step: land what is in `.grad`, and reduce."""
         for gradient in self.gradients():
             for name, param in gradient.unit.params.items():
                 if param.grad is not None:
@@ -380,18 +382,18 @@ class Sharding:
         self.end_backward()
 
     def end_backward(self) -> None:
-        """Reduce what has not been yet, and let everything go. Runs by itself when a backward ends; again, it changes nothing."""
+        """Reduce the sections that are left, and release all. Autograd calls this when a backward ends; a second call does nothing."""
         if self._moment is Moment.AFTER_BACKWARD:
             return
         self._enter_backward()
         for section in reversed(self.sections):
-            section.depth = 0   # a forward that died has not ended
+            section.depth = 0   # a forward that raised has left it above 0
             if not section.settled:
                 self._settle(section)
         if self.syncing is not None:
             self._queue.learn()
         self.pool.finish_all()
-        if self.gathering.let_go:
+        if self.gathering.reshards:
             self.release()
         self._moment = Moment.AFTER_BACKWARD
         if self.at_end:

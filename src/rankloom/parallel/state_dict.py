@@ -1,4 +1,4 @@
-"""The values of a sharded model, whole, under the names of the plain one: out of the slices, and into them again."""
+"""The state dict of a sharded model, whole, under the names of the plain one: gathered from the slices, and loaded into them."""
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sharding import Sharding
-from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import Entry, join_bytes
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 DIFFERENCES_SHOWN = 3
-EXTRA = "_extra_state"   # what a module's `get_extra_state` gives is called so, after the module: anything, of any shape
+EXTRA = "_extra_state"   # torch's key for what a module's `get_extra_state` returns: anything, of any shape
 
 
 def is_extra(name: str) -> bool:
@@ -26,23 +26,23 @@ def is_extra(name: str) -> bool:
 
 
 def set_extra(model: nn.Module, name: str, value: Any) -> None:
-    """Give a module its extra state, which a state dict has under `name`."""
+    """Give a module its extra state. name: that of the entry in a state dict"""
     model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()
 def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None) -> dict[str, Tensor]:
-    """A whole state dict in CPU memory, in the master format: parameters joined one by one, buffers copied. A collective.
+    """A whole state dict in CPU memory, in the master dtype. A collective.
 
-    rank: the rank of the shard group that gets it, the others get an empty one; left out, all get it
-    sent: each piece once to that rank, or by broadcast to all; no more than one tensor at a time is whole on a device
+    rank: the rank of the shard group that gets it, the others get an empty one; left out: all
+    sent: each piece once to that rank, or by broadcast to all; a device holds one whole tensor at a time
     """
     values = {entry.name: entry.get() for entry in value_entries(model, sharding, rank=rank)}
     return values if rank in (None, sharding.group.rank) else {}
 
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
-    """What `full_values` gathers, to be gathered one by one, by all ranks in this order."""
+    """The values of `full_values`, to be gathered one by one, by all ranks in this order."""
     units, entries = units_of(sharding), []
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in units:
@@ -82,10 +82,10 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
 @torch.no_grad()
 def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group],
                 split: ModelSplit | None = None) -> None:
-    """Take this rank's pieces out of a whole state dict, and publish them. A collective.
+    """Load this rank's pieces of a whole state dict, and publish them. A collective.
 
-    groups: along every axis; a rank of any of them may find that it does not fit
-    split:  of which whole `model` is a part
+    groups: of every mesh axis: if the state does not fit on one rank, all raise
+    split:  how `model` was cut out of the whole, if it was
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = units_of(sharding), model.state_dict(keep_vars=True)
@@ -114,12 +114,12 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
 
 
 def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """By name; extra state counts as a number, for nobody may ask what it is."""
+    """By name. Extra state may be anything, so it counts as a scalar."""
     return {name: torch.Size() if is_extra(name) else value.shape for name, value in state.items()}
 
 
 def difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], where: str) -> str | None:
-    """What keeps a whole state dict from being that of a model with these shapes, in words, or None."""
+    """How a whole state dict differs from these shapes, in words, or None. where: begins the text"""
     theirs = shapes_in(state)
     differ = [f"{name}: {_shown(theirs.get(name))} in the state dict, {_shown(shapes.get(name))} in the model"
               for name in dict.fromkeys((*shapes, *theirs)) if theirs.get(name) != shapes.get(name)]
@@ -132,7 +132,7 @@ def _shown(shape: torch.Size | None) -> str:
     return "missing" if shape is None else str(tuple(shape))
 
 
-def owned_pieces(sharding: Sharding) -> dict[str, Piece]:
+def owned_pieces(sharding: Sharding) -> dict[str, OwnedRun]:
     """What this rank owns of each trainable parameter."""
-    return {name: Piece(name, slot.shape, *unit.layout.piece(name, unit.group.rank)) for section in sharding.sections
+    return {name: OwnedRun(name, slot.shape, *unit.layout.piece(name, unit.group.rank)) for section in sharding.sections
             for unit in section.units if unit.trainable for slot in unit.layout.slots for name in [slot.name]}

@@ -1,9 +1,9 @@
-"""One tile of attention, some queries against some keys, with what is needed to add tiles up: the log-sum-exp of its scores.
+"""One tile of attention: some queries against some keys. It returns the log-sum-exp of its scores too, by which tiles are merged.
 
-The softmax of a query over all keys is a mean of its softmaxes over parts of them, weighted by exp(log-sum-exp of the part). So
-tiles can be taken in any order, on any rank, and merged as they come; and given the log-sum-exp over *all* keys, the backward
-pass of one tile needs nothing of the others. Every tile is one kernel: torch's flash attention, which keeps the log-sum-exp
-and never holds a matrix of scores; for what it does not take (fp32 and fp64 on a GPU, odd heads) plain formulas, some rows at a time.
+The softmax over all keys is a mean of softmaxes over parts of them, weighted by exp(log-sum-exp of the part). So tiles can be computed
+in any order, on any rank, and merged as they come. Given the log-sum-exp over *all* keys, the backward of a tile needs no other tile.
+Every tile is one kernel: torch's flash attention, which returns the log-sum-exp and never holds a matrix of scores. Where that does not
+apply (fp32 and fp64 on a GPU, odd head widths), plain formulas compute some rows at a time.
 
 source: Milakov & Gimelshein 2018; Dao et al. 2022
 Shapes: B rows, H query heads, K key-value heads, Q queries, T keys, D width of a head.
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What attention adds up in: fp32, or fp64 for fp64."""
+    """The dtype of attention's sums: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def tile_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of one tile: query [B, H, Q, D], key and value [B, K, T, D] -> out [B, H, Q, D], log-sum-exp [B, H, Q].
 
-    causal: queries and keys are the same tokens, and none looks at a later one
+    causal: queries and keys are the same tokens, and none sees a later one
     raises: ShapeMismatch when K does not divide H
     """
     key, value = _for_each_query_head(key, query), _for_each_query_head(value, query)
@@ -54,7 +54,7 @@ def tile_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tupl
     if kind == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, lse, 0.0, causal)
     elif kind == "gpu":
-        unused = torch.zeros((), dtype=torch.int64, device=query.device)   # seeds of a dropout that is not there
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)   # the seeds of dropout, which is off
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, unused, unused)
     else:
@@ -64,7 +64,7 @@ def tile_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tupl
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take one more tile into `out` [B, H, Q, D] and `lse` [B, H, Q], in place; they begin as 0 and -infinity."""
+    """Merge one more tile into `out` [B, H, Q, D] and `lse` [B, H, Q], in place; they begin as 0 and -infinity."""
     total = torch.logaddexp(lse, part_lse.to(lse.dtype))
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.to(out.dtype), (part_lse.to(lse.dtype) - total).exp_().unsqueeze(-1))
@@ -79,7 +79,7 @@ def _kernel(query: Tensor) -> str:
 
 
 def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
-    """[B, K, T, D] -> [B, H, T, D]: H / K query heads in a row read the same key-value head."""
+    """[B, K, T, D] -> [B, H, T, D]: each key-value head once for each of its H / K consecutive query heads."""
     heads, times = x.shape[1], query.shape[1] // max(x.shape[1], 1)
     if heads * times != query.shape[1]:
         raise ShapeMismatch(f"{heads} key-value heads do not divide {query.shape[1]} query heads")
@@ -87,12 +87,12 @@ def _for_each_query_head(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _for_each_key_head(x: Tensor, heads: int) -> Tensor:
-    """The way back of a gradient: [B, H, T, D] -> [B, K, T, D]."""
+    """The gradient of that: [B, H, T, D] -> [B, K, T, D]."""
     return x.unflatten(1, (heads, -1)).sum(2) if x.shape[1] != heads else x
 
 
 def _scores(query: Tensor, key: Tensor, first: int, causal: bool) -> Tensor:
-    """[B, H, Q, T] of some queries, the first of which is number `first`; -infinity where a key is later."""
+    """The scores [B, H, Q, T] of queries `first`, `first` + 1 ...; -infinity where a key is later."""
     wide = sums_in(query.dtype)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * query.shape[-1] ** -0.5
     if causal:
@@ -102,7 +102,7 @@ def _scores(query: Tensor, key: Tensor, first: int, causal: bool) -> Tensor:
 
 
 def _row_blocks(query: Tensor, key: Tensor) -> list[slice]:
-    """Rows of the queries, so few at a time that their scores stay below SCORES."""
+    """The queries in blocks of so few rows that their scores stay below SCORES."""
     rows = max(1, SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
     return [slice(start, start + rows) for start in range(0, query.shape[2], rows)]
 
@@ -126,8 +126,8 @@ def _plain_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tu
         above, asking = grad[:, :, rows].to(wide), query[:, :, rows].to(wide)
         weights = (_scores(asking, key, rows.start, causal) - lse[:, :, rows].unsqueeze(-1)).exp_()
         of_value += weights.transpose(-1, -2) @ above
-        mean = (above * out[:, :, rows].to(wide)).sum(-1, keepdim=True)   # of the gradient, under the weights
-        of_scores = weights.mul_(above @ value.transpose(-1, -2) - mean).mul_(scale)
+        delta = (above * out[:, :, rows].to(wide)).sum(-1, keepdim=True)   # rowsum(dO * O), as in FlashAttention-2
+        of_scores = weights.mul_(above @ value.transpose(-1, -2) - delta).mul_(scale)
         of_query.append(of_scores @ key)
         of_key += of_scores.transpose(-1, -2) @ asking
     return torch.cat(of_query, dim=2), of_key, of_value

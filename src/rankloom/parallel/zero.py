@@ -1,15 +1,23 @@
-"""The stages of sharding: what a rank keeps whole, and what it keeps 1/p of. One table, one way to build them all.
+"""The stages of sharding: what a rank keeps whole, and what it keeps 1/p of. One table, and `shard`, which builds them all.
 
     stage   optimizer   gradients   parameters   also known as                sent per rank and step, elements
-    1       1/p         whole       whole        ZeRO-1                       2n(p-1)/p   reduce-scatter, all-gather
+    1       1/p         whole       whole        ZeRO-1                       2n(p-1)/p
     2       1/p         1/p         whole        ZeRO-2, SHARD_GRAD_OP        2n(p-1)/p
     3       1/p         1/p         1/p          ZeRO-3, FSDP, FULL_SHARD     3n(p-1)/p   gathered again for backward
 
-Stage 0 is parallel/data.py; on a mesh that splits the model too, it is stage 1 over one rank. With a second axis, `replicas`, slices are
-summed over it too (2(n/p)(r-1)/r more), and every stage becomes its hybrid. Where the ranks share a host, parameters exist once, at every
-stage: then nothing is sent for them, and stages 2 and 3 are one.
+A step of each:
 
-source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP); read parallel/sharding.py for how a step goes
+    1   forward and backward of whole gradients; reduce-scatter them in the last backward; step on the slice; all-gather parameters
+    2   the same, but each block's gradients are reduce-scattered in every backward, and the whole ones freed
+    3   forward: all-gather a block, compute, release it. backward: all-gather it, compute, reduce-scatter, release. step on the slice
+
+`Unit.start_gather` (shard/unit.py) all-gathers, and `Gradient.start` (shard/gradient.py) reduce-scatters, at every stage.
+
+Stage 0 is parallel/data.py; on a mesh that splits the model too, it is stage 1 over one rank. A second axis, `replicas`, makes every
+stage its hybrid: slices are all-reduced over it (2(n/p)(r-1)/r more). Where ranks share memory (backend "rankloom", CPU, one host),
+parameters exist once at every stage: only gradients are sent, n(p-1)/p, and stages 2 and 3 are the same.
+
+source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sharding.py for how a step goes
 """
 
 from collections.abc import Callable
@@ -40,17 +48,17 @@ class ShardingStrategy:
     """How a model is sharded.
 
     units:            which modules are sections (parallel/wrapping.py)
-    formats:          number formats of a parameter
-    reshard_after_forward: stage 3: False: parameters stay from forward to backward: ZeRO-2's traffic for more memory; a number n: they
-                      are cut over n neighbours only until then: less traffic between nodes of n ranks, 1/n of the memory
+    formats:          dtypes of a parameter
+    reshard_after_forward: of stage 3. True releases parameters after forward. False keeps them until backward: the traffic of ZeRO-2, for
+                      more memory. A number n keeps 1/n of them on each of n neighbours: less traffic between nodes of n ranks
     offload:          slices, gradients and optimizer state lie in host memory
     ahead:            how many sections are gathered ahead of use
-    gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once
-    scale:            what summed gradients are multiplied by
+    gradient_memory:  bytes of whole gradients that may be kept while micro-batches accumulate, so that these are reduced once a step
+    scale:            factor of summed gradients
     hooked:           see `Gathering`
-    reduces_once:     gradients are forgotten before every step, and each is whole until its last backward
+    reduces_once:     gradients are dropped before every step, and reduced in its last backward only
     experts:          parameters that are summed over other replicas than the rest
-    float8:           weights that travel in eight bits, and the layers that multiply by each (shard/float8_unit.py)
+    float8:           weights gathered in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     """
 
     stage: int
@@ -68,7 +76,7 @@ class ShardingStrategy:
 
 
 def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:
-    """Raise ConfigError for what is no number, or one below 0."""
+    """Raise ConfigError unless both are numbers of 0 or more."""
     expect_type("ahead", ahead, int, "a whole number of units")
     expect_type("gradient_memory", gradient_memory, (int, float), "a number of bytes")
     for name, number in (("ahead", ahead), ("gradient_memory", gradient_memory)):
@@ -78,38 +86,38 @@ def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:
 
 def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStrategy, *, whole: frozenset[str] = frozenset(),
           lay_out_whole: LayOut = lay_out_evenly, canonical: bool = False, fill: Fill | None = None) -> Sharding:
-    """Cut the parameters of `model` over `group`, and watch its forward and backward. A collective.
+    """Cut the parameters of `model` over `group`, and hook its forward and backward. A collective.
 
-    whole:     names of parameters that must not be cut, and the layout for these
-    canonical: gradients stay whole on every rank, for somebody else to sum; parameters from the first forward of a step to its end
+    whole:     names of parameters that must not be cut, laid out by `lay_out_whole`
+    canonical: gradients stay whole on every rank, and the caller sums them; parameters stay gathered from a step's first forward to its end
     fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
-    raises: ConfigError for units that cannot be
+    raises:    ConfigError for impossible `units`
     """
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     host, frames = Host(group.device) if strategy.offload else None, Frames(group.device)
     sections = []
     members_of = parameters_of_sections(model, section_names(model, strategy.units))
-    for name, members in {"": [], **members_of}.items():   # a pass begins with the root, parameters or not
+    for name, members in {"": [], **members_of}.items():   # the root begins a pass, even without parameters
         units = make_units(name, {member: params[member] for member in members}, group, strategy.formats, keep=strategy.stage < 3,
                            whole=whole, lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=strategy.float8,
                            experts=strategy.experts.names if strategy.experts else frozenset())
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     keep_gradients = _keeps_whole_gradients(strategy, group, canonical)
-    _choose_what_accumulates_whole(sections, strategy, all_do=keep_gradients)
-    let_go = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
-    gathering = Gathering(let_go, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
+    _choose_what_accumulates_whole(sections, strategy, keep_all=keep_gradients)
+    reshards = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
+    gathering = Gathering(reshards, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
     return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, experts=strategy.experts, frames=frames,
                     gathering=gathering)
 
 
 def _keeps_whole_gradients(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
-    """Whether a whole gradient is kept, and the slice is a view of it: by the stage, or because there is one rank to own it all here."""
+    """Whether whole gradients are kept, with the slice a view of them: at stage 1, for a canonical sum, or where one rank owns it all."""
     return strategy.stage <= 1 or canonical or (strategy.reduces_once and group.size == 1 and not strategy.offload)
 
 
 def _neighbours(group: Group, n: bool | int) -> Group | None:
-    """The n ranks in a row that keep parameters among them from forward to backward."""
+    """The run of n ranks, this one among them, that keep parameters from forward to backward; None unless asked for."""
     if isinstance(n, bool):
         return None
     if not isinstance(n, int) or n < 1 or group.size % n:
@@ -118,12 +126,12 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
     return Subgroup(group, range(first, first + n))
 
 
-def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingStrategy, all_do: bool) -> None:
-    """Sections whose whole gradients fit the budget are reduced once a step, the others after every backward."""
+def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingStrategy, keep_all: bool) -> None:
+    """Sections whose whole gradients fit `gradient_memory` are reduced once a step, the others in every backward."""
     left = strategy.gradient_memory
     for section in sections:
         size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
-        section.reduced_each_time = size > left and not all_do
+        section.reduced_each_time = size > left and not keep_all
         left -= 0 if section.reduced_each_time else size
 
 
@@ -135,16 +143,12 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
         for unit in section.units:
             p = unit.group.size
             n = unit.layout.total * unit.formats.compute.itemsize
-            again = backwards if sharding.gathering.let_go and section.name and not unit.stays else 0
+            again = backwards if sharding.gathering.reshards and section.name and not unit.stays else 0
             gathers = 0 if unit.common else 1 if unit.stays else backwards
             near = sharding.gathering.near.size if sharding.gathering.near else p
-            total += unit.publish_bill() + _times(gathers, all_gather_bill(n // p, p)) + _times(again, all_gather_bill(n // near, near))
+            total += unit.publish_bill() + all_gather_bill(n // p, p) * gathers + all_gather_bill(n // near, near) * again
             if unit.trainable:
-                total += _times(reductions, scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p))
+                total += scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p) * reductions
                 slice_bytes = unit.layout.total * unit.formats.reduce.itemsize // p
-                total += _times(reductions, all_reduce_bill(slice_bytes, replicas[unit].size))
+                total += all_reduce_bill(slice_bytes, replicas[unit].size) * reductions
     return total
-
-
-def _times(n: int, one: Bill) -> Bill:
-    return sum((one for _ in range(n)), Bill())

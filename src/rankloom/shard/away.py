@@ -1,10 +1,11 @@
-"""Parameters that are away: whoever computes with one is told so, where torch would take it for an empty tensor. And parameters that are
-on their way, into memory where the old values lie: whoever reads one waits for the new. And parameters that only slices, or masters, may
-write to: every write is counted.
+"""Three classes that a unit gives to its parameters in turn.
 
-While a unit is released its parameters are of the class `Away`, and every operation on them is an error. Modules do not notice: they
-are called when their parameters are back. What only looks (a dtype, `.grad`, a hook) goes through; shapes and sizes are those that the
-parameter has when it is here.
+    Away       released. Using a released parameter raises UnitError; torch alone would silently see an empty tensor
+    OnItsWay   being gathered into memory where the old values lie. Reading it waits for the new ones
+    Watched    in memory, and a copy of slices or masters. Every write to it is counted, so that the unit can refuse it
+
+Modules never notice: they are called while their parameters are gathered. Reading metadata of a released parameter (dtype, `.grad`, a
+hook) is allowed; shapes and sizes are those of the gathered one.
 """
 
 import copy
@@ -18,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from rankloom.base.errors import UnitError
 
 WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit, and a tensor of its shape without memory
-ARRIVE = "_rankloom_arrive"   # another: what waits until it is here
-PAST = "_rankloom_past"   # another: its values for who writes past autograd, once somebody has asked for them
+ARRIVE = "_rankloom_arrive"   # another: waits until it is gathered
+PAST = "_rankloom_past"   # another: what `.data` has given out; writes through it bypass autograd's count
 DATA: Any = Tensor.data       # how torch reads and sets it
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})   # attributes that are tensors
 SIZES = frozenset({"shape", "ndim", "nbytes", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous"})
-SHOWS = frozenset({"__repr__", "__format__", "data_ptr", "untyped_storage"})   # by which values may be read, if there are any
+SHOWS = frozenset({"__repr__", "__format__", "data_ptr", "untyped_storage"})   # give access to values, if there are any
 LOOKS = SHOWS | {"element_size", "storage_offset", "is_floating_point", "is_complex",
                  "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 
@@ -33,25 +34,25 @@ class Away(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """raises: UnitError, where the values are asked for"""
+        """raises: UnitError, unless only metadata is read"""
         rank, name, unit, like = next(getattr(value, WHOSE) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
         if _asked(func) in SIZES:
             return func(like, *args[1:], **(kwargs or {}))
         if not _only_looks(func):
             raise UnitError(
-                f"rank {rank}: {name} was used ({_asked(func)}) while it is away: unit {unit} is in memory only while its module runs (the "
-                "root, which has what no other unit has, from the model's forward to the end of its backward). Use it there, cut the "
+                f"rank {rank}: {name} was used ({_asked(func)}) while it is released: unit {unit} is in memory only while its module "
+                "runs (the root, which has the rest of the model, from its forward to the end of its backward). Use it there, cut the "
                 "model by other `units`, or keep parameters: a stage below 3")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 class Watched(nn.Parameter):
-    """A parameter in memory that only slices may write to: who writes by `param.data`, which autograd does not count, is seen, too."""
+    """A parameter in memory that only slices may write to. Writes through `param.data`, which autograd does not count, are counted too."""
 
     @property
     def data(self) -> Tensor:
-        """The values, as torch gives them; they count writes together, apart from the parameter's own."""
+        """The values, as torch gives them. All that are given out share one version counter, apart from the parameter's own."""
         if getattr(self, PAST) is None:
             setattr(self, PAST, DATA.__get__(self))
         found: Tensor = getattr(self, PAST).detach()
@@ -59,12 +60,12 @@ class Watched(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        """Other memory."""
-        setattr(self, PAST, None)   # those were of other memory
+        """Point it at other memory."""
+        setattr(self, PAST, None)   # what was given out is of the old memory
         DATA.__set__(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Nobody watches a copy, or what comes out of a pickle."""
+        """A copy, or what comes out of a pickle, is a plain parameter."""
         return copy.deepcopy(self._unwatched(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -81,27 +82,27 @@ class OnItsWay(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """Of the new values, as the parameter gives them that has come."""
+        """The new values: waits for them."""
         getattr(self, ARRIVE)()
-        return self.data
+        return self.data   # no recursion: the parameter's class has changed
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        """Other memory."""
+        """Point it at other memory."""
         DATA.__set__(self, values)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Wait, where the values are asked for; that takes nothing from other ranks, who have sent them already."""
+        """Wait, unless only metadata is read. No other rank need take part: all have sent their slices already."""
         if _asked(func) in SHOWS or not (_only_looks(func) or _asked(func) in SIZES):
             for value in tree_leaves((args, kwargs)):
-                if isinstance(value, OnItsWay):   # no more, once another of its unit has waited
+                if isinstance(value, OnItsWay):   # waiting for one parameter of a unit changes the class of all
                     getattr(value, ARRIVE)()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Of the new values, and of a parameter that is here."""
+        """A copy of the new values; then the parameter's class copies itself."""
         getattr(self, ARRIVE)()
         return copy.deepcopy(self, memo)
 
@@ -122,13 +123,13 @@ def _asked(func: Any) -> str:
 
 
 def mark(params: Mapping[str, nn.Parameter], dtype: torch.dtype, rank: int, unit: str) -> None:
-    """Say once whose they are. dtype: that of the values when they are here"""
+    """Note once which unit they belong to, for messages. dtype: of the gathered values"""
     for name, param in params.items():
         setattr(param, WHOSE, (rank, name, unit, torch.empty_like(param, dtype=dtype, device="meta", requires_grad=False)))
 
 
 def watch(param: nn.Parameter) -> None:
-    """From now on writes by `param.data` are counted; see `writes`. A parameter of a class of the user's own keeps it."""
+    """From now on writes through `param.data` count, too (see `writes`). A parameter of the user's own class keeps its class."""
     if type(param) is nn.Parameter:
         setattr(param, PAST, None)
         param.__class__ = Watched
@@ -141,20 +142,20 @@ def writes(param: nn.Parameter) -> int:
 
 
 def leave(param: nn.Parameter) -> None:
-    """The values go. A parameter of a class of the user's own keeps it."""
+    """The unit is released. A parameter of the user's own class keeps its class."""
     if type(param) is nn.Parameter:
         param.__class__ = Away
 
 
 def set_out(param: nn.Parameter, arrive: Callable[[], None]) -> None:
-    """New values are on their way. arrive: waits for them, and calls `come_back`"""
+    """A gather has started. arrive: waits for it, and calls `come_back`"""
     if type(param) in (nn.Parameter, Watched):
         setattr(param, ARRIVE, arrive)
         param.__class__ = OnItsWay
 
 
 def come_back(param: nn.Parameter) -> None:
-    """They are here again."""
+    """The unit is gathered."""
     if type(param) in (Away, OnItsWay):
         param.__class__ = Watched if PAST in vars(param) else nn.Parameter   # type: ignore[assignment]
-        vars(param).pop(ARRIVE, None)   # a copy, or a pickle, would take the unit along
+        vars(param).pop(ARRIVE, None)   # it refers to the unit, which a copy or a pickle would include

@@ -1,7 +1,7 @@
 """Named tensors laid end to end in one contiguous buffer, and lists of tensors cut into buckets.
 
-A collective wants one contiguous piece of memory; a model has hundreds of tensors. Where the tensors *are* views of one
-buffer, nothing need be copied in before a collective or out after it. Pure arithmetic first, then the buffer.
+A collective wants one contiguous range of memory; a model has hundreds of tensors. Tensors that are views of one buffer need no copy
+before or after a collective. Pure arithmetic first, then the buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGN = 64   # bytes. A view that starts off a cache line costs matrix kernels speed, and may change their bits.
+ALIGN = 64   # bytes. On views that do not start at a cache line, matrix kernels are slower and may round differently.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,20 @@ def views_of(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
 
 
 def gaps_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """What lies between them, and after the last."""
+    """The padding between the slots, and after the last."""
     starts = [slot.start for slot in slots[1:]] + [flat.numel()]
     return [flat[slot.end : start] for slot, start in zip(slots, starts) if slot.end < start]
 
 
 def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:
-    """Copy each tensor into its view and make it that view. Its old memory is freed unless someone else holds it."""
+    """Copy each tensor into its view, and make it that view. Its old memory is freed unless something else holds it."""
     for name, tensor in tensors.items():
         buffer.views[name].copy_(tensor.detach())
         tensor.data = buffer.views[name]
 
 
 def by_dtype(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[dict[str, Tensor]]:
-    """The tensors in the order of `names`, in one group for each (dtype, device): a flat buffer has one of each."""
+    """The tensors in the order of `names`, grouped by (dtype, device): a flat buffer has one of each."""
     groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name in names:
         groups.setdefault((tensors[name].dtype, tensors[name].device), {})[name] = tensors[name]

@@ -1,8 +1,8 @@
-"""Gather weights in eight bits: half the bytes of bf16, and the products use what arrives as it is.
+"""Gather weights in eight bits: half the bytes of bf16. Matrix products use the gathered bytes as they are.
 
-Every rank casts its own slice. The scale of a weight is that of the whole weight, never of a slice; so the ranks first agree on the
-largest magnitudes, in one message of a number for each weight, once after each update. Then what they gather is bit for bit what
-casting the gathered weights would have given. Scaling by rows is not for this: backward needs the weight scaled by columns too.
+Every rank casts its own slice, with the scale of the whole weight. So once after each update the ranks agree on the largest magnitudes,
+in one message of one number a weight. The gathered bytes are then bit for bit those of casting the gathered weights. Scales by row
+would not do: backward needs scales by column too.
 
     after an update:  amaxes = piece_amaxes(own, ...); group.all_reduce(amaxes, "max"); encode_slice(own, ..., amaxes, out)
     each gather:      group.all_gather(out, out=whole)              bytes, 1 for each element
@@ -22,7 +22,7 @@ from rankloom.shard.layout import FlatLayout
 
 @torch.no_grad()
 def piece_amaxes(own: Tensor, layout: FlatLayout, rank: int) -> Tensor:
-    """The largest magnitude of what this rank owns of each weight, 0 where that is nothing.
+    """The largest magnitude of this rank's elements of each weight, 0 where it owns none.
 
     own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
     """

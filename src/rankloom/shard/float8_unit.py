@@ -1,7 +1,7 @@
-"""A unit whose weights travel in eight bits, and are read so: the layers multiply by what arrives.
+"""A unit whose weights are gathered in eight bits. Layers multiply by the eight-bit weights; nothing is converted back.
 
-The parameters of the model never hold values then: each is one NaN, seen in the weight's shape, with no more memory than that. A layer
-that reads it all the same gives NaN, and the step ends.
+The model's parameters hold no values then: each is a single NaN, expanded to the weight's shape. A layer that reads one all the same
+returns NaN, and the step ends with an error.
 
 Read shard/unit.py and shard/float8.py before this file.
 """
@@ -21,7 +21,7 @@ from rankloom.world.group import Group
 
 
 class Float8Consumer(Protocol):
-    """A layer that multiplies by a weight in eight bits: for products over its rows' elements, and over its columns'."""
+    """A layer that multiplies by a weight in eight bits. held: the weight for products along its rows, and along its columns"""
 
     held: tuple[Float8, Float8] | None
 
@@ -31,13 +31,13 @@ class Float8Consumer(Protocol):
 
 
 Float8Consumers = Mapping[str, Sequence[Float8Consumer]]   # by the name of the weight
-NOBODY: Float8Consumers = {}
+NO_CONSUMERS: Float8Consumers = {}
 
 
 class Float8Unit(Unit):
-    """Weights gathered in E4M3, each scaled by its largest magnitude over all ranks; over those too that hold other parts of it.
+    """Weights gathered in E4M3, each scaled by its largest magnitude over all ranks, tensor ranks with other parts of it included.
 
-    formats: `compute` is what an unsharded model would hold its weights in: they are rounded to that before they are cast
+    formats: `compute` is the dtype of the weights in an unsharded model: they are rounded to that before they are cast
     readers: name -> the layers that multiply by this weight
     sent:    n(p-1)/p bytes a gather; one all-reduce of a number for each weight after an update
     memory:  n/p master elements, and n bytes while gathered
@@ -52,12 +52,12 @@ class Float8Unit(Unit):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """-> SHARDED: `own` has changed. A collective: the ranks agree on the scales."""
+        """-> SHARDED (GATHERED where one rank keeps the whole): `own` has changed. A collective: the ranks agree on the scales."""
         if self.state is State.GATHERING:
             self.wait()
         amaxes = piece_amaxes(self._own_here().to(self._rounded), self.layout, self.group.rank)
         self._amaxes = self.group.all_reduce(amaxes, "max", label=f"scales of {self.name}")
-        if self.peers:   # weights that all of them hold whole have the same there
+        if self.peers:   # for weights that all of them hold whole, this changes nothing
             self._amaxes = self.peers.all_reduce(self._amaxes, "max", label=f"scales of {self.name}, of whole weights")
         super().publish()
         if self.stays:
@@ -81,7 +81,7 @@ class Float8Unit(Unit):
 
     @cached_property
     def _bytes(self) -> Tensor:
-        """The whole. By `.data`: autograd must not count a gather as a change of what it keeps for backward."""
+        """The whole, by `.data`, so that a gather does not bump the version of what autograd keeps for backward."""
         return self.whole.data
 
     def _read_in_backward(self) -> Iterable[Tensor]:

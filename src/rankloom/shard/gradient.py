@@ -1,13 +1,13 @@
-"""The gradients of a unit: PARTIAL on every rank until they are summed, then REDUCED, each rank holding its slice of the sum.
+"""The gradient of a unit. Until it is reduced, every rank has a whole one of its own; then each rank has its slice of the sum.
 
-    land       backward has made a gradient: it goes into the unit's flat buffer, which autograd's own memory can then leave
-    start      reduce-scatter over the shard axis sets out
-    advance    then the slices are summed over the replicas, where there are any
-    finish     the sum is in the slice, added to what earlier backward passes have left there
+    land       move a parameter's gradient out of autograd's memory into the unit's flat buffer
+    start      start the reduce-scatter over the shard axis
+    advance    once that has arrived, start the all-reduce of the slices over the replicas
+    finish     wait for the sum; add it to what earlier backward passes have left in the slice
 
-Flat buffers come from `group.buffer` where ranks of one host reduce them where they lie, else they are windows (shard/frames.py). At
-stage 1 every unit keeps its own; at stages 2 and 3 the units of one size take turns with two. On a GPU buffers and slices are given back
-when a step begins: its activations take their place. Read shard/unit.py before this file.
+Flat buffers come from `group.buffer` where ranks reduce them in shared memory, else they are windows (shard/frames.py). At stage 1 every
+unit keeps its own; at stages 2 and 3, units of one size take turns with two. On a GPU, buffers and slices are freed when a step begins,
+so that its activations can use the memory. Read shard/unit.py before this file.
 """
 
 from collections import deque
@@ -25,9 +25,9 @@ IN_TURN = 2   # one buffer is being filled while the other is being reduced
 
 
 class BufferPool:
-    """Flat buffers that the gradients of units of one size share, and the reductions on their way.
+    """Flat buffers that gradients of units of one size share, and the reductions in flight.
 
-    Those that the group gives are all made at the start, by every rank alike: to ask it for memory is a collective.
+    Buffers that the group lends are all made at the start: asking it for memory is a collective.
     """
 
     def __init__(self, units: Iterable[Unit], frames: Frames):
@@ -38,7 +38,7 @@ class BufferPool:
         self._flying: deque[Gradient] = deque()
 
     def lend(self, unit: Unit) -> Window:
-        """A buffer for the whole gradient of `unit`; waits for a reduction on its way when all are in use."""
+        """A buffer for the whole gradient of `unit`; waits for a reduction in flight when all are in use."""
         size = size_of(unit)
         free = self._free.get(size, [])
         while not free and (flying := next((g for g in self._flying if size_of(g.unit) == size), None)):
@@ -53,11 +53,11 @@ class BufferPool:
         self._free[size_of(unit)].append(buffer)
 
     def depart(self, gradient: "Gradient") -> None:
-        """Its reduction is on its way; those before it go on to their next hop."""
+        """Its reduction has started; advance those that started before it."""
         for other in self._flying:
             other.advance()
         self._flying.append(gradient)
-        while len(self._flying) > IN_TURN:   # each takes memory for what arrives
+        while len(self._flying) > IN_TURN:   # each holds memory for what it receives
             self._flying[0].finish()
 
     def arrive(self, gradient: "Gradient") -> None:
@@ -65,12 +65,12 @@ class BufferPool:
         self._flying.remove(gradient)
 
     def finish_all(self) -> None:
-        """Wait for every reduction on its way."""
+        """Wait for every reduction in flight."""
         while self._flying:
             self._flying[0].finish()
 
     def held(self) -> int:
-        """Bytes of buffers that nobody has borrowed."""
+        """Bytes of buffers that are not lent."""
         return sum(buffer.held for free in self._free.values() for buffer in free)
 
     def _buffer_for(self, unit: Unit) -> Window:
@@ -86,21 +86,21 @@ class Gradient:
     """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
 
     replicas: the ranks that own the same slice
-    pool:     where the whole buffer comes from, unless it is
-    kept:     its own (stage 1)
-    scale:    what the sum is multiplied by (1 / ranks for a mean)
-    memory:   n elements from the first landing until the sum is there (until the next step, if kept), n(p-1)/p more while it is made,
-              where other ranks' memory cannot be read; n/p for the slice (if not kept)
+    pool:     lends the whole buffer, unless
+    kept:     the unit has one of its own (stage 1)
+    scale:    factor of the sum (1 / ranks for a mean)
+    memory:   n elements from the first landing until the reduction ends (until the next step, if kept); n(p-1)/p more during the
+              reduction, where ranks share no memory; n/p for the slice (if not kept)
     """
 
     def __init__(self, unit: Unit, replicas: Group, pool: BufferPool, *, kept: Window | None = None, scale: float = 1.0):
         self.unit, self.replicas, self.pool, self.scale = unit, replicas, pool, scale
         self._kept, self._buffer = kept, kept
-        self._arriving: Window | None = None   # what other ranks send of this rank's slice
-        self._apart: Window | None = None      # memory of the slice, unless it is a part of the whole
-        self.landed: set[str] = set()     # since the last reduction
-        self.used: set[str] = set()       # since the gradients were last forgotten
-        self._agreed = False              # `used` is what the ranks have agreed on, and not this rank's own
+        self._arriving: Window | None = None   # receives other ranks' terms of this rank's slice
+        self._apart: Window | None = None      # memory of the slice, unless that is a view of the whole
+        self.landed: set[str] = set()     # parameters whose gradient has landed since the last reduction
+        self.used: set[str] = set()       # parameters with a gradient since the last zero_grad
+        self._agreed = False              # whether `used` is that of all ranks, or only this rank's
         self._pending: list[Handle] = []
 
     @property
@@ -110,7 +110,7 @@ class Gradient:
 
     @property
     def slice(self) -> Tensor | None:
-        """This rank's part of the sum: a view of the whole, if that is kept in the format of the slice."""
+        """This rank's slice of the sum: a view of the whole, if that is kept in the dtype of the slice."""
         if self._is_inside():
             assert self._kept is not None
             start, stop = self.unit.layout.span(self.unit.group.rank)
@@ -119,12 +119,12 @@ class Gradient:
 
     @property
     def flying(self) -> bool:
-        """Whether its reduction is on its way."""
+        """Whether its reduction is in flight."""
         return bool(self._pending)
 
     @torch.no_grad()
     def land(self, name: str, param: nn.Parameter) -> None:
-        """Take over the gradient that backward has just left in `param.grad`."""
+        """Move the gradient that backward has just left in `param.grad` into the buffer."""
         if self.flying:
             raise UnitError(f"rank {self.unit.group.world_rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
                             "does one backward go through a forward of this unit that was run before the last optimizer step?")
@@ -136,17 +136,17 @@ class Gradient:
 
     @torch.no_grad()
     def set_landed(self, name: str, value: Tensor) -> None:
-        """Somebody else has added up what backward left on several ranks: take that over in its place."""
+        """Replace what backward left by `value`, a sum over several ranks made elsewhere."""
         self._view(name).copy_(value)
         self.landed.add(name)
 
     @torch.no_grad()
     def start(self) -> None:
-        """What has landed sets out to be summed, zeros stand in for what has not. A collective.
+        """Start to reduce-scatter what has landed, with zeros for what has not. A collective.
 
         sent: n(p-1)/p elements over the shard axis
         """
-        if self._agreed:   # since then some gradients may have been forgotten; a rank that has a piece of one can tell
+        if self._agreed:   # since then some may have been set to None, which a rank with a piece of one can see
             self.used = {name for name in self.used if self.unit.owners[name].grad is not None}
             self._agreed = False
         self._stand_in()
@@ -158,14 +158,14 @@ class Gradient:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """On to the sum over the replicas, once that over the shard axis is there. A collective."""
+        """Wait for the sum over the shard axis, then start the sum over the replicas. A collective."""
         if len(self._pending) == 1:
             received = self._pending[0].wait()
             self._pending.append(self.replicas.all_reduce(received, label=f"{self._label}, replicas", async_op=True))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The slice holds the sum, beside what it held from earlier backward passes."""
+        """Wait for the sum, and add it to the slice."""
         self.advance()
         received = self._pending[1].wait()
         if self._arriving is not None:
@@ -174,14 +174,14 @@ class Gradient:
         if self.scale != 1.0:
             received.mul_(self.scale)
         self._hand_over(received)
-        self._let_go()
+        self._return_buffer()
         self._pending = []
 
     def abandon(self) -> None:
-        """After a backward that died, or before a new step: forget everything."""
+        """Drop all gradients: after a backward that raised, or before a new step."""
         if self.flying:
             self.finish()
-        self._let_go()
+        self._return_buffer()
         for owner in self.unit.owners.values():
             owner.grad = None
         self.landed.clear()
@@ -189,17 +189,17 @@ class Gradient:
         self.give_back()
 
     def give_back(self) -> None:
-        """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
+        """Free the memory, if no gradient is in it any more: an optimizer's `zero_grad` drops them, too."""
         if self.flying or self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
             return
         for window in filter(None, (self._kept, self._apart)):
             window.close()
 
     def keep_used(self, used: Iterable[str]) -> None:
-        """Only parameters that some rank used keep a gradient: an optimizer skips the others, as in one process."""
+        """Drop the gradients of parameters that no rank used: an optimizer skips these, as in one process."""
         self.used, self._agreed = self.unit.owners.keys() & set(used), True
         for name in self.unit.owners.keys() - self.used:
-            if not self._is_brought(name):
+            if not self._is_foreign(name):
                 self.unit.owners[name].grad = None
 
     def local(self) -> dict[str, Tensor]:
@@ -208,22 +208,22 @@ class Gradient:
 
     @torch.no_grad()
     def take_local(self) -> Tensor:
-        """A copy of the whole gradient that has landed, zeros for what has not; then nothing has."""
+        """A copy of this rank's whole gradient, with zeros for what has not landed. Afterwards nothing has."""
         self._stand_in()
         assert self.whole is not None, f"{self._label}: not kept"
         return self.whole.clone()
 
     @torch.no_grad()
     def set_sum(self, total: Tensor) -> None:
-        """Somebody else has summed the whole over all ranks: the slice is this rank's part of it."""
+        """Take this rank's slice out of `total`, a sum over all ranks made elsewhere."""
         whole = self._open().copy_(total)
         start, stop = self.unit.layout.span(self.unit.group.rank)
         place = self._place()
-        place.copy_(whole[start:stop])   # onto itself, where the slice is a part of the whole
+        place.copy_(whole[start:stop])   # onto itself, where the slice is a view of the whole
         self._hand_over(place)
 
     def summed(self) -> dict[str, Tensor]:
-        """After `set_sum`: the whole sums, by name, of parameters that some rank used."""
+        """After `set_sum`: the whole sums by name, of parameters that some rank used."""
         return {slot.name: self._view(slot.name) for slot in self.unit.layout.slots if slot.name in self.used}
 
     def held(self) -> int:
@@ -243,12 +243,12 @@ class Gradient:
         if self._buffer is None or not self._buffer.held:
             self._buffer = self._kept or self.pool.lend(self.unit)
             self._buffer.open()
-            for start, end in self.unit.layout.gaps():   # where another unit may have had a tensor; norms read the whole slice
+            for start, end in self.unit.layout.gaps():   # another unit may have left values there, and norms read the whole slice
                 self._buffer.tensor[start:end].zero_()
         return self._buffer.tensor
 
     def _stand_in(self) -> None:
-        """Zeros for what has not landed; from now on nothing has."""
+        """Fill in zeros for what has not landed, and begin anew."""
         for name in self.unit.params.keys() - self.landed:
             self._view(name).zero_()
         self.used |= self.landed
@@ -263,7 +263,7 @@ class Gradient:
         self._arriving.open()
         return self._arriving
 
-    def _let_go(self) -> None:
+    def _return_buffer(self) -> None:
         if self._kept is None and self._buffer is not None:
             self.pool.give_back(self.unit, self._buffer)
             self._buffer = None
@@ -272,7 +272,7 @@ class Gradient:
         return self._kept is not None and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None
 
     def _place(self) -> Tensor:
-        """Where the sum is written: where it stays, or beside that when there are gradients already."""
+        """Where the reduce-scatter writes: the slice itself, or other memory where the slice already holds gradients."""
         unit = self.unit
         holds = any(owner.grad is not None for owner in unit.owners.values())
         assert not (holds and self._is_inside()), f"{unit.name}: reduced twice in one step"
@@ -292,7 +292,7 @@ class Gradient:
     def _hand_over(self, received: Tensor) -> None:
         mine = self._open_slice()
         fresh = all(owner.grad is None for owner in self.unit.owners.values())
-        in_place = received.data_ptr() == mine.data_ptr()   # there was no gradient when the sum set out
+        in_place = received.data_ptr() == mine.data_ptr()   # there was no gradient when the reduction started
         if self.unit.host is not None:
             received = self._bring_to_host(received, mine, fresh)
         elif fresh and not in_place:
@@ -304,21 +304,21 @@ class Gradient:
             owner.grad = view if view.numel() else None
 
     def _add(self, name: str, view: Tensor, new: Tensor | None) -> None:
-        """To what `owner.grad` holds; in `view`, the gradient's own place, where the new is already if it is None."""
+        """Add the reduced `new` to `owner.grad`, in `view`, its place in the slice. new: None if it is in `view` already"""
         held = self.unit.owners[name].grad
-        if held is not None and self._is_brought(name):
+        if held is not None and self._is_foreign(name):
             self.used.add(name)
             view.add_(held) if new is None else view.copy_(held)
         if new is not None:
             view.copy_(new) if held is None else view.add_(new)
 
-    def _is_brought(self, name: str) -> bool:
-        """Whether its gradient is one that the user has put there, or autograd, for slices that a loss was made of: no sum of ours."""
+    def _is_foreign(self, name: str) -> bool:
+        """Whether `owner.grad` was set by the user, or by autograd for a loss computed from slices, and is no sum of ours."""
         grad, mine = self.unit.owners[name].grad, self.slice
         return grad is not None and (mine is None or grad.data_ptr() != self.unit.slice_view(mine, name).data_ptr())
 
     def _bring_to_host(self, received: Tensor, mine: Tensor, fresh: bool) -> Tensor:
-        """Into `mine`, the slice, where it holds nothing yet: then nobody waits. Else beside it, to be added."""
+        """Copy to the host: straight into `mine`, the slice, without waiting, if that is empty; else into scratch memory, to be added."""
         host = self.unit.host
         assert host is not None, f"{self._label}: not offloaded"
         there = mine if fresh else host.desk(received.numel(), received.dtype)

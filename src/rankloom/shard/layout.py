@@ -1,7 +1,7 @@
 """Where the tensors of a unit lie in its flat buffer, and which elements of that buffer each rank owns. Pure arithmetic.
 
-A buffer of `total` elements is cut in equal spans, one a rank. A tensor may be cut anywhere by that: what a rank owns of it is a
-*piece*, elements [start, stop) of the flattened tensor, maybe none.
+A buffer of `total` elements is cut into equal spans, one a rank. A span may end inside a tensor. A rank's *piece* of a tensor is
+elements [start, stop) of it, flattened, maybe none.
 """
 
 from collections.abc import Mapping
@@ -53,10 +53,10 @@ class FlatLayout:
 
 
 def lay_out_evenly(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> FlatLayout:
-    """Tensors in the order given, each aligned; cut wherever a span ends, at multiples of 64 bytes.
+    """Tensors in the order given, each aligned; spans end at multiples of 64 bytes.
 
-    The alignment is for bits, not only for speed: a vector kernel treats the last few elements of a tensor apart, and so a
-    slice has to end where whole vectors end to be updated to the very bits of the whole.
+    Alignment is for equal bits, not only for speed. A vector kernel treats a tensor's last few elements apart; a slice that ends with a
+    full vector is updated to the same bits as the whole.
     memory: less than 64 bytes of padding for each tensor and each rank
     """
     slots, end = lay_out(shapes, itemsize)

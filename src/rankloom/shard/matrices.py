@@ -1,6 +1,6 @@
 """A layout that cuts no tensor, for optimizers that look at whole matrices (Muon, Adafactor). Pure arithmetic.
 
-Whole tensors are given to ranks in turn, so that all have about as much to hold and to update. Read `shard/layout.py` before.
+Each tensor is whole on one rank, dealt so that ranks hold and update about equally much. Read shard/layout.py before this file.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from rankloom.shard.layout import FlatLayout
 def lay_out_matrices(shapes: Mapping[str, torch.Size], itemsize: int, ranks: int) -> FlatLayout:
     """Each tensor whole on one rank, aligned: the longest first, to the rank that has the least so far.
 
-    A rank's tensors lie in the order given, ties go to the lower rank, and so every rank finds the same layout.
+    A rank's tensors lie in the order given, and ties go to the lower rank, so every rank computes the same layout.
 
-    memory: all spans are as long as the longest; together at most (ranks - 1) x the longest tensor of padding
-    source: Graham 1969: at most 4/3 of the shortest longest span there is
+    memory: all spans are as long as the longest: at most (ranks - 1) x the longest tensor of padding in all
+    source: Graham 1969: the longest span is at most 4/3 of the optimum
 
     >>> layout = lay_out_matrices({"a": torch.Size([16]), "b": torch.Size([4, 8]), "c": torch.Size([9])}, itemsize=4, ranks=2)
     >>> [(slot.name, slot.start) for slot in layout.slots], layout.span(1)

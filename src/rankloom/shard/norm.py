@@ -1,18 +1,18 @@
-"""The norm of much: right at any size, at the speed of memory.
+"""Norms of large tensors, accurate at any size, at the speed of memory.
 
-On the CPU torch adds a tensor up in few running sums of its own format: of 4e8 elements in fp32 the norm comes out 4 % too small, and
-16 bits are converted at a fifth of the speed. So large tensors go in rows, some of which fit the cache; their norms are added in fp64.
+On the CPU torch sums a tensor in few running sums of its own dtype: the norm of 4e8 fp32 elements comes out 4 % too small, and 16-bit
+tensors are converted at a fifth of the speed. So large tensors are summed in rows that fit the cache, and the rows' norms in fp64.
 """
 
 import torch
 from torch import Tensor
 
-CLIP_EPSILON = 1e-6   # added to a norm that gradients are divided by: as torch.nn.utils.clip_grad_norm_ has it, for the same numbers
-ROW, TOGETHER = 1 << 12, 1 << 5   # elements of a running sum; rows that are converted together
+CLIP_EPSILON = 1e-6   # added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_
+ROW, TOGETHER = 1 << 12, 1 << 5   # elements of a running sum; rows converted together
 
 
 def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
-    """The norm of all elements, fp64; of complex numbers, of their magnitudes."""
+    """The norm of all elements, in fp64; of complex numbers, that of their magnitudes."""
     if x.is_complex():
         x = torch.view_as_real(x) if order == 2.0 else x.abs()
     flat, wide = x.reshape(-1), torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -26,12 +26,12 @@ def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each of one or more tensors of a device, fp64."""
+    """The 2-norm of each tensor, one or more on one device, in fp64."""
     if _goes_together(tensors):
         return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double()
     return torch.stack([norm_of(x) for x in tensors])
 
 
 def _goes_together(tensors: list[Tensor]) -> bool:
-    """Whether few kernels do them all: on a GPU, where the launches for each of many small tensors would take longer than they run."""
+    """Whether to take all norms in a few kernels: on a GPU, launching kernels for each small tensor takes longer than running them."""
     return all(x.device.type != "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16) for x in tensors)

@@ -1,12 +1,11 @@
-"""Offload: slices, their gradients and the optimizer's state lie in the host's memory; only what is computed with is on the device.
+"""Offload: slices, their gradients and the optimizer's state lie in host memory. The device holds only the units in use.
 
-    fetch   a slice goes to the device when its unit is gathered, one unit ahead of its use
-    store   a summed gradient goes to the host while backward goes on
-    wait    before the optimizer, which then runs on the CPU
+    fetch   copy a slice to the device when its unit is gathered, one unit ahead of its use
+    store   copy a reduced gradient to the host while backward goes on
+    wait    until all copies have ended, before the optimizer, which runs on the CPU
 
-On a GPU, copies go through pinned memory beside the computation, each way on a stream of its own: on one, slices that come in would wait
-for gradients that are not there yet. Where the device is the CPU the same calls are plain copies: nothing is saved, and
-everything else is as it would be.
+On a GPU, copies overlap computation and go through pinned memory, on one stream for each direction: on a single stream, slices would
+wait for gradients that are still to be computed. Where the device is the CPU, the same calls are plain copies, which save nothing.
 
 price: the device holds no optimizer state, no masters and no gradients beyond the units in flight; n/p elements go each way over the
        bus in a step (twice there at stage 3, for backward)
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from rankloom.world.group import Handle
 
-UNDER_WAY = 2       # copies to the host that may be under way: each holds memory of the device
-OWN_PAGES = 1 << 26   # bytes; malloc gives what is so large pages of its own
+UNDER_WAY = 2       # copies to the host that may be in flight: each holds device memory
+OWN_PAGES = 1 << 26   # bytes; malloc gives an allocation this large pages of its own
 
 
 class Host:
@@ -32,7 +31,7 @@ class Host:
     def __init__(self, device: torch.device):
         self.device = device
         self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()   # what is copied to the host, and what tells that it has been
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()   # (event that ends a copy to the host, what it copies)
         self._desk = torch.empty(0)
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -40,7 +39,7 @@ class Host:
         return torch.zeros(n, dtype=dtype) if self._inward is None else _pinned(n, dtype)
 
     def desk(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Such memory for a moment: whoever asks next gets the same. Its contents are arbitrary."""
+        """Scratch memory like `empty`'s, valid until the next call, which returns the same. Its contents are arbitrary."""
         if self._desk.numel() < n or self._desk.dtype != dtype:
             self._desk = self.empty(n, dtype)
         return self._desk[:n]
@@ -50,7 +49,7 @@ class Host:
         return mine.clone() if self._inward is None else mine.to(self.device, non_blocking=True)
 
     def beside(self, start: Callable[[], Handle]) -> Callable[[], object]:
-        """Let what `start` queues, copies and a collective, run beside what is queued from now on. Returns what waits for it."""
+        """Run the copies and the collective that `start` queues beside the current stream. Returns a function that waits for them."""
         if self._inward is None:
             return start().wait
         self._inward.wait_stream(torch.cuda.current_stream(self.device))
@@ -64,7 +63,7 @@ class Host:
         return wait
 
     def store(self, into: Tensor, result: Tensor) -> None:
-        """Copy what the device computes into host memory; it is there after `wait`."""
+        """Start to copy a result of the device into host memory; it has arrived after `wait`."""
         if self._outward is None:
             into.copy_(result)
             return
@@ -77,7 +76,7 @@ class Host:
             self._leaving.popleft()
 
     def wait(self) -> None:
-        """All that was stored is there, and nothing of the host's memory is being read."""
+        """Wait until all copies have ended, both ways."""
         for stream in (self._inward, self._outward):
             if stream is not None:
                 stream.synchronize()
@@ -85,11 +84,11 @@ class Host:
 
 
 def _pinned(n: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that a GPU can reach. torch's allocator gives powers of two, a third more for a model of 7B, so what is large is pinned where
-    it lies."""
+    """Zeros in pinned memory. torch's pinned allocator rounds up to powers of two, a third more for a model of 7B, so a large tensor is
+    allocated plainly and pinned in place."""
     if n * dtype.itemsize < OWN_PAGES:
         return torch.zeros(n, dtype=dtype, pin_memory=True)
-    made = torch.empty(n, dtype=dtype).zero_()   # written, so that all threads bring in its pages
+    made = torch.empty(n, dtype=dtype).zero_()   # not torch.zeros: writing faults its pages in, on all threads
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
     weakref.finalize(made.untyped_storage(), _unpin, runtime, made.data_ptr()).atexit = False   # views outlive the tensor

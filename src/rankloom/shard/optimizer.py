@@ -1,16 +1,16 @@
-"""Any torch optimizer over pieces of parameters.
+"""Any torch optimizer, over pieces of parameters.
 
-From stage 1 on, a rank updates only those elements of each parameter that lie in its slice. The user's function is called with
-parameters of the plain shapes all the same, because people group by them (weight decay for matrices only):
+From stage 1 on, a rank updates only the elements of each parameter that lie in its slice. The user's function still gets parameters of
+the plain shapes, because people group by shape (weight decay for matrices only):
 
-    stand_in               the shape of a parameter, without its memory
-    make_optimizer         the user's groups of these: one optimizer, or several as one
-    needs_whole_matrices   which tensors the layout must not cut (shard/matrices.py)
-    give_owners            what this rank really updates, in the place of the stand-ins
+    stand_in               has the shape of a parameter, without memory
+    make_optimizer         calls the user's function with these: one optimizer, or several as one
+    needs_whole_matrices   says which tensors the layout must not cut (shard/matrices.py)
+    give_owners            replaces the stand-ins by what this rank really updates
 
 An *owner* is the nn.Parameter that the optimizer updates: a 1-D view of this rank's slice, or a whole tensor in its own shape, or
 empty. An elementwise optimizer, as most are, does the same to a slice as to the whole.
-How the state becomes one again: `shard/optimizer_state.py`.
+shard/optimizer_state.py gathers the state again.
 """
 
 import math
@@ -24,19 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.hooks import copy_user_attributes
 
 Build = Callable[[list[nn.Parameter]], Any]
 
-# What one of these does to an element depends on that element and its own state only.
+# These update each element by itself: from the element, its gradient and its own state only.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank owns of a parameter: its elements [start, stop), flattened.
+class OwnedRun:
+    """What one rank owns of a parameter: elements [start, stop) of it, flattened.
 
-    >>> Piece("w", torch.Size([2, 3]), 4, 6).cut(torch.arange(6).view(2, 3))
+    >>> OwnedRun("w", torch.Size([2, 3]), 4, 6).cut(torch.arange(6).view(2, 3))
     tensor([4, 5])
     """
 
@@ -63,39 +64,39 @@ class Piece:
 class Optimizers:
     """Several optimizers, each with parameters of its own, used as one: say Muon for matrices and AdamW for the rest.
 
-    It offers what the engine asks of a torch optimizer. `grad_scale` and `found_inf` are handed on where all parts take them.
+    It has what the engine uses of a torch optimizer. `grad_scale` and `found_inf` are passed on if all of them are fused optimizers.
     """
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        self.parts = list(parts)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self.optimizers = list(optimizers)
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts, in order: the parts' own dicts, so that a rate set here is set there."""
-        return [group for part in self.parts for group in part.param_groups]
+        """The groups of all optimizers, in order: their own dicts, so that a rate set here is set there."""
+        return [param_group for optimizer in self.optimizers for param_group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """What all parts remember, by parameter: a new dict of the parts' own."""
-        return {param: held for part in self.parts for param, held in part.state.items()}
+        """The state of all optimizers by parameter: a new dict of their own ones."""
+        return {param: held for optimizer in self.optimizers for param, held in optimizer.state.items()}
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:   # the name by which torch's own optimizers tell
-        return all(takes_factor(part) for part in self.parts)
+    def _step_supports_amp_scaling(self) -> bool:   # the name that torch's own optimizers have for it
+        return all(takes_factor(optimizer) for optimizer in self.optimizers)
 
     def step(self) -> None:
-        """One step of each part."""
-        for part in self.parts:
+        """One step of each."""
+        for optimizer in self.optimizers:
             if self._step_supports_amp_scaling:
-                part.grad_scale, part.found_inf = self.grad_scale, self.found_inf   # type: ignore[attr-defined]
-            part.step()
+                optimizer.grad_scale, optimizer.found_inf = self.grad_scale, self.found_inf   # type: ignore[attr-defined]
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters."""
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        """Drop the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
 
 Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
@@ -103,10 +104,10 @@ Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
 
 @dataclass(frozen=True, slots=True)
 class AsBuilt:
-    """What an optimizer was when it was built; parameters and hooks that come later are an error.
+    """An optimizer as it was built: parameters and hooks added later are an error.
 
     rates:  of its groups           params: the ids of their parameters
-    hooked: which of its parts have hooks
+    hooked: which of its optimizers have hooks
     cut:    whether it updates pieces of parameters
     """
 
@@ -117,13 +118,13 @@ class AsBuilt:
 
     @classmethod
     def of(cls, optimizer: Optimizer, *, cut: bool) -> "AsBuilt":
-        """As it is now."""
+        """The optimizer as it is now."""
         groups = optimizer.param_groups
         return cls([float(group["lr"]) for group in groups], [[id(param) for param in group["params"]] for group in groups],
-                   [_has_hooks(part) for part in parts_of(optimizer)], cut)
+                   [_has_hooks(one) for one in optimizers_of(optimizer)], cut)
 
     def expect(self, optimizer: Optimizer, rank: int) -> None:
-        """Raise ConfigError when it is another one now."""
+        """Raise ConfigError when groups, parameters or hooks have changed."""
         now = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
         found = None if len(now) == len(self.params) else f"the optimizer has {len(now)} groups of parameters and had {len(self.params)}"
         for at, (here, built) in enumerate(zip(now, self.params)):
@@ -132,75 +133,73 @@ class AsBuilt:
         if found:
             raise ConfigError(f"rank {rank}: {found} when the engine was made: nobody sums the gradients of those that came. Prepare the "
                               "model with all that will be trained, and freeze parts of it afterwards")
-        for part, hooked in zip(parts_of(optimizer), self.hooked):
-            if self.cut and _has_hooks(part) and not hooked and is_elementwise(part) and not hasattr(part, "elementwise"):
-                raise ConfigError(f"rank {rank}: {type(part).__name__} has got a hook since the engine was made, and what it updates are "
+        for one, hooked in zip(optimizers_of(optimizer), self.hooked):
+            if self.cut and _has_hooks(one) and not hooked and is_elementwise(one) and not hasattr(one, "elementwise"):
+                raise ConfigError(f"rank {rank}: {type(one).__name__} has got a hook since the engine was made, and what it updates are "
                                   "pieces of parameters: the hook would take each for a whole one. Register it in the function that makes "
                                   "the optimizer, then tensors stay whole; if it treats each element by itself, say so by "
                                   "`optimizer.elementwise = True`")
 
 
-def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers that it is made of."""
-    return optimizer.parts if isinstance(optimizer, Optimizers) else [optimizer]
+def optimizers_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that it consists of."""
+    return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter like `plain` in shape, `requires_grad` and the user's own attributes, in no memory: one NaN for all elements.
+    """A parameter like `plain` in shape, `requires_grad` and the user's attributes, without memory: a single NaN, expanded.
 
     dtype, device: those of the owner, where they are not `plain`'s
     """
-    # NaN, not 0: who computes with the values when the optimizer is built shall notice.
+    # NaN, not 0: an optimizer that computes with the values when it is built should show it.
     one = torch.full((), math.nan, dtype=dtype or plain.dtype, device=device or plain.device)
     made = nn.Parameter(one.expand(plain.shape), requires_grad=plain.requires_grad)
-    vars(made).update(vars(plain))
+    copy_user_attributes(made, plain)
     return made
 
 
 def expect_build(build: Any) -> None:
-    """Raise ConfigError for an optimizer in place of a function that makes one."""
+    """Raise ConfigError unless it is a function that makes an optimizer."""
     if isinstance(build, torch.optim.Optimizer) or not callable(build):
         raise ConfigError("optimizer must be a function of the parameters, for example `lambda p: torch.optim.AdamW(p, lr=3e-4)`: "
                           "rankloom decides which tensors it updates")
 
 
 def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """What the user's function makes of `params`: a torch optimizer; of a list of them, `Optimizers`.
+    """The optimizer that the user's function makes of `params`; if that is a list, `Optimizers`.
 
     params: owners, or stand-ins for them
     raises: ConfigError
     """
     expect_build(build)
     made = build(list(params.values()))
-    parts = list(made) if isinstance(made, list | tuple) else [made]
-    if not parts or not all(hasattr(part, "param_groups") for part in parts):
+    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    if not optimizers or not all(hasattr(one, "param_groups") for one in optimizers):
         raise ConfigError(f"the optimizer function returned {made!r}, expected a torch optimizer or a list of them")
-    if any(isinstance(part, torch.optim.LBFGS) for part in parts):
+    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
         raise ConfigError("LBFGS evaluates the loss many times a step and looks at all parameters at once; here the loss is evaluated "
                           "once and each rank updates its own share. Use an optimizer that treats each tensor by itself")
     names = {id(param): name for name, param in params.items()}
-    updated = Counter(names.get(id(param)) for part in parts for group in part.param_groups for param in group["params"])
+    updated = Counter(names.get(id(param)) for one in optimizers for param_group in one.param_groups for param in param_group["params"])
     if None in updated:
         raise ConfigError("the optimizer updates tensors that it was not given; build it from the parameters it is called with")
     if twice := [name for name, times in updated.items() if times > 1]:
         raise ConfigError(f"{', '.join(map(str, twice))}: updated by more than one optimizer; give each parameter to one of them")
-    return parts[0] if len(parts) == 1 else Optimizers(parts)
+    return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether to update slices is the same as to update the whole.
+    """Whether updating slices gives the same as updating whole tensors.
 
-    Known of torch's own, and of what is derived from them with their very `step`: LARS may be derived from SGD. Another class says so
-    with an attribute `elementwise = True`; else it gets whole tensors, which is right for every optimizer that treats each by itself.
+    Known for torch's own optimizers and for subclasses that keep their `step` (LARS may be derived from SGD, with another). Any other
+    class says so with an attribute `elementwise = True`; else it gets whole tensors, which is right as long as it treats each by itself.
     """
     base = _base_of_torch(optimizer)
     return bool(getattr(optimizer, "elementwise", base is not None and _steps_as(optimizer, base)))
 
 
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step multiplies gradients by a factor on the way (a fused one), and nobody reads them before: no hook, no `step` that a
-    class of the user's has put around torch's.
-    """
+    """Whether its step can scale gradients by a factor (a fused one), and no hook and no overridden `step` reads them unscaled."""
     base = _base_of_torch(optimizer)
     return (getattr(optimizer, "_step_supports_amp_scaling", False) and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
             and (base is None or _steps_as(optimizer, base)))
@@ -219,42 +218,42 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> set[str]:
-    """The names of those `params` that must not be cut: the optimizer that updates them is not elementwise (Muon, Adafactor), or has
-    hooks, which may look at a tensor as a whole, too (clip each, bound the norm of each), and does not say that it is.
+    """The names of the `params` that must not be cut: their optimizer is not elementwise (Muon, Adafactor), or does not say so and has
+    hooks, which may look at whole tensors (clip each, bound the norm of each).
 
-    params: what the optimizer was built from, by name
+    params: those the optimizer was built from, by name
     """
     names = {id(param): name for name, param in params.items()}
-    return {names[id(param)] for part in parts_of(optimizer)
-            if not is_elementwise(part) or (_has_hooks(part) and not hasattr(part, "elementwise"))
-            for group in part.param_groups for param in group["params"]}
+    return {names[id(param)] for one in optimizers_of(optimizer)
+            if not is_elementwise(one) or (_has_hooks(one) and not hasattr(one, "elementwise"))
+            for param_group in one.param_groups for param in param_group["params"]}
 
 
 @torch.no_grad()
 def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
-                owners: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> None:
-    """Put the owners in the place of the stand-ins that `optimizer` was built from, in its groups and in its state.
+                owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun]) -> None:
+    """Replace the stand-ins that `optimizer` was built from by the owners, in its groups and in its state.
 
-    State that is there from the start (Adagrad) is cut to the pieces. Until then it takes the memory of the whole.
-    Empty owners stay in their groups; torch passes over what has no gradient.
+    State that exists from the start (Adagrad) is whole until now, and is cut to the pieces.
+    Empty owners stay in their groups; torch skips parameters without a gradient.
     """
     names = {id(param): name for name, param in stand_ins.items()}
     for name in needs_whole_matrices(optimizer, stand_ins):
         assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
-    for part in parts_of(optimizer):
-        state = {names[id(param)]: held for param, held in part.state.items()}
+    for one in optimizers_of(optimizer):
+        state = {names[id(param)]: held for param, held in one.state.items()}
         counters = counter_keys(state, pieces)
-        part.state.clear()
-        for group in part.param_groups:
-            group["params"] = [owners[names[id(param)]] for param in group["params"]]
+        one.state.clear()
+        for param_group in one.param_groups:
+            param_group["params"] = [owners[names[id(param)]] for param in param_group["params"]]
         for name, held in state.items():
             if not pieces[name].is_empty:
-                part.state[owners[name]] = {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters)
-                                            for key, value in held.items()}
+                one.state[owners[name]] = {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters)
+                                           for key, value in held.items()}
 
 
-def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, Piece]) -> set[str]:
-    """Keys that hold one number for a whole tensor, as "step" does. Where a parameter has no dims, shapes do not tell.
+def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, OwnedRun]) -> set[str]:
+    """Keys that hold one number for a whole tensor, as "step" does. Shapes alone cannot say so for a parameter without dims.
 
     state: by parameter and key, whole
     """
@@ -262,10 +261,10 @@ def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, Pi
                        if isinstance(value, Tensor) and value.dim() == 0 and pieces[name].shape}
 
 
-def cut_state(value: Any, piece: Piece, owner: nn.Parameter, *, is_counter: bool) -> Any:
-    """A copy of one value of the state of a whole parameter, as the owner of `piece` has it."""
+def cut_state(value: Any, piece: OwnedRun, owner: nn.Parameter, *, is_counter: bool) -> Any:
+    """A copy of one value of a whole parameter's state, cut for the owner of `piece`."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
     part = value if (is_counter and value.dim() == 0) or value.shape != piece.shape else piece.cut(value).view(owner.shape)
-    return part.clone(memory_format=torch.contiguous_format)   # what was made like a stand-in of one element has its stride of 0
+    return part.clone(memory_format=torch.contiguous_format)   # not the stride 0 of state made like a stand-in

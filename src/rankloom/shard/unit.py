@@ -1,19 +1,19 @@
-"""A unit: parameters that are gathered, used and let go together. The one abstraction behind ZeRO and FSDP.
+"""A unit: parameters that are gathered, used and released together. The one abstraction behind ZeRO and FSDP.
 
-    own     this rank's slice, 1/p of the unit: what the optimizer updates, in the master format
-    whole   all elements, in the compute format; the model's parameters are views of it
+    own     this rank's slice, 1/p of the unit: what the optimizer updates, in the master dtype
+    whole   all elements, in the compute dtype; the model's parameters are views of it
 
-    SHARDED     `whole` is out of date, or not in memory at all; maybe a larger slice of it is, near by
+    SHARDED     `whole` is stale, or not in memory
     GATHERING   the slices of all ranks are on their way into it
     GATHERED    every parameter may be used
 
-Three kinds of memory, told apart here and nowhere else:
-- let go (stage 3): `whole` is a window (shard/frames.py), open while it is gathered, so that units use the same memory in turn. Views
-  of it, those that autograd keeps for backward included, mean the same elements whenever it is open.
-- kept (stages 1, 2): `whole` stays, and is gathered once after each update.
-- common: ranks that share a host map one and the same `whole`. A rank writes its slice, and a gather is a barrier.
+Where the whole resides differs, and only this file knows:
+- freed (stage 3): `whole` is a window (shard/frames.py), open while gathered, so that units take turns with the same memory. Views of
+  it, those that autograd keeps for backward included, stay valid whenever it is open.
+- kept (stages 1, 2): `whole` stays in memory, and is gathered once after each update.
+- common: ranks that share memory map one and the same `whole`. Each writes its slice, and a gather is a barrier.
 
-Read shard/layout.py before this file; parallel/sharding.py says when a unit is gathered, shard/gradient.py is its other half.
+Read shard/layout.py before this file. parallel/sharding.py decides when a unit is gathered; shard/gradient.py has its gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
+from rankloom.base.hooks import copy_user_attributes
 from rankloom.shard.away import come_back, leave, mark, set_out, watch, writes
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
@@ -45,38 +46,40 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """In which dtypes a unit computes (and travels), keeps its slice, and sums gradients."""
+    """The dtypes in which a unit computes (and is gathered), keeps its slice, and sums gradients."""
 
     compute: torch.dtype
     master: torch.dtype
     reduce: torch.dtype
 
 
-class Memory(Enum):
-    """What becomes of the whole when it is released."""
+class Residence(Enum):
+    """What happens to the memory of the whole when the unit is released."""
 
-    LET_GO = "let go"
+    FREED = "freed"
     KEPT = "kept"
     COMMON = "common"
 
 
 @dataclass(slots=True)
 class Counts:
-    """told:    how often the slice had been written when the whole was last made of it
-    updates: how often the whole has been made of it anew; each counts as a write of the parameters, for who went forward with the old"""
+    """published_version: version of the slice from which the whole was last made
 
-    told: int = 0
+    updates: how often the whole was made anew; each bumps the parameters' version, so that a backward over the old values raises
+    """
+
+    published_version: int = 0
     updates: int = 0
 
 
 class Unit:
-    """Parameters of one dtype, laid end to end and cut over the ranks of `group`.
+    """Parameters of one dtype, laid end to end and cut over the ranks of `group`. Making one is a collective.
 
-    params: full names -> parameters of the model; a collective: every rank gives the same
+    params: full names -> parameters of the model, the same on every rank
     keep:   the whole stays in memory (stages 1 and 2)
-    host:   where the slice lies, if it is not on the group's device (shard/offload.py)
-    fill:   gives a parameter's name and memory their values, where `params` are stand-ins without any; on all ranks the same
-    frames: the memory that it has in turn with other units, while gathered; left out, its own
+    host:   holds the slice, if that is not on the group's device (shard/offload.py)
+    fill:   fill(name, tensor) gives a parameter its values, where `params` are stand-ins without memory; the same on all ranks
+    frames: memory shared in turn with other units; left out, its own
     memory: n/p master elements, and n compute elements while gathered (always, if kept; once for all ranks, if common)
     """
 
@@ -87,26 +90,27 @@ class Unit:
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
         whole, common = group.common_buffer(self.layout.total, formats.compute)
-        is_own = group.size == 1 and host is None and formats.compute == formats.master   # then there is nothing to let go
-        self.memory = Memory.COMMON if common else Memory.KEPT if keep or is_own else Memory.LET_GO
+        is_own = group.size == 1 and host is None and formats.compute == formats.master   # the whole is the slice: nothing to free
+        self.residence = Residence.COMMON if common else Residence.KEPT if keep or is_own else Residence.FREED
         frames = frames or Frames(group.device)
         stays = Standing(whole) if self.stays else None
-        del whole   # before other memory comes in its place
+        del whole   # free it before other memory is allocated
         self.window: Window = stays or frames.window(self.layout.total, formats.compute)
         self.window.open()
         self.state = State.GATHERED
-        self._pending: Callable[[], object] | None = None   # waits for what is on its way
+        self._pending: Callable[[], object] | None = None   # waits for the gather in flight
         self._counts = Counts()
-        self._near: tuple[Group, Tensor] | None = None   # a slice of the whole that few ranks close by share
+        self._near: tuple[Group, Tensor] | None = None   # neighbours, and the larger slice of the whole that this rank keeps for them
         mark(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
-            self.release()   # nothing is in it yet
+            self.release()   # it has no values yet
         in_place = self.stays and formats.master == formats.compute and host is None
         size = self.layout.total // group.size
         self.own = self._span() if in_place else host.empty(size, formats.master) if host else torch.zeros(
             size, dtype=formats.master, device=group.device)
         self._take_over(fill)
-        if self.stays and (self.common or not in_place):   # else what all ranks write to the whole is in their slices, too
+        # Otherwise `own` is a view of `whole`, and a write to a parameter reaches the slice.
+        if self.stays and (self.common or not in_place):
             for param in self.params.values():
                 watch(param)
         self.publish()
@@ -119,12 +123,12 @@ class Unit:
     @property
     def stays(self) -> bool:
         """Whether the whole is in memory even when it is released."""
-        return self.memory is not Memory.LET_GO
+        return self.residence is not Residence.FREED
 
     @property
     def common(self) -> bool:
         """Whether the whole exists once for all ranks of the group."""
-        return self.memory is Memory.COMMON
+        return self.residence is Residence.COMMON
 
     @torch.no_grad()
     def _take_over(self, fill: Fill | None) -> None:
@@ -132,9 +136,9 @@ class Unit:
         trained = next(iter(self.params.values())).requires_grad
         self.owners = {name: nn.Parameter(self.slice_view(self.own, name)) for name in self.params if trained}
         for name, owner in self.owners.items():
-            vars(owner).update(vars(self.params[name]))   # attributes of the user's, by which optimizers may tell parameters apart
+            copy_user_attributes(owner, self.params[name])
         for name, param in self.params.items():
-            param.grad = None   # from before; no optimizer of the slices would ever forget it
+            param.grad = None   # an old one: the optimizer sees slices only, so its zero_grad would never reach it
             if fill is None:
                 values = param.detach()
             else:
@@ -146,12 +150,12 @@ class Unit:
     # ------------------------------------------------------------------ transitions
 
     def start_gather(self) -> None:
-        """SHARDED -> GATHERING: every rank's slice sets out to all. A collective.
+        """SHARDED -> GATHERING: start to all-gather the slices. A collective.
 
-        sent: n(p-1)/p compute elements; nothing where the pages are common
+        sent: n(p-1)/p compute elements; nothing where the whole is common
         """
         self._expect(State.SHARDED)
-        self.state, self._counts.told = State.GATHERING, self.own._version
+        self.state, self._counts.published_version = State.GATHERING, self.own._version
         if self.common:
             self.group.barrier(label=f"parameters of {self.name}")
         else:
@@ -168,7 +172,7 @@ class Unit:
         return sent
 
     def wait(self) -> None:
-        """GATHERING -> GATHERED: every rank sees every parameter."""
+        """GATHERING -> GATHERED: every parameter may be used."""
         self._expect(State.GATHERING)
         if self._pending is not None:
             self._pending()
@@ -183,9 +187,9 @@ class Unit:
         self.state = State.GATHERED
 
     def release(self, near: Group | None = None) -> None:
-        """GATHERED -> SHARDED: the whole leaves memory, unless it is kept: then nothing happens.
+        """GATHERED -> SHARDED: free the whole. Where it stays in memory, nothing happens.
 
-        near: ranks among which it will be gathered again before the next update: each keeps 1/near of the whole
+        near: the ranks that gather it again before the next update: each keeps a slice of 1/near.size of the whole
         """
         self._expect(State.GATHERED)
         if self.stays:
@@ -199,10 +203,10 @@ class Unit:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """-> SHARDED: `own` has changed. Where the whole is kept, this rank's span of it follows."""
+        """-> SHARDED (GATHERED where one rank keeps the whole): `own` has changed. Write it to this rank's span, where the whole stays."""
         if self.state is State.GATHERING:
             self.wait()
-        self._near, self._counts.told = None, self.own._version
+        self._near, self._counts.published_version = None, self.own._version
         if self.stays:
             if self.own.data_ptr() != self._span().data_ptr():
                 self._write_slice(self._own_here(), self._span())
@@ -235,7 +239,7 @@ class Unit:
         return view.view(slot.shape) if self.layout.whole_tensors and stop > start else view
 
     def version(self, name: str) -> int:
-        """How often a parameter has been written by others, as autograd counts; that it goes and comes is none of it."""
+        """How often a parameter was written, by autograd's count; gathers, releases and updates are not counted."""
         away = not self.stays and self.state is not State.GATHERED
         return writes(self.params[name]) - away - self._counts.updates
 
@@ -248,14 +252,14 @@ class Unit:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
 
-    def expect_told(self) -> None:
-        """Raise UnitError when slices have been changed and the whole, which is here or on its way, is of the old ones; or replaced."""
+    def expect_published(self) -> None:
+        """Raise UnitError when the slices were replaced, or changed without `publish` while the whole is gathered or on its way."""
         moved = [name for name, owner in self.owners.items()
                  if owner.numel() and owner.data_ptr() != self.slice_view(self.own, name).data_ptr()]
         if moved:
             raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
-        is_old = self.state is not State.SHARDED and self._counts.told != self.own._version
+        is_old = self.state is not State.SHARDED and self._counts.published_version != self.own._version
         if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
             raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and by no torch optimizer, so ranks "
                             "would compute with old values beside new ones: call `after_update()` of the sharded model after the change")
@@ -265,9 +269,9 @@ class Unit:
         return Bill()
 
     def held(self) -> tuple[int, int]:
-        """Bytes in memory now: of this rank's slice, and of the whole beyond it; of common pages, this rank's share."""
+        """Bytes in memory now: of this rank's slice, and of the whole beyond it; of a common whole, this rank's share."""
         whole = self.window.held // (self.group.size if self.common else 1)
-        apart = self.own.untyped_storage()._cdata != self.whole.untyped_storage()._cdata   # which tells them on the meta device too
+        apart = self.own.untyped_storage()._cdata != self.whole.untyped_storage()._cdata   # addresses would not do on the meta device
         near = self._near[1].nbytes if self._near else 0
         return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
 
@@ -282,31 +286,31 @@ class Unit:
         return self.own if self.host is None else self.host.fetch(self.own)
 
     def _write_slice(self, own: Tensor, out: Tensor) -> None:
-        """This rank's slice, as it travels."""
+        """Write this rank's slice in the format that is gathered."""
         out.copy_(own)
 
     def _place(self, name: str, values: Tensor) -> None:
-        """A parameter's first values are in `whole`, where that is in memory."""
+        """Put a parameter's first values into `whole`, where that is in memory, and point the parameter there."""
         if self.state is State.GATHERED:
             if not self.common:
                 self._view(name).copy_(values)
             self.params[name].data = self._view(name)
 
     def _show(self) -> None:
-        """Whoever reads the parameters finds them in `whole`."""
+        """Point the parameters into `whole`."""
         for name, param in self.params.items():
             come_back(param)
             param.data = self._view(name)
 
     def _hide(self) -> None:
-        """Nobody does any more: a kernel that met freed memory would end the process."""
+        """Point the parameters at an empty tensor: a kernel that read freed memory would crash the process."""
         nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
         for param in self.params.values():
             param.data = nothing
             leave(param)
 
     def _read_in_backward(self) -> Iterable[Tensor]:
-        """Tensors whose version counters are those of all that autograd keeps of `whole`."""
+        """Tensors that share their version counters with all that autograd keeps of `whole`."""
         return self.params.values()
 
     def _span(self) -> Tensor:
@@ -321,8 +325,8 @@ class Unit:
 
 
 def _move_versions(tensors: Iterable[Tensor], by: int) -> None:
-    """While memory is away, what autograd keeps of it counts as changed: a backward that reads it all the same is an error, where it
-    would find what others have left there. After an update, too: it would find new values."""
+    """Make what autograd keeps of released memory count as changed, so that a backward that reads it raises. It would find the values of
+    other units there; after an update, new values."""
     seen = tuple(tensors)
-    with torch._C.DisableTorchFunctionSubclass():   # looking is allowed; this saves asking
+    with torch._C.DisableTorchFunctionSubclass():   # reading metadata never raises; skip the per-call check for speed
         torch._C._autograd._unsafe_set_version_counter(seen, tuple(tensor._version + by for tensor in seen))

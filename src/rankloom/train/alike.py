@@ -1,6 +1,5 @@
-"""Ranks that were given different things would each train in their own way, and nobody would know: they compare before the first step.
-
-A host with an older file, a rate that depends on the rank.
+"""Compare, before the first step, what all ranks must have been given alike. A host with an older file, or a rate that depends on the
+rank, would not be an error later: training would only be wrong.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from rankloom.world.group import Group
 
 
 def expect_alike(group: Group, what: str, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError, on all ranks, when these values, by name, are not the same on all.
+    """Raise ConfigError, on all ranks, unless all have equal values, by name.
 
     sent: the values as text, once to every rank
     """
@@ -27,11 +26,11 @@ def expect_alike(group: Group, what: str, mine: Mapping[str, Any]) -> None:
 
 
 def code_of(model: nn.Module) -> dict[str, str]:
-    """For each class of modules in a model that is not torch's, what its functions do: a hash, whatever file they stand in."""
+    """A hash of the functions of each module class of a model, torch's own excepted: of their bytecode, not of the file."""
     digests: dict[str, set[str]] = {}
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
-            digests.setdefault(f"the code of {kind.__qualname__}", set()).add(_digest(kind))   # modules may call several kinds alike
+            digests.setdefault(f"the code of {kind.__qualname__}", set()).add(_digest(kind))   # several classes may have one name
     return {name: " ".join(sorted(digests[name])) for name in sorted(digests)}
 
 
@@ -41,7 +40,7 @@ def _digest(kind: type) -> str:
 
 
 def _parts(constant: Any) -> Any:
-    """What the bytecode of a function and the constants in it come down to, in one order: that of a set differs between processes."""
+    """A function's bytecode and its constants, in a fixed order: that of a set differs between processes."""
     if isinstance(constant, CodeType):
         return constant.co_code, constant.co_names, constant.co_varnames, list(map(_parts, constant.co_consts))
     if isinstance(constant, frozenset):
@@ -50,7 +49,7 @@ def _parts(constant: Any) -> Any:
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The rate, the decay ... of each group of parameters; a rate may be a tensor, on a device of its rank."""
+    """The learning rate, weight decay ... of each param group. A rate may be a tensor on this rank's device."""
     plain = int | float | str | tuple | list | None
     parts = [(at, key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
              for at, part in enumerate(optimizer.param_groups) for key, value in part.items() if key not in ("params", "param_names")]

@@ -1,12 +1,11 @@
 """Delayed scaling: tensors of this step are cast with the largest magnitudes of earlier steps.
 
-Then a tensor need not be read once to find its scale and once more to be cast. What it costs is state that the numbers depend on:
-a table [steps, tensors]. It is kept here, in one place, under names; it is no buffer of the model, for a model that is loaded for something
-else has no use for it. So that a run goes on with the same bits, `Engine.full_state_dict` has it beside the loss scale; without it,
-training goes on as a new run begins: the first step scales by what it finds.
+Then a tensor need not be read twice, to find its scale and to cast it. The price is state that affects the numbers: a table
+[steps, tensors], by name. It is no buffer of the model, which does not need it outside of training. `Engine.full_state_dict` has it, like
+the loss scale, so that a resumed run continues with the same bits. Without it the first step scales by its own magnitudes, like a new run.
 
-A step reads only what was known when it began, so accumulation, recompute and the order of layers change nothing. At its end the
-ranks agree on the largest of all of them, in one message for all layers, so that the scales do not depend on who had which rows.
+A step reads only what was known when it began, so accumulation, recompute and the order of layers change nothing. At its end one message
+for all layers takes the maximum over ranks, so that scales do not depend on how rows are dealt to ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,10 @@ from rankloom.world.group import Group
 
 @dataclass(slots=True)
 class Meter:
-    """One tensor's place in the history. Its numbers are tensors of their own: compiled code loses writes to parts of a common one.
+    """One tensor's numbers. They are separate tensors, because compiled code loses writes to parts of a common one.
 
     seen:  [1, 1] fp32, the largest magnitude so far in this step
-    known: [1, 1] fp32, what this step scales by; only when `ready`: some step has seen the tensor
+    known: [1, 1] fp32, what this step scales by; valid if `ready`, after a step that has seen the tensor
     """
 
     seen: Tensor
@@ -32,16 +31,16 @@ class Meter:
     ready: bool = False
 
     def read(self, largest: Tensor) -> Tensor | None:
-        """Note a magnitude [1, 1]; what to scale by in its place. Noting it again, as recompute does, changes nothing."""
+        """Record a magnitude [1, 1]; returns the one to scale by. Recording it again, as recompute does, changes nothing."""
         self.seen.copy_(torch.maximum(self.seen, largest))
         return self.known if self.ready else None
 
 
 class AmaxHistory:
-    """The largest magnitudes of `length` steps, for each name a meter.
+    """The largest magnitudes of `length` steps: a meter for each name.
 
     rows:      [length, n] fp32, newest first
-    elsewhere: ranks that see other parts of the same tensors, or other layers
+    elsewhere: group of the ranks that have other parts of the same tensors, or other layers
     """
 
     def __init__(self, names: Sequence[str], length: int, device: torch.device, elsewhere: Group | None = None):
@@ -50,10 +49,10 @@ class AmaxHistory:
         self.rows = torch.zeros(length, len(self.meters), device=device)
 
     def close_step(self, group: Group) -> None:
-        """The step is done: agree with the other ranks on what was seen, and drop the oldest step.
+        """At the end of a step: take the maxima over ranks as the newest row, and drop the oldest. A tensor that was not seen, or was not
+        finite, keeps its magnitude.
 
         sent: one all-reduce of n numbers, and one over `elsewhere`
-        A tensor that was not seen, or was not finite, keeps the magnitude it had.
         """
         seen = group.all_reduce(_line_up([meter.seen for meter in self.meters.values()]), "max", label="amax of all layers")
         if self.elsewhere:
@@ -63,7 +62,7 @@ class AmaxHistory:
         self._go_on(torch.cat((newest[None], self.rows[:-1])))
 
     def abandon_step(self) -> None:
-        """The step failed: forget what it saw."""
+        """After a failed step: forget what it saw."""
         torch._foreach_zero_([meter.seen for meter in self.meters.values()])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -71,7 +70,7 @@ class AmaxHistory:
         return {name: column.clone() for name, column in zip(self.meters, self.rows.t().cpu())}
 
     def misfit(self, state: Mapping[str, Tensor]) -> str | None:
-        """What keeps a saved history from being loaded, in words, or None."""
+        """Why a saved history cannot be loaded, or None."""
         if set(state) == set(self.meters):
             return None
         odd = sorted(set(state) ^ set(self.meters))
@@ -79,7 +78,7 @@ class AmaxHistory:
                 f"only one of the two knows {odd[0]!r}. Was it saved with other layers in fp8?")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a saved history; a longer or shorter one is cut, or filled up with zeros; an empty one is that of a new run.
+        """Continue with a saved history: a longer one is cut, a shorter one padded with zeros; an empty one is that of a new run.
 
         raises: ConfigError when the names are not these
         """
@@ -96,7 +95,7 @@ class AmaxHistory:
         meters = list(self.meters.values())
         torch._foreach_copy_([meter.known for meter in meters], list(largest.view(-1, 1, 1).unbind()))
         self.abandon_step()
-        if not all(meter.ready for meter in meters):   # waits for the device, while there is one that nobody has seen
+        if not all(meter.ready for meter in meters):   # waits for the device, until every tensor has been seen
             for meter, seen in zip(meters, (largest > 0).tolist()):
                 meter.ready = seen
 

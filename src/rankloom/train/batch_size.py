@@ -1,10 +1,10 @@
-"""How many rows a step takes: one equation, solved for whatever the user left out."""
+"""How many rows a step takes: one equation, solved for what the user left out."""
 
 from typing import NamedTuple
 
 from rankloom.base.errors import BatchError
 
-LOGICAL_SHARDS = 8   # of a run that is `deterministic` without saying how many
+LOGICAL_SHARDS = 8   # of a `deterministic` run that does not set their number
 
 
 class Batch(NamedTuple):
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 def solve_batch(
     ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None
 ) -> Batch:
-    """Solve local x ranks x accumulate = global for what is None; `accumulate` is 1 when it cannot be told.
+    """Solve local x ranks x accumulate = global for what is None; with two unknowns, `accumulate` is 1.
 
     raises: BatchError with the equation when no whole numbers of 1 or more satisfy it
 
@@ -45,7 +45,7 @@ def solve_batch(
 
 
 def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
-    """The rows that each micro-batch of each rank gets of a global batch."""
+    """Solve for `local`."""
     local, left = divmod(global_, ranks * accumulate)
     if left or not local:
         raise BatchError(f"{asked} has no solution: {global_} does not divide by {ranks} x {accumulate}; "
@@ -54,7 +54,7 @@ def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
 
 
 def _accumulated(asked: str, local: int, ranks: int, accumulate: int | None, global_: int) -> Batch:
-    """The micro-batches that make up a global batch, or a check of those asked for."""
+    """Solve for `accumulate`, or check the one that is given."""
     needed, left = divmod(global_, local * ranks)
     if left or not needed:
         raise BatchError(f"{asked} has no solution: {global_} does not divide by {local} x {ranks}; "

@@ -55,7 +55,8 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
     """The same container with `change` of each thing in it; what is no container is itself."""
     if isinstance(batch, dict | UserDict):   # what tokenizers give is the latter
         changed = copy.copy(batch)   # with all that a kind of dict knows besides its items
-        changed.update({key: change(batch[key]) for key in sorted(batch, key=str)})   # in this order on all ranks, for `change` may send
+        for key in sorted(batch, key=str):   # in this order on all ranks, for `change` may send
+            changed[key] = change(batch[key])   # one by one: dicts that are dataclasses too, of `transformers`, refuse `update`
         return changed
     if isinstance(batch, list | tuple):
         return _alike(batch, [change(value) for value in batch])

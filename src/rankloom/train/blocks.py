@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.parallel.wrapping import repeated_blocks
+from rankloom.parallel.wrapping import Policy, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -39,14 +39,21 @@ class Wrapped:
             self.inner = compiler(self.inner)
 
 
+def classes_in(units: Policy) -> tuple[type[nn.Module], ...]:
+    """The module classes that say what is a block, where the policy is one or several."""
+    return units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
+
+
 def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
     """Name -> block, in the model's order: the outermost modules of `classes`, or with none the repeated blocks; where nothing is
-    repeated, the only one.
+    repeated, the only one. One that stands in several lists is there once, under its first name.
 
     raises: ConfigError when the model has none
     """
     if not classes:
-        found = {name: model.get_submodule(name) for name in tuple(repeated_blocks(model)) or _only_blocks(model)}
+        named = {name: model.get_submodule(name) for name in tuple(repeated_blocks(model)) or _only_blocks(model)}
+        first = {id(block): name for name, block in reversed(named.items())}
+        found = {name: block for name, block in named.items() if first[id(block)] == name}
     else:
         named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes)}
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}

@@ -1,14 +1,14 @@
-"""Which blocks compute what again, so that the activations of a step fit in so many bytes: a pure decision.
+"""Choose what each block recomputes in backward, so that a step's activations fit a budget of bytes. A pure decision.
 
-Between its forward and its backward a block keeps bytes, by one of three choices:
+From its forward to its backward a block keeps
 
     none       everything that its gradient needs
-    selective  the outputs of matrix products and attention; what is cheap is computed again in backward
-    full       nothing but its inputs; all of it is computed again
+    selective  the outputs of matrix products and attention; the rest, which is cheap, is recomputed
+    full       only its inputs; everything is recomputed
 
-While a block is computed again, all its bytes are there once more. So what must fit, at block i, is what the blocks up to i
-keep, and for a moment what i would have kept with `none`: the blocks after i are gone by then. The plan with the least work
-repeated wins. recompute.py measures the costs and obeys the plan. Source of the three: Korthikanti et al. 2022.
+While block i is recomputed, it holds what it would have kept with `none`, and blocks before it what they keep; those after it have
+freed theirs. All these moments must fit. Of the plans that fit, the one that repeats least work wins. recompute.py measures the costs
+and applies the plan. Source of the three choices: Korthikanti et al. 2022.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.quantities import show_bytes
 
 NONE, SELECTIVE, FULL = CHOICES = ("none", "selective", "full")
-COMPETING = 1000   # partial plans kept; beyond that the plan may be a little worse than the best, never wrong
+COMPETING = 1000   # partial plans kept; if there are more, the plan found fits, but may not be the very best
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +27,24 @@ class BlockCost:
     """What one block keeps and repeats, by choice. Work is in any unit, the same for all blocks."""
 
     name: str
-    kept: Mapping[str, int]          # bytes from forward to backward, the output counted, the input not
+    kept: Mapping[str, int]          # bytes from forward to backward, with the output, without the input
     repeated: Mapping[str, int]      # work done a second time
     work: int                        # of one forward
     calls: int = 1                   # forwards of it that wait for their backward at the same time
 
     def moment(self, choice: str) -> int:
-        """Bytes that come on top of what is kept while the block is computed again."""
+        """Bytes in addition to `kept` while the block is recomputed."""
         return max(0, self.kept[NONE] - self.kept[choice])
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeDecision:
-    """What one block shall do, and why."""
+    """What one block recomputes, and why."""
 
     block: str
     choice: str
     kept: int          # bytes, over all its calls
-    repeated: float    # share of its forward
+    repeated: float    # fraction of its forward
     reason: str
 
 
@@ -54,8 +54,8 @@ class RecomputePlan:
 
     decisions: tuple[RecomputeDecision, ...]
     budget: int
-    peak: int          # bytes: the most there is at any moment of backward
-    repeated: float    # share of the forward of all blocks
+    peak: int          # most bytes at any moment of backward
+    repeated: float    # fraction of the forward of all blocks
 
     def __str__(self) -> str:
         rows = [("block", "choice", "kept", "repeated", "why")] + [
@@ -76,9 +76,9 @@ class _Partial:
 
 
 def fit(costs: Sequence[BlockCost], budget: int) -> RecomputePlan:
-    """Choose for each block, in the order of forward, so that all fits in `budget` bytes and the least work is repeated.
+    """Choose for each block, in forward order, so that all fits in `budget` bytes and the least work is repeated.
 
-    raises: ConfigError with the bytes that are missing when even `full` everywhere does not fit
+    raises: ConfigError with the bytes needed, when even `full` everywhere does not fit
 
     >>> cost = {"kept": {"none": 90, "selective": 50, "full": 10}, "repeated": {"none": 0, "selective": 20, "full": 100}}
     >>> [d.choice for d in fit([BlockCost(name, work=100, **cost) for name in "abc"], 200).decisions]
@@ -87,7 +87,7 @@ def fit(costs: Sequence[BlockCost], budget: int) -> RecomputePlan:
     nothing = [NONE] * len(costs)
     if peak(costs, nothing) <= budget:
         return _plan(costs, nothing, budget)
-    # With several forwards waiting, later blocks of another micro-batch are not gone: room for the largest is set aside.
+    # With several micro-batches in flight, later blocks still hold bytes of others: set room for the largest moment aside.
     aside = max(cost.moment(_least(cost)) for cost in costs) if _several(costs) else 0
     partials = [_Partial(0, 0)]
     for cost in costs:
@@ -101,7 +101,7 @@ def fit(costs: Sequence[BlockCost], budget: int) -> RecomputePlan:
 
 
 def peak(costs: Sequence[BlockCost], choices: Sequence[str]) -> int:
-    """The most bytes at any moment of backward; where several forwards wait, a bound of it."""
+    """The most bytes at any moment of backward; an upper bound, where several forwards wait."""
     moments = [cost.moment(choice) for cost, choice in zip(costs, choices, strict=True)]
     kept = list(accumulate(cost.calls * cost.kept[choice] for cost, choice in zip(costs, choices)))
     if _several(costs):
@@ -123,12 +123,12 @@ def _grow(partial: _Partial, cost: BlockCost, choice: str) -> _Partial:
 
 
 def _best(partials: list[_Partial]) -> list[_Partial]:
-    """Without those that keep no less and repeat no less than another one."""
+    """Drop each partial plan that is no better than another in both bytes kept and work repeated."""
     best: list[_Partial] = []
     for partial in sorted(partials, key=lambda partial: (partial.kept, partial.repeated)):
         if not best or partial.repeated < best[-1].repeated:
             best.append(partial)
-    if len(best) > COMPETING:   # thinned evenly, both ends stay
+    if len(best) > COMPETING:   # thin them evenly, with both ends
         best = [best[i * (len(best) - 1) // (COMPETING - 1)] for i in range(COMPETING)]
     return best
 
@@ -152,5 +152,5 @@ def _explain(cost: BlockCost, choice: str) -> RecomputeDecision:
 def _too_small(costs: Sequence[BlockCost], budget: int) -> ConfigError:
     need, whole = peak(costs, [_least(cost) for cost in costs]), peak(costs, [NONE] * len(costs))
     return ConfigError(f"recompute = {budget} bytes: the activations of {len(costs)} blocks need {need} bytes ({show_bytes(need)}) even "
-                       f"when all that can be is computed again, and {show_bytes(whole)} when nothing is; give at least that many, "
+                       f"when as much as possible is recomputed, and {show_bytes(whole)} when nothing is; give at least that many, "
                        "or smaller micro-batches")

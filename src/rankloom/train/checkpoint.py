@@ -9,8 +9,9 @@ No value travels between ranks. Read checkpoint/manifest.py, train/checkpoint_pa
 """
 
 import hashlib
+import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ from rankloom.checkpoint.files import (
     sizes_of,
     write_parts,
 )
-from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, assemble, assign_writers, tell
+from rankloom.checkpoint.manifest import AnnouncedPart, Manifest, Part, SavedFile, announce, assemble, assign_writers
 from rankloom.parallel.state_dict import difference, is_extra, set_extra
-from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
 from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part
 from rankloom.train.long_work import while_others_wait
@@ -41,18 +42,22 @@ from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
 from rankloom.world.connect import World
 
 
-def save_checkpoint(state: TrainingState, folder: Path) -> None:
+def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_run: Mapping[str, Any] | None = None) -> None:
     """Write `state` into `folder`, in the place of the checkpoint that may be there. A collective.
 
-    memory: one tensor at a time beyond what there is
-    raises: ConfigError, on all ranks; what was there is then as it was
+    about_run: what the manifest shall say of the run, as JSON, the same on all ranks: "about_run" of its facts
+    memory:    one tensor at a time beyond what there is
+    raises:    ConfigError, on all ranks; what was there is then as it was
     """
-    world = state.world
+    world, folder = state.world, _folder(state.world, folder)
     parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
+    if about_run is not None:
+        facts["about_run"] = about_run
     world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
-    told = world.all_gather_object(tell(parts), label="what ranks hold")
-    shares = assign_writers(told)
+    everyone = world.all_gather_object(announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
+    announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]
+    shares = assign_writers(announced)
     own = [part for part in parts if not part.is_copy]
     mine = [own[number] for number in shares[world.rank]]
     path, written = folder / file_name(token, world.rank), list[SavedFile]()
@@ -63,12 +68,20 @@ def save_checkpoint(state: TrainingState, folder: Path) -> None:
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
     others = world.all_gather_object(facts, label="facts of a checkpoint")
-    manifest = assemble(told, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
+    manifest = assemble(announced, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
     try:
         world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
     except ConfigError:   # and no other: a rank that is lost now may be lost after the commit
         path.unlink(missing_ok=True)
         raise
+
+
+def _folder(world: World, given: Any) -> Path:
+    """The path of a checkpoint. raises: ConfigError, on all ranks, when one of them gives none"""
+    is_path = isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and os.fspath(given)
+    problem = None if is_path else f"rank {world.rank}: the folder of a checkpoint is {given!r}, expected a path such as 'ckpt'"
+    world.agree(problem, label="folder of a checkpoint")
+    return Path(given).expanduser()
 
 
 def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:
@@ -123,7 +136,7 @@ def _problem(work: Any) -> str | None:
 # ---------------------------------------------------------------------- what there is to save
 
 
-def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, Piece, nn.Parameter]]:
+def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, OwnedRun, nn.Parameter]]:
     """Parameter, key and value of all that the optimizer remembers of what this rank has a piece of; the piece, and its owner."""
     held, pieces = state.optimizer.state, state.placement.pieces()
     for name, owner in state.placement.owners.items():
@@ -133,12 +146,23 @@ def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, Piece, nn
 
 
 def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
-    for _, key, value, piece, owner in _remembered(state):
-        if isinstance(value, Tensor):
-            yield from _parts_of(state, key, value, piece, lies_alike=value.shape == owner.shape)
+    """A collective."""
+    remembered = [found for found in _remembered(state) if isinstance(found[2], Tensor)]
+    seen = {key for _, key, value, _, owner in remembered if value.numel() == 1 != owner.numel()}
+    numbers = set().union(*state.world.all_gather_object(sorted(seen), label="numbers per tensor in optimizer state"))
+    for _, key, value, piece, owner in remembered:
+        yield from _parts_of(state, key, value, piece, lies_alike=_lies_alike(key, value, owner, numbers))
 
 
-def _parts_of(state: TrainingState, key: str, value: Tensor, piece: Piece, *, lies_alike: bool) -> list[Part]:
+def _lies_alike(key: str, value: Tensor, owner: nn.Parameter, numbers: Container[str]) -> bool:
+    """Whether a value lies as its parameter does. The shape does not tell where a rank has one element of the parameter.
+
+    numbers: keys under which some parameter of more elements has one number
+    """
+    return value.shape == owner.shape and not (key in numbers and value.numel() == 1)
+
+
+def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, lies_alike: bool) -> list[Part]:
     """One value that the optimizer remembers. lies_alike: as the parameter does; else every rank that has it has the same"""
     saved = f"{OPTIMIZER}{key}/{piece.name}"
     return state.placement.parts_like(saved, piece, value) if lies_alike else [whole_part(saved, value)]
@@ -163,12 +187,13 @@ def _joined(facts: list[dict[str, Any]]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- and to load
 
 
-def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
+def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Take over the checkpoint in `folder`. A collective. Returns what belongs to no parameter.
 
     memory: one value of the optimizer's state, as this rank has it, at a time, beyond what there is afterwards
     raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file goes while it is read
     """
+    folder = _folder(state.world, folder)
     world, parts = state.world, state.placement.parts()
     manifest = _manifest_of_all(world, folder)
     _expect_same_model(world, folder, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
@@ -178,14 +203,16 @@ def load_checkpoint(state: TrainingState, folder: Path) -> dict[str, Any]:
     saved = own_parts(state, _described(state, manifest))
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # a step that failed left them
+    pieces = state.placement.pieces()
+    numbers = {key for name, held in saved["state"].items() for key, value in held.items()
+               if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
 
     def read_here() -> None:
-        pieces = state.placement.pieces()
         with torch.no_grad(), reading(folder, manifest) as reader:
             for part in parts:
                 reader.fill(part)
             load_optimizer_state(state.optimizer, state.placement.owners, pieces, saved, rank=world.rank,
-                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name]))
+                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name], numbers))
 
     with state.placement.rewritten():
         while_others_wait(world, read_here, label="read a checkpoint")
@@ -239,9 +266,10 @@ def _like(ours: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(ours, tuple) else saved
 
 
-def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: Piece) -> Tensor:
+def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
     """Memory with what was saved, for a value of the optimizer that has a shape and no memory yet."""
     made = torch.zeros(value.shape, dtype=value.dtype)   # zeros: where a vocabulary is padded there is nothing to read
-    for part in _parts_of(state, key, made, piece, lies_alike=value.shape == state.placement.owners[piece.name].shape):
+    lies_alike = _lies_alike(key, value, state.placement.owners[piece.name], numbers)
+    for part in _parts_of(state, key, made, piece, lies_alike=lies_alike):
         reader.fill(part)
     return made

@@ -1,4 +1,4 @@
-"""Which elements of the model and of the optimizer's state a rank holds, as boxes of whole tensors: for checkpoints.
+"""For checkpoints: the elements of the model and the optimizer's state that a rank holds, as boxes of whole tensors.
 
     a slice of a unit            a run of the flat memory of a parameter, so a few boxes    base/spans.py
     a model split over ranks     each box of a rank's part is one or more of the whole      parallel/model_split.py
@@ -14,44 +14,44 @@ from torch import Tensor, nn
 from rankloom.base.spans import Box, boxes_of_run, numel, shape_of, whole_box, within
 from rankloom.checkpoint.manifest import Part
 from rankloom.parallel.state_dict import is_extra
-from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer import OwnedRun
 
-MODEL, OPTIMIZER = "model/", "optimizer/"   # how the names of saved tensors begin: model/NAME, optimizer/KEY/NAME
+MODEL, OPTIMIZER = "model/", "optimizer/"   # prefixes of saved tensors: model/NAME, optimizer/KEY/NAME
 
-Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of what is here -> boxes of it, and where each of them lies in the whole
+Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of the local tensor -> (box of it, where that lies in the whole)
 
 
 def stay(box: Box) -> Iterable[tuple[Box, Box]]:
-    """The place of a tensor that nothing splits: what is here is the whole."""
+    """The `Place` of a tensor that is not split: the local tensor is the whole."""
     return [(box, box)]
 
 
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state dict, no copies; a tied parameter once, under its first name. Extra state is none of them."""
+    """The tensors of a model's state dict, without copies or extra state; a tied parameter once, under its first name."""
     named = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_extra(name)}
     first = {id(value): name for name, value in reversed(named.items())}
     return {name: value for name, value in named.items() if first[id(value)] == name}
 
 
 def computed_entries(model: nn.Module) -> list[str]:
-    """Entries of its state dict that are no parameter, no buffer and no extra state: nobody can write into them."""
+    """Entries of its state dict that are no parameter, no buffer and no extra state, so they cannot be loaded."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return [name for name, value in unique_tensors(model).items() if id(value) not in own]
 
 
 def whole_part(name: str, values: Tensor) -> Part:
-    """A tensor that is here as a whole."""
+    """The part of a tensor that this rank holds whole."""
     return Part(name, tuple(values.shape), whole_box(values.shape), values.detach())
 
 
-def parts_of_piece(name: str, piece: Piece, values: Tensor, *, shape: torch.Size, place: Place = stay) -> list[Part]:
-    """What `values` are of the whole: those elements of a tensor that `piece` says, in order, in any shape.
+def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.Size, place: Place = stay) -> list[Part]:
+    """The parts of the whole that `values` are: the elements `piece` of a tensor, in order, in any shape.
 
-    piece: of the tensor as it lies on this rank
+    piece: of the tensor as it is on this rank, which `place` places in the whole
     shape: of the whole
     """
     values = values.detach()
-    if values.shape == piece.shape or not piece.shape.numel():   # whole, maybe in an order of memory of its own
+    if values.shape == piece.shape or not piece.shape.numel():   # not cut, and maybe not contiguous
         found = [(whole_box(piece.shape), values.view(piece.shape))]
     else:
         found, at, flat = [], 0, values.view(-1)

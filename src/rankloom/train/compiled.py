@@ -1,8 +1,8 @@
-"""torch.compile, block by block: each block's own forward, inside of everything that is put around it.
+"""torch.compile for each block's own forward, inside everything that is wrapped around it.
 
-Compiled whole, a model would take in its module hooks, and break its graph at each that talks to other ranks. So only what is
-innermost is compiled, once for all blocks of a class; hooks, recompute and offload stay outside. One policy of recompute goes in:
-`selective`, because inside the graph the compiler repeats cheap operations together with what follows them.
+Compiling a whole model would trace its hooks, and break the graph at each one that communicates. So only the innermost forward is
+compiled, once for all blocks of a class; hooks, recompute and offload stay outside. The `selective` policy of recompute is compiled in:
+there the compiler fuses the cheap operations that it repeats with those after them.
 Read blocks.py and recompute.py before this file.
 """
 
@@ -16,16 +16,16 @@ from torch import nn
 
 from rankloom.train.blocks import Wrapped, blocks_of
 
-WRAPPED = "_orig_mod"   # under which torch's wrapper has the module
+WRAPPED = "_orig_mod"   # the attribute of torch's wrapper that has the module
 
 
 def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), backend: Any = "inductor") -> None:
-    """Compile the forward, and with it the backward, of the repeated blocks of `model`. Put on last.
+    """Compile the forward, and with it the backward, of the repeated blocks of `model`. Call this after all other wrapping.
 
-    blocks:  their classes; left out, those that stand in a list beside others of their class
+    blocks:  their classes; left out: modules in a list with others of their class
     backend: of torch.compile
     raises:  ConfigError when they are compiled already; torch's own error at the first forward when recompute is "selective" and a
-             block does not fit in one graph
+             block does not compile to one graph
     """
     compiler = cache(partial(torch.compile, backend=backend))   # one function for all blocks of a class
     for block in blocks_of(model, blocks).values():
@@ -33,13 +33,13 @@ def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = ()
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a block of the model is compiled, so that each new shape of its input costs seconds."""
+    """Whether a block of the model is compiled: then each new input shape costs seconds."""
     return any(isinstance(vars(module).get("forward"), CompiledForward) for module in model.modules())
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """The model without the wrappers that `torch.compile(module)` puts around it or modules of it: these compile themselves, as after
-    `module.compile()` with the same options, and parameters have the plain model's names.
+    """The model without wrappers of `torch.compile(module)` around it or its modules. Each compiles itself instead, as after
+    `module.compile()` with the same options. Parameters get the plain model's names.
     """
     for module in list(model.modules()):
         for key, child in module.named_children():
@@ -49,7 +49,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    inner = dict(module.named_children()).get(WRAPPED)   # of a script module, `_modules` is no dict
+    inner = dict(module.named_children()).get(WRAPPED)   # not `_modules`, which is no dict in a script module
     if inner is None:
         return module
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)   # type: ignore[assignment, operator]
@@ -71,7 +71,7 @@ class CompiledForward(Wrapped):
 
 
 class WithGradients:
-    """A compiled function where there are gradients, the plain one where not: evaluation and generation have shapes of their own."""
+    """The compiled function where gradients are recorded, else the plain one: evaluation and generation have other shapes."""
 
     def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]):
         self._plain, self._compiled = plain, compiled
@@ -82,7 +82,7 @@ class WithGradients:
 
 
 def _compiled(compiler: Callable[..., Callable[..., Any]], forward: Callable[..., Any]) -> Callable[..., Any]:
-    if ismethod(forward):   # compiled as a function of the block, so that a copy of the block calls itself
+    if ismethod(forward):   # compile the function and bind it anew, so that a copy of the block calls itself
         return WithGradients(forward, partial(compiler(forward.__func__), forward.__self__))
     if isinstance(forward, partial):
         return WithGradients(forward, partial(compiler(forward.func, fullgraph=True), *forward.args, **forward.keywords))

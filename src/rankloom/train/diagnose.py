@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankloom.base.compression import EXACT
 from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.parallel.build import digest
@@ -38,16 +39,20 @@ SAME_IF_WITHIN = 1e-2   # of a loss: 16 bits and kernels without a fixed order l
 
 
 def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients: Callable[[], Mapping[str, Tensor]],
-                       seen: str) -> NonFinite:
+                       seen: str, compress: str = EXACT) -> NonFinite:
     """The error to raise, the same on every rank: which rank, which tensor first. A collective: every rank calls it.
 
     run_alone: forward and backward of this rank's batch without communication; returns [loss sum, count]
     gradients: what that shards behind, by name
     seen:      what the step found
+    compress:  how gradients travel
     """
     found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
     named = [f"rank {rank}: {what}" for rank, what in zip(group.ranks, found, strict=True) if what]
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
+    if not named and compress == "fp16":
+        where += (f". compress='fp16' carries numbers up to {torch.finfo(torch.float16).max:g} only, and a mean gradient, or what a rank "
+                  "adds to it, may be larger: 'bf16' is as short, and carries all that fp32 does")
     return NonFinite(f"{seen}. {where}. The parameters are those of the step before; lower the learning rate, clip, "
                      "or look at that rank's batch.")
 

@@ -3,8 +3,9 @@
 torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
 restore that generator. Here there is nothing to restore, and each element is dropped or kept as in one process, however rows lie on
 ranks and in micro-batches, and wherever the tokens of a row are (context parallel, sequence parallel, or both). `nn.Dropout` modules of
-a prepared model are replaced, and those that drop channels; a functional `F.dropout` inside a model is out of reach and stays as it
-is, or is refused where training is deterministic (diagnose.py).
+a prepared model are replaced, and those that drop channels, by subclasses of theirs: code that looks for dropout finds it, and may set
+`p`. A functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training is deterministic
+(diagnose.py).
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from rankloom.base.counter_rng import GOLDEN_32, coins, line_keys
-from rankloom.base.errors import ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context import KEYED_DROPOUT
@@ -29,7 +31,6 @@ from rankloom.world.group import Group
 
 AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what a cache holds
 AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; 128 MiB meanwhile
-CHANNELS: dict[type[nn.Module], int] = {nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}   # dims of the places of a channel
 
 
 @dataclass(slots=True)
@@ -78,18 +79,34 @@ class DropoutKey:
         return key_to_seed(self.seed, "dropout", self.step, name, call)
 
 
-class KeyedDropout(nn.Module):
-    """Zero each element with probability `p` in training, and scale the others by 1/(1-p).
+class Keyed(_DropoutNd):
+    """Zero each element with probability `p` in training, and scale the others by 1/(1-p); `inplace` in the input itself, too.
 
     part: which of how many parts of the tokens (the last dim but one) come here, of those that the key says are here
     dims: how many dims at the end are dropped together, the places of a channel
     """
 
-    def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1), dims: int = 0):
-        super().__init__()
-        self.p, self.name, self.key, self.part, self.dims = p, name, key, part, dims
+    dims = 0
+
+    def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1), inplace: bool = False):
+        self.name, self.key = name, key   # before `p`, which tells the key
+        super().__init__(p, inplace)
+        self.part = part
         self.between: Between | None = None   # says when features or heads are cut (tensor parallel)
         self._place = _take_place(self)
+
+    @property
+    def p(self) -> float:   # type: ignore[override]
+        """The probability. Every rank sets the same one."""
+        return self._p
+
+    @p.setter
+    def p(self, p: float) -> None:
+        """raises: ConfigError for what is no probability"""
+        if not 0 <= p <= 1:
+            raise ConfigError(f"dropout {self.name}: p={p!r}, expected a probability from 0 to 1")
+        self._p = p
+        self.key.is_used |= p > 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -97,19 +114,20 @@ class KeyedDropout(nn.Module):
 
     def extra_repr(self) -> str:
         """For printing the model."""
-        return f"p={self.p}, keyed"
+        return f"p={self.p}, {'inplace=True, ' if self.inplace else ''}keyed"
 
     def forward(self, x: Tensor) -> Tensor:
         """x: any shape"""
         if not self.training or self.p == 0.0:
             return x
         if self.p == 1.0:
-            return x * 0.0
+            return x.mul_(0.0) if self.inplace else x * 0.0
         together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # torch's Dropout2d takes these for rows of [channels, places]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
         is_cut = self.between is not None and self.between.is_cut
         kept = keyed_mask(like, self._place, is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
-        return x * kept.view(kept.shape + (1,) * together)
+        kept = kept.view(kept.shape + (1,) * together)
+        return x.mul_(kept) if self.inplace else x * kept
 
     def mask(self, x: Tensor, is_cut: bool = False) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
@@ -168,13 +186,39 @@ class KeyedDropout(nn.Module):
         return (torch.arange(head, head + others, device=x.device).unsqueeze(-1) * length + positions).flatten()
 
 
+class KeyedDropout(Keyed, nn.Dropout):
+    """Of single elements."""
+
+
+class KeyedDropout1d(Keyed, nn.Dropout1d):
+    """Of channels, whose places are the last dim."""
+
+    dims = 1
+
+
+class KeyedDropout2d(Keyed, nn.Dropout2d):
+    """Of channels, whose places are the last two dims."""
+
+    dims = 2
+
+
+class KeyedDropout3d(Keyed, nn.Dropout3d):
+    """Of channels, whose places are the last three dims."""
+
+    dims = 3
+
+
+KINDS: dict[type[nn.Module], type[Keyed]] = {**dict.fromkeys(KEYED_DROPOUT, KeyedDropout), nn.Dropout1d: KeyedDropout1d,
+                                             nn.Dropout2d: KeyedDropout2d, nn.Dropout3d: KeyedDropout3d}
+
+
 # A compiler must not write names, counters and keys into its graph: blocks would each have a graph of their own, made anew in each
 # step. So it sees one operation, which is told by a tensor whose mask it is, and which it may neither repeat nor merge.
-_places: WeakValueDictionary[int, KeyedDropout] = WeakValueDictionary()
+_places: WeakValueDictionary[int, Keyed] = WeakValueDictionary()
 _numbers = count()
 
 
-def _take_place(module: KeyedDropout) -> Tensor:
+def _take_place(module: Keyed) -> Tensor:
     number = next(_numbers)
     _places[number] = module
     return torch.tensor(number)
@@ -199,12 +243,11 @@ def _from_column(keys: Tensor, first: int) -> Tensor:
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     """Replace every `nn.Dropout` inside `model`, and those of channels, by keyed ones; returns how many there were."""
     # One module may hang in several places; each place has its own name, so its own masks.
-    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in (*KEYED_DROPOUT, *CHANNELS)]
+    found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS]
     for name, module in found:
         parent, _, child = name.rpartition(".")
-        keyed = KeyedDropout(module.p, name, key, getattr(module, "part", (0, 1)), CHANNELS.get(type(module), 0))
+        keyed = KINDS[type(module)](module.p, name, key, getattr(module, "part", (0, 1)), module.inplace)
         keyed.between = getattr(module, "between", None)
         vars(keyed).update(hooks_of(module))
-        key.is_used |= module.p > 0
         setattr(model.get_submodule(parent), child, keyed.train(module.training))
     return len(found)

@@ -6,6 +6,7 @@ One step:
     each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; after the last, buckets leave
     sum gradients, losses and counts over the ranks             parallel/gradients.py, or parallel/same_bits.py
     divide once, by the global count; clip by the global norm   both in one factor, applied in the optimizer's own pass
+                                                                (compressed, divided before the sum: train/placement.py)
     step; round masters into the model; report
 
 Nothing is averaged before everything has been summed, so unequal micro-batches, padding and accumulation cannot
@@ -20,7 +21,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +28,10 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.events import Load, Sink, StepDone
-from rankloom.base.loss import sum_and_count, take_auxiliary_loss
+from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
-from rankloom.models.moe import take_reported_auxiliary_loss
-from rankloom.parallel.expert import expert_layers, rebalance
-from rankloom.parallel.replicas import BufferKeeper
+from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.shard.optimizer import AsBuilt, Optimizer
 from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
@@ -48,8 +46,9 @@ from rankloom.train.diagnose import (
     warn_of_equal_draws,
 )
 from rankloom.train.dropout import DropoutKey
+from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.fp8 import Float8Layers
-from rankloom.train.memory_report import Held, held_by, memory_told, peak_memory
+from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
 from rankloom.train.optimizer_step import apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision, buffers_named
@@ -112,7 +111,7 @@ class Engine:
         self.scale = UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
-        self._replica_guard = BufferKeeper(model, tokens)
+        self._replica_guard = ReplicaGuard(model, tokens)
         self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
         if settings.schedule and not self._built.rates[0] and any(self._built.rates):
             raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._built.rates[1:]}: a schedule gives the rate "
@@ -128,14 +127,14 @@ class Engine:
                 replaced, or came
         """
         begin, waited = time.perf_counter(), self.placement.waited
-        self._replica_guard.expect_parameters()
+        self._replica_guard.parameters.expect_unchanged()
         if not self.model.training:   # else parts that the user has put in eval mode stay there
             self.model.train()
         lr = self._set_learning_rate()
         self.placement.abandon()   # whatever a failed step left behind
-        self._forget_counts()
+        self._experts.begin_step()
         self.settings.float8.begin_step(whole=isinstance(self.placement, ReplicatedPlacement))
-        with memory_told(self.world_rank, self.group.device, self.held):
+        with explain_out_of_memory(self.world_rank, self.group.device, self.held):
             batch = as_given(batch, self.settings.accumulate, self.world_rank)
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
             if self._is_first:
@@ -149,10 +148,10 @@ class Engine:
                 self._is_first = False
             loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
-        self._replica_guard.average_changed()
-        auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._count_tokens(move=finite)
+        self._replica_guard.buffers.average_changed()
+        auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._experts.count_tokens(move=finite)
         if experts:
-            self._replica_guard.forget_changes()   # biases of routers, which all ranks have moved alike
+            self._replica_guard.buffers.forget_changes()   # biases of routers, which all ranks have moved alike
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
                         seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
         if self.sink:
@@ -212,7 +211,7 @@ class Engine:
         What was there before is a whole checkpoint until this one is; afterwards it is gone.
         raises: ConfigError, on all ranks, when a file cannot be written; the checkpoint from before is as it was
         """
-        save_checkpoint(self.training(), Path(folder).expanduser())
+        save_checkpoint(self.training(), folder)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Take over what `save` has written, on any mesh and at any stage: steps go on as they would have there. A collective.
@@ -220,7 +219,7 @@ class Engine:
         Each rank reads what it will hold. Files are compared with their hashes before anything is changed.
         raises: DataError, on all ranks, when there is no whole checkpoint; ModelMismatch when it is of another model
         """
-        self._go_on(load_checkpoint(self.training(), Path(folder).expanduser()))
+        self._go_on(load_checkpoint(self.training(), folder))
 
     def training(self) -> TrainingState:
         """All that the next step depends on, and the batch."""
@@ -231,12 +230,16 @@ class Engine:
         """With the step and the loss scale of a state that has been loaded."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
-        self._replica_guard.forget_changes()   # what has been loaded is no change of this step
+        self._replica_guard.buffers.forget_changes()   # what has been loaded is no change of this step
 
     @property
     def tokens(self) -> Group:
         """The ranks over which losses and counts add up, and running statistics are averaged."""
-        return self._replica_guard.group
+        return self._replica_guard.buffers.group
+
+    @cached_property
+    def _experts(self) -> ExpertBooks:
+        return ExpertBooks(self.model, self.tokens)
 
     @property
     def world_rank(self) -> int:
@@ -250,12 +253,13 @@ class Engine:
     # ------------------------------------------------------------------ forward and backward
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
-        totals = torch.zeros(3 if self._has_experts else 2, dtype=torch.float64, device=self.group.device)
+        totals = torch.zeros(3 if self._experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
         before = None if self.steps_done else generator_now(self.group.device)
         for at, (piece, rows) in enumerate(zip(pieces, self._dropout.number_rows(pieces, self.group))):
-            with self.placement.sync(at == len(pieces) - 1):
-                totals += self._forward_backward(piece, rows)
+            is_last = at == len(pieces) - 1
+            with self.placement.sync(is_last):
+                totals += self._forward_backward(piece, rows, before=totals if is_last else None)
         drew = before and generator_now(self.group.device) != before
         totals = self.placement.finish(totals)
         if before:   # after all that is under way
@@ -278,8 +282,11 @@ class Engine:
                            tokens=self.tokens, pieces=pieces, shards=self.settings.logical_shards)
         self.placement.abandon()   # no backward follows those forwards
 
-    def _forward_backward(self, piece: Any, rows: range) -> Tensor:
-        """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns fp64 [sum, count]."""
+    def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:
+        """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns its totals: see `_call_loss`.
+
+        before: of the last micro-batch of a step, the totals of those before it
+        """
         self._dropout.set_rows(self.steps_done, rows)
         # the second step too: for the first weights, what a buffer holds may have settled when the model was made
         looked_at = self.settings.logical_shards and self.steps_done < 2 and not runs_compiled(self.model)
@@ -291,6 +298,8 @@ class Engine:
         if self.settings.precision.scaled and self.scale is UNMEASURED:
             shards = self.settings.logical_shards   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
             self._measure_scale(totals.clone() if not shards or rows.start == 0 else torch.zeros_like(totals))
+        if before is not None:
+            self.placement.begin_last_backward(before[1] + totals[1], self.scale.value)
         (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
         return totals
 
@@ -302,49 +311,15 @@ class Engine:
         self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
-        """The loss sum, and fp64 [sum, count], detached; of a mixture of experts [sum without auxiliary losses, count, these].
+        """The loss sum, and its totals, detached: fp64 [sum, count], with experts [sum without auxiliary losses, count, these].
 
         raises: LossError when the function did not return (sum, count)
         """
         with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may take gradients of its own
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
-        if self._has_experts and (extra := take_auxiliary_loss(self.model)) is not None:   # the model's own loss has added it
-            loss = loss + extra
-        return loss, self._split_auxiliary(torch.stack((loss.detach().to(torch.float64), count)))
-
-    # ------------------------------------------------------------------ experts
-
-    @cached_property
-    def _layers(self) -> dict[str, Any]:
-        """The layers of experts that this rank has."""
-        return expert_layers(self.model)
-
-    @property
-    def _has_experts(self) -> bool:
-        """Whether the model has layers of experts, here or on other ranks."""
-        return bool(self._layers)
-
-    def _taken_loss(self) -> Tensor:
-        """Which part of the sums since the last call were auxiliary losses."""
-        taken = take_reported_auxiliary_loss(self._layers.values())
-        return torch.zeros((), dtype=torch.float64, device=self.group.device) if taken is None else taken
-
-    def _split_auxiliary(self, totals: Tensor) -> Tensor:
-        """[sum, count] with the auxiliary losses in the sum set apart: they are trained on, and no cross-entropy."""
-        if not self._has_experts:
-            return totals
-        taken = self._taken_loss()
-        return torch.stack((totals[0] - taken, totals[1], taken))
-
-    def _count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """Who had how many tokens of the step, in all layers of experts."""
-        return rebalance(self._layers, self.tokens, move=move)
-
-    def _forget_counts(self) -> None:
-        for layer in self._layers.values():
-            layer.routed = layer.dropped = None
-        take_reported_auxiliary_loss(self._layers.values())
+        loss = self._experts.with_auxiliary(loss)
+        return loss, self._experts.split(torch.stack((loss.detach().to(torch.float64), count)))
 
     # ------------------------------------------------------------------ the update
 
@@ -352,20 +327,20 @@ class Engine:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
         norm_of_sums = self.placement.norm()
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
-                                                     scale=self.scale.value, clip=self.settings.clip)
+                                                     scale=self.scale.value * self.placement.factor, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
         if not count > 0:   # nor NaN
             raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
-            before, known = self.scale, self.scale if self.steps_done else LossScale.first(count)   # no longer what was guessed
+            known = self.scale if self.steps_done else LossScale.first(count)   # no longer what was guessed
             self.scale = known.after(overflow=not finite)
-            self.placement.rescale(self.scale.value / before.value)
         if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
-            found = explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen)
-            self._replica_guard.average_changed()
+            found = explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
+                                       compress=self.placement.compress)
+            self._replica_guard.buffers.average_changed()
             raise found
         if finite:
             self.placement.publish()

@@ -64,7 +64,7 @@ def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summar
 
     try:
         if job.world.rank == 0 and not outcome["stopped_by"]:
-            stop.unless_asked(rest)
+            stop.run_unless_stopped(rest)
     finally:
         facts = {**outcome, "trigram_loss": trigram, "stopped_by": outcome["stopped_by"] or stop.number}
         summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), **facts)

@@ -93,10 +93,11 @@ class InFloat8(nn.Module):
     meters: tuple[Meter, Meter] | None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in] -> [..., out]"""
+        """x: [..., in] -> [..., out]; a vector is one row"""
         if not x.numel():   # nothing to scale by
             return F.linear(x, self.weight, bias)
-        product: Tensor = Float8Product.apply(x.flatten(0, -2), self.weight, self)   # type: ignore[no-untyped-call]
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        product: Tensor = Float8Product.apply(rows, self.weight, self)   # type: ignore[no-untyped-call]
         y = product.view(*x.shape[:-1], product.shape[-1])
         return y if bias is None else y + bias
 

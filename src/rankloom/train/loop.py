@@ -5,10 +5,12 @@ folder that cannot be written, text that is not text) is raised on all ranks tog
 Read job.py before this file, engine.py for what one step does, stop.py for how a run ends early, finish.py for its end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
+from rankloom.base.errors import ConfigError
 from rankloom.base.events import Evaluated, Event, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig
@@ -56,7 +58,8 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         stepper = Stepper(job, journal)
         with stepper.stop:   # a signal after the last step waits for the weights, too
             stepper.run()
-            save_weights(job, stepper.engine)
+            save_weights(job, stepper.engine)   # first: for a last checkpoint, which is larger, time or room may not be there
+            stepper.save_rest()
             return finish_run(job, stepper.outcome(), stepper.stop)
 
 
@@ -87,6 +90,12 @@ class Stepper:
             if train.evaluate and not self.signal:
                 self._evaluate()
 
+    def save_rest(self) -> None:
+        """The checkpoint of the last step, if it is none of those at an interval."""
+        interval = self.job.config.checkpoint.interval
+        if interval and self.engine.steps_done % interval:
+            save_in_run(self.job, self.engine)
+
     def outcome(self) -> dict[str, float | int | None]:
         """What the summary says about the steps."""
         return {
@@ -105,15 +114,22 @@ class Stepper:
             if every and done % every == 0 and done < steps:
                 self._evaluate()
             if interval and done % interval == 0:
-                save_in_run(self.job, self.engine)
+                self._or_keep_weights(lambda: save_in_run(self.job, self.engine))
             signal, problem = self.agreement.exchange(self.stop.number, self.journal.problem is not None)
             self.signal = self.signal or signal
             if self.signal or problem:
                 break
         self.signal = self.signal or self.agreement.last()[0]
-        self.job.world.agree(self.journal.problem, label="write the journals")
-        if interval and self.engine.steps_done % interval:
-            save_in_run(self.job, self.engine)
+        self._or_keep_weights(lambda: self.job.world.agree(self.journal.problem, label="write the journals"))
+
+    def _or_keep_weights(self, work: Callable[[], None]) -> None:
+        """Do `work`. Where it raises ConfigError, on all ranks or none, the weights, for which there may be room, are written first."""
+        try:
+            work()
+        except ConfigError:
+            with suppress(ConfigError):   # the first is the one to tell
+                save_weights(self.job, self.engine)
+            raise
 
     def _evaluate(self) -> None:
         """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""

@@ -1,7 +1,7 @@
-"""The last step of `rl.prepare`: the optimizer is made, and parameters, gradients and its state go where they will lie.
+"""The last step of `rl.prepare`: make the optimizer, and lay out parameters, gradients and its state.
 
     place_whole   stage 0: whole, on every rank
-    place_cut     stages 1 to 3: slices over the axis shard. Stage 0 too where the mesh splits the model: slices over one rank
+    place_cut     stages 1 to 3: slices over the axis shard; stage 0 too where the mesh splits the model: slices over one rank
 
 Read train/placement.py before this file, and parallel/zero.py for the stages.
 """
@@ -34,7 +34,7 @@ from rankloom.world.group import Group
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
                 **summing: Any) -> tuple[Placement, Optimizer]:
-    """A model that every rank holds. summing: how `ReplicatedPlacement` adds gradients up; fill: values for a model on the meta device"""
+    """A model that every rank holds whole. summing: options of `ReplicatedPlacement`; fill: values for a model on the meta device"""
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
@@ -44,10 +44,10 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
 
 def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, strategy: ShardingStrategy, *, fill: FirstValues | None,
               split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
-    """A model that is cut.
+    """A model that is cut into slices.
 
-    split:  how it is split over other axes, if it is
-    stages: of those, the ones of a pipeline that this rank holds
+    split:  how it is split over other axes before, if it is
+    stages: this rank's stages, on a mesh with a pipeline
     """
     cut, replicas = _ranks_of_slices(world, strategy.stage)
     device = torch.device("cpu") if strategy.offload else world.device
@@ -68,7 +68,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if values is not None:
         give_memory(model, values, world.device, in_no_unit)
     for name, param in model.named_parameters():
-        if in_no_unit(param):   # which would cast it
+        if in_no_unit(param):   # a unit would cast it
             param.data = param.data.to(strategy.formats(name, param).compute)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
                      canonical=bool(settings.logical_shards), fill=values)
@@ -80,7 +80,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
 
 
 def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:
-    """raises: ConfigError, on all ranks, when an optimizer that may look at whole tensors would get parts of them"""
+    """Raise ConfigError, on all ranks, when an optimizer that needs whole tensors would get parts of them."""
     cut = [name for name in sorted(whole) if split.is_cut(name)]
     if cut:
         raise ConfigError(f"the optimizer of {cut[0]} (and of {len(cut) - 1} more) may look at whole tensors: it is not elementwise, as "
@@ -97,7 +97,7 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
 
 def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
                   stages: LocalStages | None, *, stage: int) -> Placement:
-    """By what else than the shard axis cuts the model: nothing, tensor and expert ranks, or stages of a pipeline too."""
+    """The placement for what cuts the model beside the shard axis: nothing, tensor and expert ranks, or stages of a pipeline too."""
     if split is None:
         return (CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement)(model, sharding, world)
     holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # along which ranks hold different elements
@@ -105,12 +105,12 @@ def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: 
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:
-    """Over which ranks units are cut, and over which slices are summed."""
-    if not world.axes_named:   # only a number of ranks was given: all of them are the shard axis
+    """The ranks over which units are cut, and those over which slices are summed."""
+    if not world.axes_named:   # only a number of ranks was given: they are the shard axis
         return world, world.alone()
     return world.group("shard") if stage else world.alone(), world.group(*_summed(stage))
 
 
 def _summed(stage: int, *less: str) -> list[str]:
-    """The axes over which slices are summed; gradients of experts over one `less`."""
+    """The axes over which slices are summed, without those in `less`."""
     return [axis for axis in TOKEN_AXES if axis not in less and not (stage and axis == "shard")]

@@ -1,10 +1,10 @@
-"""What a forward costs: the bytes it leaves behind for its backward, and its work, read off the operations as they run.
+"""What a forward costs: the bytes it keeps for its backward, and its work, both traced from its operations.
 
-Bytes are those of every storage that the forward has made and that still lives when it is over: what autograd holds, whatever
-hooks, checkpoints or caches hold it, each storage once. Parameters and inputs were there before, so they do not count.
+Bytes are those of storages that the forward made and that are alive when it ends, whether autograd, hooks, checkpoints or caches hold
+them; each counts once. Parameters and inputs existed before, so they do not count.
 
-Work is counted, not timed: ranks must come to the same decision, and clocks differ. The unit is a byte of memory traffic; a
-matrix product weighs its flops divided by the flops that a device does in the time of one byte.
+Work is counted, not timed: ranks must come to the same decision, and their clocks differ. The unit is a byte of memory traffic; a
+matrix product counts as its flops divided by the flops that a device does in the time of one byte.
 """
 
 from typing import Any
@@ -23,34 +23,34 @@ FLOPS_PER_BYTE = {"cpu": 16, "cuda": 200}   # of a desktop's core; of an A100, a
 
 
 class Trace(TorchDispatchMode):
-    """Notes storages and work of what runs under it.
+    """Records the storages and the work of the operations that run inside it.
 
     >>> x = torch.ones(8, requires_grad=True)
     >>> with Trace() as trace:
     ...     out = (x.exp() * 2).sum()
-    >>> trace.kept(out)      # the exponential, which is its own derivative, and the sum
+    >>> trace.kept(out)      # 8 exponentials, which the backward of `exp` needs, and the sum
     36
     """
 
     def __init__(self) -> None:
         super().__init__()   # type: ignore[no-untyped-call]
-        self.work = self.dear = 0   # all of it, and that of products and attention
+        self.work = self.product_work = 0   # of all operations; of products and attention alone
         self._made: dict[int, StorageWeakRef] = {}
 
     def __enter__(self) -> "Trace":
-        """What autocast has cast for others is not looked at, and nothing is left to them."""
+        """Turn off autocast's cache of weights: the trace neither uses casts from before nor leaves any behind."""
         self._caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """As it was."""
+        """Restore autocast's cache."""
         super().__exit__(*failure)
         torch.set_autocast_cache_enabled(self._caches)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation, and notes what it made and moved."""
+        """Run one operation; record the storages it made, and its work."""
         out = func(*args, **(kwargs or {}))
         given, made = _storages((args, kwargs)), _storages(out)
         for key, storage in made.items():
@@ -58,15 +58,15 @@ class Trace(TorchDispatchMode):
                 self._made[key] = StorageWeakRef(storage)   # type: ignore[no-untyped-call]
         if is_kept(func, args):
             cost = _flops(func.overloadpacket, args, kwargs, out) // FLOPS_PER_BYTE.get(_device(out), FLOPS_PER_BYTE["cuda"])
-            self.dear += cost
+            self.product_work += cost
         else:
             cost = _traffic(args, out) if made.keys() - given.keys() or func._schema.is_mutable else 0   # a view is free
         self.work += cost
         return out
 
     def kept(self, *alive: Any) -> int:
-        """Bytes that are still held. `alive`: the outputs, so that the caller has not let go of them."""
-        assert alive, "without its outputs a forward leaves nothing behind"
+        """Bytes that are still held. alive: the outputs, which the caller must still hold"""
+        assert alive, "hold the outputs: without them the graph of the forward is freed"
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values() if not ref.expired()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

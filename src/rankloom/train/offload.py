@@ -4,7 +4,7 @@
                begins, the main stream waits for those copies, and the device memory is free
     backward   when the backward of a block begins, the copies of the block before it set out for the device
 
-So the last two blocks never travel, and no more than two are there whose copies are under way. Storages travel, not tensors: many
+So the last two blocks never travel, and at most two blocks have copies in flight. Storages travel, not tensors: many
 saved tensors may be views of one. Parameters, buffers and their views stay, tables given to all blocks too, and what is small.
 On a CPU, which has no streams and one memory, the same code copies from buffer to buffer at once: right, and useless.
 

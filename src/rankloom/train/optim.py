@@ -53,7 +53,7 @@ def scale_learning_rate(lr: float, batch: int, base_batch: int, rule: str) -> fl
 
 
 def build_optimizer(config: Optimizer, params: Iterable[Parameter]) -> torch.optim.Optimizer:
-    """AdamW or SGD over `params`; those with two dims or more decay, gains and biases do not."""
+    """AdamW or SGD over `params`. Weight decay is for those of two dims or more, not for gains and biases."""
     params = list(params)
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -1,11 +1,11 @@
-"""What each rank of a mesh would hold, before any of them is started.
+"""What each rank of a mesh would hold, before any rank is started.
 
-Nothing is worked out here that a real run works out. The engine is built by the code of a run (loop.py, prepare.py), on ranks on paper
-(world/paper.py), so no parameter takes memory; it goes through one step without a forward; then it is asked what it holds, as a real
-one can be. `tests/train/test_paper.py` compares the two.
+Nothing is computed a second way here. The code of a real run (loop.py, prepare.py) builds an engine on a rank without peers or memory
+(world/paper.py). The engine does one step without a forward, and is asked what it holds, like a real one. `tests/train/test_paper.py`
+compares the two.
 
-Ranks that differ along pipe or shard are built one by one. Along the other axes they differ in *which* elements they hold, not in how
-many: the holdings of the one that is built say which (parallel/model_split.py).
+One engine is built for each place along pipe and shard. Ranks that differ along other axes hold equally many elements, but others: which,
+follows from the holdings (parallel/model_split.py).
 """
 
 from dataclasses import asdict, replace
@@ -19,7 +19,7 @@ from rankloom.data.order import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.shard.optimizer import Piece
+from rankloom.shard.optimizer import OwnedRun
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
 from rankloom.train.pipeline_stages import PipelineEngine
@@ -32,18 +32,18 @@ ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these hold 
 
 
 def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
-    """What every rank of a run of `config` holds, in rank order, for a model of `shape`.
+    """What every rank of a run of `config` would hold, in rank order, for a model of `shape`.
 
-    raises: what the run would raise before its first step: ConfigError
+    raises: ConfigError, as the run would before its first step
     """
     mesh = config.mesh.as_mesh()
-    if config.train.offload:   # as many bytes, elsewhere; here they must take none
+    if config.train.offload:   # the same bytes on the host, where memory cannot be left out
         config = config.model_copy(update={"train": config.train.model_copy(update={"offload": False})})
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         alike.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in ALIKE), []).append(rank)
     found: dict[int, RankPart] = {}
-    for ranks in alike.values():   # one engine at a time: even without values a large model is many objects
+    for ranks in alike.values():   # one engine at a time: a large model is many objects even without memory
         engine = build_engine(config, shape, PaperWorld(ranks[0], mesh))
         step_on_paper(engine)
         found |= {rank: _part_of(engine, PaperWorld(rank, mesh), config) for rank in ranks}
@@ -77,7 +77,7 @@ def _backward(engine: Engine, *, last: bool) -> None:
 
 
 def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
-    """engine: of this rank, or of one that holds equally much."""
+    """What the rank of `world` holds. engine: built for this rank, or for one that holds equally many elements"""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
     split = None
     if isinstance(placement, SplitPlacement):
@@ -92,7 +92,7 @@ def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
         held=asdict(engine.held()))
 
 
-def _parameter(piece: Piece, split: ModelSplit | None) -> ParameterPart:
+def _parameter(piece: OwnedRun, split: ModelSplit | None) -> ParameterPart:
     local = whole = tuple(piece.shape)
     spans: list[tuple[Span, ...]]
     if split is None:

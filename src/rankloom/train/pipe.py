@@ -1,7 +1,7 @@
-"""`rl.Pipe`: where a model is cut into stages, and which loss the last one computes, as asked for or as it follows from the model.
+"""`rl.Pipe`: where to cut a model into stages, and which loss the last one computes; what is left out follows from the model.
 
-A loss that is written for one process, `loss(model, micro-batch)`, runs unchanged on the last stage: what stands for the model there
-answers its one call with what the last piece gave.
+A loss for one process, `loss(model, micro-batch)`, runs unchanged on the last stage. It gets a stand-in for the model, whose call
+returns the output of the last piece.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch
 class Pipe:
     """How a model becomes a pipeline.
 
-    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). It is given by name what it asks for: `part`, as `gpt_pieces` does,
-              and `inputs`, as `layer_pieces`. None: those of our GPT; of any other model, `layer_pieces` (train/layers.py)
-    loss:     model -> loss(what the last piece gives, the second part of a micro-batch) -> (sum, count). None: that of our GPT; of any
-              other model, the loss of one process, whose call of the model is answered with what the last piece gives
-    schedule: a name that `rankloom schedule list` knows
+    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). If it has parameters `part` (as `gpt_pieces`) or `inputs` (as
+              `layer_pieces`), it is given these too. None: `gpt_pieces` for our GPT, else `layer_pieces` (train/layers.py)
+    loss:     model -> loss(output of the last piece, second part of a micro-batch) -> (sum, count). None: `gpt_loss` for our GPT, else
+              the loss of one process, on a stand-in for the model
+    schedule: a name of `rankloom schedule list`
     chunks:   stages on each rank; None: as few as the schedule allows
     """
 
@@ -42,10 +42,11 @@ class Pipe:
 
     @classmethod
     def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss, precision: Precision) -> "ChosenPipe":
-        """What was asked for, with nothing left open.
+        """Fill in what was left out.
 
+        asked:  a `Pipe`, or the name of a schedule
         loss:   that of one process
-        raises: ConfigError for our own GPT with another loss than its own
+        raises: ConfigError for our GPT with another loss than its own
         """
         pipe = asked if isinstance(asked, Pipe) else cls() if asked is None else cls(schedule=asked)
         pieces = pipe.pieces or (gpt_pieces if isinstance(model, GPT) else layer_pieces)
@@ -55,7 +56,7 @@ class Pipe:
         make = pipe.loss or (gpt_loss if pieces is gpt_pieces else None)
 
         def loss_of(model: Any) -> Loss:
-            whole = partial(answered, loss, getattr(model, "config", None)) if make is None else partial(_of_targets, make(model))
+            whole = partial(_run_whole_loss, loss, getattr(model, "config", None)) if make is None else partial(_of_targets, make(model))
             return partial(_in_format, whole, precision)
 
         return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks)
@@ -63,7 +64,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPipe:
-    """A `Pipe` for one model. loss: model -> loss(what the last piece gives, the whole micro-batch) -> (sum, count)"""
+    """A `Pipe` for one model. loss: model -> loss(output of the last piece, whole micro-batch) -> (sum, count)"""
 
     pieces: Callable[..., Sequence[Piece]]
     loss: Callable[[Any], Loss]
@@ -72,7 +73,7 @@ class ChosenPipe:
 
 
 def _in_format(loss: Loss, precision: Precision, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    """A loss is given the model's output in the output format."""
+    """The loss of the model's output, cast to the output format."""
     return loss(output if isinstance(output, BeforeOutput) else cast_outputs(output, precision), microbatch)
 
 
@@ -80,10 +81,10 @@ def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[T
     return loss(output, microbatch[1])
 
 
-class Answer:
-    """Stands for the model in a loss of one process. Its call is answered with what the last piece gave for this micro-batch.
+class _ModelStandIn:
+    """Stands in for the model in a loss of one process: its call returns the output of the last piece for this micro-batch.
 
-    Of the model it has the `config`, the very object; a number of the model's own would be that of the day when it was cut.
+    Of the model's attributes it has only `config`, the same object; a copied number would stay as it was when the model was cut.
     """
 
     def __init__(self, config: Any, inputs: Any, output: Any):
@@ -93,10 +94,7 @@ class Answer:
         self.output, self.calls = output, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the very tensors that the first stage was called with, by whatever names.
-
-        raises: LossError for anything else
-        """
+        """Returns that output. raises: LossError unless called with the very tensors that the first stage got, by any names"""
         asked = [*args, *kwargs.values()]
         if len(asked) != len(self.expected) or any(a is not b for a, b in zip(asked, self.expected)):
             names = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in kwargs])
@@ -111,13 +109,13 @@ class Answer:
                              "called, and asked for its `config`, if it has one")
 
 
-def answered(loss: WholeLoss, config: Any, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    """A loss of one process, on the last stage.
+def _run_whole_loss(loss: WholeLoss, config: Any, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
+    """Run a loss of one process on the last stage.
 
-    raises: LossError when it does not call the model once, as the first stage was called
+    raises: LossError unless it calls the model once, as the first stage was called
     """
-    answer = Answer(config, microbatch[0], output)
-    returned = loss(answer, microbatch)
-    if answer.calls != 1:
-        raise LossError(f"the loss called the model {answer.calls} times, but a pipeline runs it once for each micro-batch")
+    stand_in = _ModelStandIn(config, microbatch[0], output)
+    returned = loss(stand_in, microbatch)
+    if stand_in.calls != 1:
+        raise LossError(f"the loss called the model {stand_in.calls} times, but a pipeline runs it once for each micro-batch")
     return returned

@@ -1,8 +1,8 @@
 """The mesh axis `pipe` in an engine: this rank holds some stages of the model, and a step runs a schedule.
 
-Parameters are gathered before a step and gradients reduced after it: between, every stage runs many times forward and backward, in an
-order of its own on every rank. A stage keeps the names that its parameters have in the whole model, so that optimizers, norms and
-saved states do not know of the cut. A parameter that stands in two stages (a tied embedding) counts once.
+Parameters are gathered before a step and gradients reduced after it, because between, each rank runs its stages in an order of its own. A
+stage's parameters keep their names in the whole model, so optimizers, norms and saved states do not depend on the cut. A parameter that is
+in two stages (a tied embedding) counts once.
 
 Read parallel/pipeline/build.py and runtime.py before this file.
 """
@@ -10,6 +10,7 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
-from rankloom.base.events import Load
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
 from rankloom.checkpoint.manifest import Part
@@ -35,11 +35,12 @@ from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
-from rankloom.shard.optimizer import Piece as Owned
+from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
+from rankloom.train.expert_books import StagedExpertBooks
 from rankloom.train.pipe import ChosenPipe
 from rankloom.train.precision import UNMEASURED, cast_inputs
 from rankloom.train.sharded import SplitPlacement
@@ -47,11 +48,11 @@ from rankloom.world.group import Group
 
 
 class Turn:
-    """Which micro-batch is running on this rank, and which of its tokens are here.
+    """The micro-batch that is running on this rank, and which of its tokens are here.
 
-    context: the ranks that share the tokens of a row, and how attention goes between them
-    scale:   what losses are multiplied by for their backward
-    packs:   whether the pieces take a part, which may know of documents that are packed in rows
+    context: the ranks that share the tokens of a row   kind: of context parallelism
+    scale:   factor of losses in backward
+    packs:   whether the pieces take a `part`, which may have the documents that are packed in rows
     """
 
     def __init__(self, dropout: DropoutKey, context: Group, kind: str):
@@ -63,7 +64,7 @@ class Turn:
         self._called_with: Any = None
 
     def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
-        """Before the micro-batches of a step, which have these rows of the batch of all ranks."""
+        """Before the micro-batches of a step. rows: of the global batch, for each micro-batch"""
         self.dropout.set_microbatches(step, rows)
         self.scale = scale
         self._parts.clear()
@@ -81,7 +82,7 @@ class Turn:
         return part.own(tokens), part.own(targets)
 
     def note(self, inputs: Any) -> None:
-        """What the model would be called with for that micro-batch."""
+        """Note the inputs of the whole model for the next micro-batch."""
         self._inputs.append(inputs)
 
     def select_microbatch(self, microbatch: int) -> None:
@@ -92,11 +93,11 @@ class Turn:
             self.dropout.set_token_positions(self._now.spans[self.context.rank], self._now.length)
 
     def part(self) -> SequencePart:
-        """What the blocks are told."""
+        """The `part` of the running micro-batch, for the blocks."""
         return self._now
 
     def inputs(self) -> Any:
-        """What the whole model would be called with now."""
+        """The inputs of the whole model for the running micro-batch."""
         return self._called_with
 
 
@@ -104,10 +105,10 @@ class Turn:
 class LocalStages:
     """This rank's part of a pipelined model.
 
-    body:   its modules under the names of the whole; never called as one
-    names:  of all trainable parameters of the whole model, and their shapes, in its order
-    state:  the names in its state dict, in order
-    where:  the ranks on which a parameter stands
+    body:   its modules under their names in the whole model; never called itself
+    names:  trainable parameters of the whole model -> their shapes, in its order
+    state:  the names in the state dict of the whole model, in its order
+    where:  parameter -> the pipe ranks that have it
     """
 
     body: nn.Module
@@ -121,7 +122,7 @@ class LocalStages:
 
     @property
     def shared(self) -> frozenset[str]:
-        """Parameters that stand on several ranks."""
+        """Parameters that several pipe ranks have."""
         return frozenset(name for name, ranks in self.where.items() if len(ranks) > 1)
 
 
@@ -129,8 +130,8 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
                sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
 
-    sparing: activations are dear, so a backward keeps nothing until its gradient has left (`send_gradients_first`)
-    raises: ConfigError for a schedule that is unknown or cannot be, or more stages than pieces
+    sparing: recompute is on: do not hold the factors of weight gradients while the input gradient is sent (`send_gradients_first`)
+    raises:  ConfigError for an unknown or impossible schedule, or more stages than pieces
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
@@ -156,13 +157,13 @@ def _pieces(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
     asked = inspect.signature(chosen.pieces).parameters
     turn.packs = "part" in asked
     if turn.context.size > 1 and not turn.packs:
-        raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so nobody can tell "
-                          "their attention about tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
+        raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so their "
+                          "attention cannot see tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
     return list(chosen.pieces(model, **{name: offered[name] for name in offered if name in asked}))
 
 
 def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]:
-    """A tied parameter has one name on all ranks, its first in the model, also where only its other owner stands."""
+    """The pieces with every tied parameter under its first name in the model, on ranks without the module of that name too."""
     firsts = {id(param): name for name, param in model.named_parameters()}
     here = dict(Stage(pieces).named_parameters())
     named = {firsts.get(id(param), name): param for name, param in here.items()}
@@ -171,10 +172,10 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
 
 
 class PipelinePlacement(SplitPlacement):
-    """Slices of the parts of the stages that this rank holds.
+    """Slices of this rank's stages.
 
-    Gradients of 16 bits are added up in the format that they are reduced in, so they land after every backward. So do those of tied
-    parameters, which are a sum over stages.
+    16-bit gradients are accumulated in the dtype in which they are reduced, so they land after every backward. So do those of tied
+    parameters, which are sums over stages.
     """
 
     def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages):
@@ -197,19 +198,19 @@ class PipelinePlacement(SplitPlacement):
     def _groups(self) -> tuple[Group, ...]:
         return *super()._groups(), self.pipe
 
-    def pieces(self) -> dict[str, Owned]:
-        """Of what other stages hold, empty ones."""
+    def pieces(self) -> dict[str, OwnedRun]:
+        """The pieces of all parameters; empty ones for those of other stages."""
         mine = super().pieces()
-        return {name: mine.get(name, Owned(name, shape, 0, 0)) for name, shape in self.local.names.items()}
+        return {name: mine.get(name, OwnedRun(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
     def abandon(self) -> None:
-        """The gradients that a schedule that died has left in `.grad`, too."""
+        """Drop all gradients, those too that an interrupted schedule has left in `.grad`."""
         super().abandon()
         for param in self.model.parameters():
             param.grad = None
 
     def collect(self) -> None:
-        """After a schedule: add up what tied parameters got in their stages, then reduce everything. A collective."""
+        """After a schedule: sum the gradients of tied parameters over their stages, then reduce everything. A collective."""
         for name in (name for name in self.local.where if name in self._tied):   # one order on all ranks
             gradient = self._tied[name]
             like = torch.empty_like(gradient.unit.params[name], dtype=gradient.unit.formats.reduce)
@@ -220,21 +221,21 @@ class PipelinePlacement(SplitPlacement):
             self.sharding.collect()
 
     def copies(self, name: str) -> int:
-        """A tied parameter stands in two stages."""
+        """A tied parameter has one more copy for each further stage."""
         return super().copies(name) * len(self.local.where[name])
 
-    def parts_like(self, name: str, piece: Owned, values: Tensor) -> list[Part]:
-        """Of a tied parameter, the first of its stages writes what there is."""
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+        """The first of its stages writes a tied parameter."""
         later = self.pipe.rank != min(self.local.where[piece.name])
         return [replace(part, is_copy=later) for part in super().parts_like(name, piece, values)]
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """In the order of the model, not of the stages."""
+        """The values, in the order of the model, not of the stages."""
         found = super().values(rank)
         return {name: found[name] for name in (*self.local.state, *found) if name in found}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each stage takes what it has; what no stage has, none leaves out."""
+        """Each stage loads its part. Names that no stage has are kept, so that they raise."""
         elsewhere = {*self.local.state, *self.local.where} - self.model.state_dict(keep_vars=True).keys()
         super().load({name: value for name, value in state.items() if name not in elsewhere})
 
@@ -242,23 +243,23 @@ class PipelinePlacement(SplitPlacement):
         return replace(super()._place(), pipe=self.pipe.rank)
 
     def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
-        """Stage by stage: each joins what it has, and hands it to the rank that gets it, or tells the other stages."""
+        """Stage by stage: each joins its values, and sends them to the rank of `goal`, or to the other stages."""
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
         self.pipe.agree(_odd_value(plain), label="extra state of stages")
         here = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))] for entry in entries if entry.dtype]
         buffers = {name: digest(buffer) for name, buffer in self.model.named_buffers(remove_duplicate=False) if name in mine}
-        told = self.pipe.all_gather_object([here, plain, buffers], label="what stages hold")
-        _expect_equal_buffers([found for *_, found in told])
-        for root, (held, values, _) in enumerate(told):
+        stages = self.pipe.all_gather_object([here, plain, buffers], label="what stages hold")
+        _expect_equal_buffers([found for *_, found in stages])
+        for root, (held, values, _) in enumerate(stages):
             whole = values | whole
-            for name, kind, shape in (about for about in held if about[0] not in whole):
+            for name, kind, shape in (described for described in held if described[0] not in whole):
                 value = self._join(mine[name], goal) if root == self.pipe.rank else None
                 whole[name] = self._pass_on(value, root, torch.empty(shape, dtype=getattr(torch, kind), device="meta"), goal)
         return whole if goal in (None, self._place()) else {}
 
     def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: Goal | None) -> Tensor | None:
-        """What stage `root` has joined, where it is wanted."""
+        """The value that stage `root` has joined, on the ranks that want it."""
         here = None if value is None else value.to(self.group.device)
         if goal is None:
             sent = torch.empty_like(like, device=self.group.device) if here is None else here
@@ -274,14 +275,14 @@ class PipelinePlacement(SplitPlacement):
 
 
 def _odd_value(values: Mapping[str, Any]) -> str | None:
-    """What keeps values that are no tensors from being told to other stages, in words, or None."""
+    """Why values that are no tensors cannot be sent to other stages, in words, or None."""
     found = next((name for name, value in values.items() if not isinstance(value, PLAIN_VALUES)), None)
     return None if found is None else (f"{found} is a {type(values[found]).__name__}, which stages cannot hand to each other: "
                                        "keep tensors, numbers, strings or None as extra state")
 
 
 def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
-    """raises: ModelMismatch, on all pipe ranks, which have told each other their digests"""
+    """Raise ModelMismatch, on all pipe ranks, when a buffer has other values in another stage. stages: digests of each"""
     for name in dict.fromkeys(name for found in stages for name in found):
         ranks = [at for at, found in enumerate(stages) if name in found]
         other = next((at for at in ranks if stages[at][name] != stages[ranks[0]][name]), None)
@@ -298,7 +299,7 @@ class PipelineEngine(Engine):
 
     @property
     def pipeline(self) -> Pipeline:
-        """This rank's part of it."""
+        """This rank's part of the pipeline."""
         return self.placement.local.pipeline
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
@@ -307,43 +308,28 @@ class PipelineEngine(Engine):
         return self.placement.finish(totals)
 
     def _run_schedule(self, batch: Any) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are left where autograd made them."""
+        """Forward and backward of all micro-batches; gradients are left in `.grad`."""
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        if self.settings.precision.scaled and self.scale is UNMEASURED:   # backwards begin before all forwards have ended
+        if self.settings.precision.scaled and self.scale is UNMEASURED:   # backward needs it before all forwards have ended
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
-        return self._split_auxiliary(self.pipeline.step([self._pair(piece) for piece in pieces]))
+        return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
         """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
-        """Without gradients, for evaluations."""
+        """The loss without gradients, for evaluation."""
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, [range(1)])
-        totals = self._split_auxiliary(self.pipeline.evaluate([self._pair(piece)]))
+        totals = self._experts.split(self.pipeline.evaluate([self._pair(piece)]))
         return totals[0], totals
 
-    @property
-    def _has_experts(self) -> bool:
-        """Whether any stage has some."""
-        return bool(self.placement.local.experts)
-
-    def _taken_loss(self) -> Tensor:
-        """Of all stages, as the sums are."""
-        return self.pipeline.group.all_reduce(super()._taken_loss(), label="auxiliary losses")
-
-    def _count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """In the layers of all stages, in the order of the model."""
-        mine = super()._count_tokens(move=move)
-        if not self._has_experts:
-            return mine
-        numbers = {name: [*load.routed, load.dropped] for name, load in mine.items()}
-        told = self.pipeline.group.all_gather_object(numbers, label="tokens of experts")
-        loads = {name: Load(tuple(routed), dropped) for stage in told for name, (*routed, dropped) in stage.items()}
-        return {name: loads[name] for name in self.placement.local.experts}
+    @cached_property
+    def _experts(self) -> StagedExpertBooks:
+        return StagedExpertBooks(self.model, self.tokens, self.pipeline.group, self.placement.local.experts)
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()

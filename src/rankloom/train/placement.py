@@ -23,7 +23,7 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.state_dict import difference, shapes_in
-from rankloom.shard.optimizer import Optimizer, Piece
+from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
@@ -68,8 +68,23 @@ class Placement(Protocol):
     def add_shard(self, index: int, totals: Tensor) -> None:
         """Deterministic: fold in the gradients and totals of one logical shard."""
 
+    def begin_last_backward(self, items: Tensor, scale: float) -> None:
+        """The step's last forward has ended, its gradients will soon be summed.
+
+        items: how many this rank's losses of the step have summed over, fp64
+        scale: by what the losses are multiplied
+        """
+
     def finish(self, totals: Tensor | None) -> Tensor:
         """All gradients are summed over all ranks; so are the totals, which are returned."""
+
+    @property
+    def factor(self) -> float:
+        """By what the gradients were multiplied before they were summed; the loss scale is no part of it."""
+
+    @property
+    def compress(self) -> str:
+        """How they travelled: a name of comm/compress.py."""
 
     def norm(self) -> Tensor:
         """The 2-norm of the summed gradients, each element once, fp64."""
@@ -83,9 +98,6 @@ class Placement(Protocol):
     def local_gradients(self) -> dict[str, Tensor]:
         """After a backward without communication: what it has made."""
 
-    def rescale(self, factor: float) -> None:
-        """The loss scale has changed."""
-
     def publish(self) -> None:
         """The optimizer has stepped: the model's parameters follow."""
 
@@ -93,7 +105,7 @@ class Placement(Protocol):
         """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """The optimizer's whole state, the same way."""
+        """The optimizer's whole state, to one rank of the world, or to all. A collective."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `values`; raises ModelMismatch."""
@@ -101,13 +113,13 @@ class Placement(Protocol):
     def parts(self) -> list[Part]:
         """What this rank has of each tensor of the model's state dict, in the master format; extra state apart."""
 
-    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
         """The same of a tensor `name` that lies like a parameter of which this rank has `piece`, one of `pieces`."""
 
     def rewritten(self) -> AbstractContextManager[None]:
         """The memory of `parts` may be written inside; afterwards what computes is what was written. A collective."""
 
-    def pieces(self) -> Mapping[str, Piece]:
+    def pieces(self) -> Mapping[str, OwnedRun]:
         """For each owner, which elements it holds of its parameter, as that lies on this rank."""
 
     def part(self, name: str, value: Any) -> Any:
@@ -134,7 +146,7 @@ class ReplicatedPlacement:
         watch_optimizers()
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """A forward needs nobody else."""
+        """Each rank its own, as many as it has: a forward sends nothing."""
         yield from batches
 
     def abandon(self) -> None:
@@ -153,20 +165,49 @@ class ReplicatedPlacement:
     def begin_shards(self, shards: int) -> None:
         """See parallel/same_bits.py."""
         assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
-        self._reducer.begin(shards)
+        self._reducer.begin_shards(shards)
 
     def add_shard(self, index: int, totals: Tensor) -> None:
         """See parallel/same_bits.py."""
         assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
         self._reducer.add_shard(index, totals)
 
+    def begin_last_backward(self, items: Tensor, scale: float) -> None:
+        """Compressed, a gradient is made a mean over all items of the step before it is summed, and the loss scale taken out of it.
+
+        What compression loses of this step is added to the next one, which may have other items and another scale: so it is kept of
+        means. Of sums, a small batch after a large one would take what is owed times their ratio; and fp16 has no room for sums.
+        sent:   all-reduce of one fp64, which the last backward waits for; nothing in exact steps
+        """
+        summing = self._reducer.summing
+        summing.factor = 1.0
+        if self._world.size > 1 and not summing.is_exact_now:
+            with self._waiting():
+                divisor = scale * self._world.all_reduce(items.clone(), label="items of the step").item()
+            summing.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step that has counted nothing
+
     def finish(self, totals: Tensor | None) -> Tensor:
         """Wait for the buckets."""
-        begin = time.perf_counter()
-        summed = self._reducer.finish(totals)
+        with self._waiting():
+            summed = self._reducer.finish(totals)
         assert summed is not None, "the reducer lost the totals"
-        self.waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
         return summed
+
+    @property
+    def factor(self) -> float:
+        """See `begin_last_backward`."""
+        return self._reducer.summing.factor
+
+    @property
+    def compress(self) -> str:
+        """The name that the run was given."""
+        return self._reducer.summing.compress
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
 
     def norm(self) -> Tensor:
         """Of the buckets, in shares where there is much; deterministic, tensor by tensor, for buckets differ between stages."""
@@ -179,16 +220,12 @@ class ReplicatedPlacement:
         return {}
 
     def flat_gradients(self) -> list[Tensor]:
-        """The buckets."""
+        """The buckets, and what is summed in none."""
         return self._reducer.flat_gradients()
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """Those of the owners."""
+        """As they lie in the buckets, by the owners' names."""
         return {name: owner.grad for name, owner in self.owners.items() if owner.grad is not None}
-
-    def rescale(self, factor: float) -> None:
-        """What compression remembers is in the old scale."""
-        self._reducer.summing.rescale(factor)
 
     def publish(self) -> None:
         """Round masters into the model."""
@@ -219,8 +256,8 @@ class ReplicatedPlacement:
         masters = {id(param): self.owners[name] for name, param in self._masters.params.items()}
         return [whole_part(MODEL + name, masters.get(id(value), value)) for name, value in unique_tensors(self.model).items()]
 
-    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
-        """Everything, too."""
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+        """One part, the whole: `piece` has all elements."""
         return parts_of_piece(name, piece, values, shape=piece.shape)
 
     @contextmanager
@@ -230,12 +267,12 @@ class ReplicatedPlacement:
         self._reducer.summing.begin_anew()
         self.publish()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, OwnedRun]:
         """Everything, in its own shape."""
-        return {name: Piece(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
+        return {name: OwnedRun(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
     def part(self, name: str, value: Any) -> Any:
-        """Nothing is split."""
+        """The value itself: this rank has all of each parameter."""
         return value
 
     def held(self) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
+from math import log2
 from types import NoneType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
+from rankloom.base.hooks import copy_user_attributes
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
@@ -222,7 +224,7 @@ class MasterWeights:
 
 def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     made = nn.Parameter(param.detach().to(dtype, copy=True))
-    vars(made).update(vars(param))   # attributes of the user's, by which optimizers may group
+    copy_user_attributes(made, param)
     return made
 
 
@@ -287,7 +289,7 @@ class LossScale:
     @classmethod
     def first(cls, count: float) -> "LossScale":
         """For a loss that is a sum over `count` items: 2**16 over the power of two nearest to the count."""
-        return cls(2.0 ** (FIRST_EXPONENT - round(torch.tensor(max(count, 1.0)).log2().item())))
+        return cls(2.0 ** (FIRST_EXPONENT - round(log2(max(count, 1.0)))))
 
     def after(self, overflow: bool) -> "LossScale":
         """The scale of the next step."""

@@ -5,14 +5,14 @@
     recompute(model, "24 GiB")       each block as much as fits, decided by budget.py from what the first micro-batch measures
 
 A block that runs again finds the world as it was: keyed dropout draws the masks of that step, micro-batch and call, whichever is
-running by then; torch's own generators are set back for the moment; running statistics are not averaged in twice; lists and dicts that
-it was given hold what they held. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block
-again; the rest is here. Not put back: other state that a forward changes, and torch's own generator where several ranks draw from it
-at a time, as those of `simulate` do.
+running by then; torch's own generators are set back for the moment; buffers that it changes hold what they held, and are not changed
+twice (block_buffers.py); lists and dicts that it was given, too. So the gradient is the same bit for bit. torch's `checkpoint` keeps the
+inputs and runs the block again; the rest is here. Not put back: other state that a forward changes (plain attributes, buffers of modules
+around the block), and torch's own generator where several ranks draw from it at a time, as those of `simulate` do.
 
 A number of bytes is kept to for micro-batches as large as the first, counted without torch.compile, which keeps less as a rule.
 
-Read blocks.py, selective.py, measure.py and budget.py before this file.
+Read blocks.py, block_buffers.py, selective.py, measure.py and budget.py before this file.
 
 source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
@@ -32,9 +32,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.quantities import parse_size
 from rankloom.models.moe import uncounted
+from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.dropout import KeyedDropout
+from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.selective import Keep, Reuse, is_kept
 from rankloom.world.group import Group
@@ -150,23 +151,35 @@ class RecomputedForward(Wrapped):
         self._in_graph: Callable[..., Any] | None = None   # `selective`, compiled
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many `selective` has to keep
+        self._changing: set[str] | None = None   # buffers that a forward is known to change; None: none has run in training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.choice == SELECTIVE and self._in_graph:
-            try:
-                return self._in_graph(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                error.add_note(f'(recompute="selective" with compile=True wants the forward of a {type(self.block).__name__} in one graph; '
-                               'where it does not fit, as loops over experts, take recompute="full", or leave one of the two out)')
-                raise
+            return self._run_in_graph(self._in_graph, args, kwargs)
         if self.choice != UNDECIDED:
             return self.run(self.inner, self.choice, Replay(self.block), args, kwargs)
         replay = Replay(self.block, self._decide)
         self._measure(replay, args, kwargs)
         return self.run(self.inner, FULL, replay, args, kwargs)
+
+    def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """raises: ConfigError after a forward that changes a buffer: the graph's backward would compute with the changed one."""
+        before = Before(self.block) if self._changing is None else None
+        try:
+            out = forward(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            error.add_note(f'(recompute="selective" with compile=True wants the forward of a {type(self.block).__name__} in one graph; '
+                           'where it does not fit, as loops over experts, take recompute="full", or leave one of the two out)')
+            raise
+        if before:
+            self._changed(before)
+        if self._changing and (changed := self._changing - statistics(self.block)):
+            raise ConfigError(f"the forward of a {type(self.block).__name__} changes its buffer {min(changed)}, which a graph with "
+                              'recompute="selective" would not put back: take recompute="full", or compile=False')
+        return out
 
     def compile(self, compiler: Compiler) -> None:
         """The block's own forward; and with `selective` around it, as one graph."""
@@ -179,14 +192,22 @@ class RecomputedForward(Wrapped):
             return forward(*args, **kwargs)
         # `checkpoint` notices a change of tensors that it is given by place only, and its own names must not meet those in kwargs.
         given, places = tree_flatten((args, kwargs), is_leaf=_is_no_container)
-        placed = _Placed(forward, args, kwargs, places)
-        if choice == FULL:
-            return checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (ExitStack(), replay))   # type: ignore[no-untyped-call]
-        keep = Keep(self._products)
-        replay.reuse(keep, self._learn)
-        out = checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (keep, replay))   # type: ignore[no-untyped-call]
-        keep.forget(out)   # the caller may change it
+        placed, before = _Placed(forward, args, kwargs, places), Before(self.block)
+        around: Any = ExitStack() if choice == FULL else Keep(self._products)
+        if choice != FULL:
+            replay.reuse(around, self._learn)
+        out = checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (around, replay))   # type: ignore[no-untyped-call]
+        replay.buffers = self._changed(before)
+        if choice != FULL:
+            around.forget(out)   # the caller may change it
         return out
+
+    def _changed(self, before: Before) -> Values:
+        """Buffers that the forward which has just run changed, as they were; the first one in training is looked at more closely."""
+        changed = before.changed(known := self._changing or set(), compare=self._changing is None and self.block.training)
+        if self.block.training:
+            self._changing = known
+        return changed
 
     def _learn(self, used: int) -> None:
         """A second run has come to so many products; later forwards need not keep more."""
@@ -221,13 +242,16 @@ def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Replay:
-    """The world of a block as it is now, to be put back while the block runs again. May be entered several times."""
+    """The world of a block as it is now, to be put back while the block runs again. May be entered several times.
+
+    buffers: set after the forward: those that it has changed, as they were before it
+    """
 
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before = before
-        self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, KeyedDropout)}.values())
+        self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
-        self._running = [b for m in block.modules() if getattr(m, "track_running_stats", False) for b in m.buffers(recurse=False)]
+        self._block, self.buffers = block, Values()
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
         self._undo = ExitStack()
@@ -241,8 +265,7 @@ class Replay:
         for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
             self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls)
             _set(key, step, rows, here, dict(calls))
-        for buffer in self._running:
-            self._undo.callback(_restore, buffer, buffer.clone())
+        self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
             self._undo.enter_context(self._reuse)
 
@@ -256,26 +279,22 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int]) -> 
     key.step, key.rows, key.here, key.calls = step, rows, here, calls
 
 
-@torch.no_grad()
-def _restore(buffer: Tensor, value: Tensor) -> None:
-    buffer.copy_(value)
-
-
 # ---------------------------------------------------------------------- what a block costs
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Runs the block once with each choice, and leaves no trace of that."""
     kept, work, dear = {}, 0, 0
+    buffers = Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block):
         for choice in CHOICES:
-            with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), Trace() as trace:
+            with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), on_copies(forward.block, buffers), Trace() as trace:
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # lists and dicts stay as they are
                 out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
             kept[choice] = trace.kept(out)
             del out
             if choice == NONE:
-                work, dear = trace.work, trace.dear
+                work, dear = trace.work, trace.product_work
     return BlockCost("", kept, {NONE: 0, SELECTIVE: work - dear, FULL: work}, work)
 
 

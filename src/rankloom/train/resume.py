@@ -2,52 +2,74 @@
 
     runs/<name>/checkpoints/step-00000200/     train/checkpoint.py says what is in it
 
-A run that goes on has a folder of its own, and may have another mesh; only the step and the state come from the one before.
+A run that goes on has a folder of its own, and may have another mesh; only the step and the state come from the one before. What its
+config says holds: rates, decay, betas and momentum are those of the config, not of the checkpoint.
 """
 
+import math
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.compression import EXACT
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch
 from rankloom.base.events import Saved
-from rankloom.checkpoint.files import MANIFEST
+from rankloom.checkpoint.files import MANIFEST, read_manifest
+from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
 from rankloom.train.job import Job
+from rankloom.train.optim import schedule
+from rankloom.train.run_facts import changes_of_run, facts_of_run, misfit_of_run
+from rankloom.train.weights import save_tokenizer
 
 FOLDER = "checkpoints"
+CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the rate is the schedule's in every step
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The newest whole checkpoint of a run folder; or `path` itself, if it is one.
+    """The newest whole checkpoint of a run folder, or of the folder of its checkpoints; or `path` itself, if it is one.
 
     raises: DataError
     """
-    if (path / MANIFEST).exists():
-        return path
-    if not path.exists():
+    try:
+        if (path / MANIFEST).exists():
+            return path
+        exists, found = path.exists(), whole_checkpoints(path / FOLDER) or whole_checkpoints(path)
+    except (OSError, ValueError) as error:   # no permission; a null character
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}), to resume from") from None
+    if not exists:
         raise DataError(f"{path}: no such run folder or checkpoint, to resume from")
-    if not (found := whole_checkpoints(path)):
+    if not found:
         raise DataError(f"{path}: holds no checkpoint to resume from; a run writes them with --checkpoint.interval")
     return found[-1]
 
 
-def whole_checkpoints(run: Path) -> list[Path]:
-    """Those of a run folder, oldest first; what has no manifest is none, and what the user has renamed is the user's."""
-    found = {path.parent.name.removeprefix("step-"): path.parent for path in (run / FOLDER).glob(f"step-*/{MANIFEST}")}
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Those in a folder of checkpoints, oldest first; what has no manifest is none, and what the user has renamed is the user's."""
+    found = {path.parent.name.removeprefix("step-"): path.parent for path in folder.glob(f"step-*/{MANIFEST}")}
     return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def save_in_run(job: Job, engine: Engine) -> None:
-    """Write a checkpoint of this step, and remove the oldest beyond those to keep. A collective.
+    """Write a checkpoint of this step, and the tokenizer, in whose place a run that goes on may learn another; then remove the oldest
+    checkpoints beyond those to keep. A collective.
 
     raises: ConfigError, on all ranks, when it cannot be written
     """
-    path = job.run / FOLDER / f"step-{engine.steps_done:08}"
-    engine.save(path)
+    path, problem = job.run / FOLDER / f"step-{engine.steps_done:08}", None
+    try:
+        if job.world.rank == 0:
+            job.run.mkdir(parents=True, exist_ok=True)
+            save_tokenizer(job.run, job.corpus.tokenizer)
+    except (OSError, DataError) as error:
+        problem = f"{job.run}: the tokenizer cannot be written ({error})"
+    job.world.agree(problem, label="write the tokenizer")
+    save_checkpoint(engine.training(), path, facts_of_run(job))
     if job.world.rank == 0:
         job.sink(Saved(0, str(path)))
-        for old in whole_checkpoints(job.run)[:-job.config.checkpoint.keep_latest]:
+        for old in whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]:
             with suppress(OSError):   # what cannot be removed is no reason to end a run
                 (old / MANIFEST).unlink()   # first: half of a checkpoint is none
             shutil.rmtree(old, ignore_errors=True)
@@ -60,15 +82,42 @@ def resume(job: Job, engine: Engine) -> None:
     """
     if job.config.checkpoint.resume is None:
         return
-    problem, path = None, ""
-    try:
-        path = str(newest_checkpoint(Path(job.config.checkpoint.resume)))
-    except DataError as error:
-        problem = str(error)
-    job.world.agree(problem, error=DataError, label="find a checkpoint")
-    path = job.world.all_gather_object(path, label="which checkpoint")[0]   # a run that goes on may write a newer one meanwhile
+    path, saved = _find(job, Path(job.config.checkpoint.resume))
+    job.world.agree(misfit_of_run(path, saved, job), error=ModelMismatch, label="compare with the run of a checkpoint")
+    groups = engine.optimizer.param_groups
+    ours = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
     engine.load(path)
+    for group, configured in zip(groups, ours):
+        group.update(configured)
     if engine.steps_done >= job.config.train.steps:
         raise ConfigError(f"{path}: is of step {engine.steps_done}, and [train] steps = {job.config.train.steps}: nothing is left to "
                           "train; give more --train.steps")
     job.say(f"goes on from {path}, after step {engine.steps_done}")
+    _say_changes(job, engine, saved)
+
+
+def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The checkpoint to go on from, and what it says of its run. A collective. raises: DataError, on all ranks"""
+    problem, path, saved = None, place, dict[str, Any]()
+    try:
+        path = newest_checkpoint(place)
+        saved = read_manifest(path)[1].facts.get("about_run", {})
+    except DataError as error:
+        problem = str(error)
+    job.world.agree(problem, error=DataError, label="find a checkpoint")
+    told = job.world.all_gather_object([str(path), saved], label="which checkpoint")[0]   # the other run may write a newer one meanwhile
+    return Path(told[0]), told[1]
+
+
+def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
+    """What does not go on as it would have in the run before."""
+    if changes := changes_of_run(saved, job.config):
+        job.say(f"unlike the run of that checkpoint: {changes}")
+    rate, last = schedule(job.config), float(engine.optimizer.param_groups[0]["lr"])
+    if not math.isclose(rate(engine.steps_done - 1), last, rel_tol=1e-6):
+        job.say(f"the learning rate was {last:.3g} in step {engine.steps_done} and is {rate(engine.steps_done):.3g} in the next one, by "
+                "this run's own schedule")
+    if job.config.comm.compress != EXACT:
+        exact = job.config.comm.compress_after
+        job.say("what compression had not sent yet is lost, so bits differ from those of a run that did not stop"
+                + (f"; [comm] compress_after = {exact} counts from here" if exact else ""))

@@ -85,10 +85,13 @@ def _next_free(path: Path) -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as readable JSON, whole or not at all; raises ConfigError that names the path."""
+    """Write `value` as readable JSON, whole or not at all. Numbers that JSON does not know (nan, inf) become null.
+
+    raises: ConfigError that names the path
+    """
     try:
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(_as_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -107,8 +110,7 @@ class Journal:
 
     def __call__(self, event: Event) -> None:
         """Append one event. Numbers that JSON does not know (nan, inf) become null."""
-        fields = {key: _json_number(value) for key, value in asdict(event).items()}
-        line = json.dumps({"event": type(event).__name__, **fields}).encode() + b"\n"
+        line = json.dumps({"event": type(event).__name__, **_as_json(asdict(event))}, allow_nan=False).encode() + b"\n"
         self._write(self._all, line)
         if isinstance(event, StepDone | Evaluated):
             self._write(self._metrics, line)
@@ -142,7 +144,11 @@ class Journal:
             self.problem = f"{file.name}: cannot be written in full; is the disk full?"
 
 
-def _json_number(value: object) -> object:
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_json(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(held) for held in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankloom.base.errors import ConfigError
-from rankloom.train.config import load_config
+from rankloom.train.config import load_config, parse_overrides
 from rankloom.train.schema import Config
+
+DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
+           ("train", "steps"): "whose runs are as long as --steps says"}
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -54,8 +57,12 @@ def plan_study(
 ) -> dict[int, list[str]]:
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
-    raises: ConfigError that names the number of ranks that cannot be, such as one that the axes which stay do not divide
+    raises: ConfigError that names the number of ranks that cannot be, such as one that the axes which stay do not divide; or an override
+            that would have no effect
     """
+    for flag in parse_overrides(overrides):
+        if reason := DECIDED.get((flag.section, flag.key)):
+            raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason}")
     config = load_config(file, overrides)
     plans = {}
     for n in ranks:

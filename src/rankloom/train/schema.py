@@ -5,6 +5,7 @@ another one, is refused here, before any rank starts. No torch in this file: a m
 `config.py` turns a file and command-line overrides into a `Config`.
 """
 
+import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +20,7 @@ from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, stages_a_rank
 from rankloom.train.batch_size import LOGICAL_SHARDS, Batch, solve_batch
 from rankloom.train.budget import CHOICES, NONE
+from rankloom.train.rules import conflicts
 
 LARGEST = (1 << 63) - 1   # what tensors can count
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -40,9 +42,9 @@ class ConfigSection(BaseModel):
 class Run(ConfigSection):
     """Where the results go, and the seed that every random stream starts from."""
 
-    name: str | None = Field(default=None, pattern=NAME)   # None: time stamp and preset
-    folder: str = Field(default="runs", pattern=PRINTABLE)
-    seed: Whole = 0
+    name: str | None = Field(default=None, pattern=NAME)   # left out: time stamp and preset
+    folder: str = Field(default="runs", pattern=PRINTABLE)   # where run folders are made
+    seed: Whole = 0   # of weights, dropout and the order of data
 
 
 class MeshSection(ConfigSection):
@@ -51,12 +53,12 @@ class MeshSection(ConfigSection):
     `replicate` alone left out: as many as the ranks that were started leave to the other axes.
     """
 
-    pipe: Count = 1
-    replicate: Count | None = None
-    shard: Count | None = None
-    context: Count = 1
-    tensor: Count = 1
-    expert: Count = 1
+    pipe: Count = 1   # stages of layers
+    replicate: Count | None = None   # copies of the model, each with rows of its own
+    shard: Count | None = None   # ranks that cut parameters, gradients and optimizer state ([train] stage), each with rows of its own
+    context: Count = 1   # parts of each sequence
+    tensor: Count = 1   # parts of each matrix
+    expert: Count = 1   # ranks that experts are spread over
 
     def as_mesh(self) -> Mesh:
         """The value that the floors below know; axes that are left out are 1."""
@@ -86,31 +88,31 @@ class MeshSection(ConfigSection):
 class MoESection(ConfigSection):
     """A mixture of experts in place of each block's MLP; MoEConfig of models/config.py says what each number is."""
 
-    experts: Count = MOE.experts
-    top_k: Count = MOE.top_k
-    ffn: Count = MOE.ffn
-    shared: Whole = MOE.shared
-    capacity: float = Field(default=MOE.capacity, ge=0)
-    balance_loss: float = Field(default=MOE.balance_loss, ge=0)
-    router_z_loss: float = Field(default=MOE.router_z_loss, ge=0)
-    bias_rate: float = Field(default=MOE.bias_rate, ge=0)
+    experts: Count = MOE.experts   # in each block
+    top_k: Count = MOE.top_k   # experts that a token goes to
+    ffn: Count = MOE.ffn   # inner width of an expert
+    shared: Whole = MOE.shared   # experts that every token goes to
+    capacity: float = Field(default=MOE.capacity, ge=0)   # tokens of an expert, as a multiple of its fair share; 0: none is dropped
+    balance_loss: float = Field(default=MOE.balance_loss, ge=0)   # weight of the auxiliary loss
+    router_z_loss: float = Field(default=MOE.router_z_loss, ge=0)   # its weight
+    bias_rate: float = Field(default=MOE.bias_rate, ge=0)   # step of the biases that balance without an auxiliary loss
 
 
 class Model(ConfigSection):
     """A preset by name, and what to change in it. The sequence length is that of [train]."""
 
-    preset: str = "3M"
-    vocab_size: Count | None = None   # None: the tokenizer's
-    width: Count | None = None
-    layers: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    ffn: Count | None = None
-    tie: bool | None = None
+    preset: str = "3M"   # `rankloom presets` lists them
+    vocab_size: Count | None = None   # left out: the tokenizer's
+    width: Count | None = None   # of the residual stream
+    layers: Count | None = None   # blocks
+    heads: Count | None = None   # of queries
+    kv_heads: Count | None = None   # of keys and values
+    ffn: Count | None = None   # inner width of the MLP
+    tie: bool | None = None   # one matrix for embedding and head
     dropout: Fraction | None = None
-    rope_base: Positive | None = None
+    rope_base: Positive | None = None   # of the rotary embedding
     norm_eps: Positive | None = None
-    moe: MoESection | None = None        # None: dense
+    moe: MoESection | None = None        # left out: dense
 
     def overrides(self) -> dict[str, Any]:
         """What the file changes in the preset, `vocab_size` aside."""
@@ -128,9 +130,9 @@ class Data(ConfigSection):
 
     source: str = Field(default="stdlib", pattern=PRINTABLE)               # stdlib, shakespeare, or a path
     tokenizer: str | None = Field(default=None, pattern=PRINTABLE)         # bytes (when left out), bpe, or a tokenizer.json
-    vocab_size: Count | None = None
-    validation: float = Field(default=0.05, gt=0, lt=1)
-    cache: str | None = Field(default=None, pattern=PRINTABLE)
+    vocab_size: Count | None = None   # tokens that bpe learns, or that an array of tokens has
+    validation: float = Field(default=0.05, gt=0, lt=1)   # the part of the text that is never trained on
+    cache: str | None = Field(default=None, pattern=PRINTABLE)   # folder of tokenised texts; left out: ~/.cache/rankloom
     baseline: bool = True                                          # compute a trigram model's loss to compare with
 
     @model_validator(mode="after")
@@ -161,24 +163,24 @@ class Train(ConfigSection):
     """How long, how much per step, and in which numbers. One batch size may be left out, or two: it is solved."""
 
     steps: Count = 1000
-    seq_len: Count = 256
-    local_batch_size: Count | None = None
-    global_batch_size: Count | None = None
-    accumulate: Count | None = None
-    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"
-    deterministic: bool | Count = False   # True: 8 logical shards; a number: that many
-    threads: Count | None = None            # of the CPU, per rank; None: as the launcher or torch has set
+    seq_len: Count = 256   # tokens of a row
+    local_batch_size: Count | None = None   # rows of a micro-batch of one rank
+    global_batch_size: Count | None = None   # rows of a step, over all ranks
+    accumulate: Count | None = None   # micro-batches of a step
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; masters stay fp32 (fp64: all of it)
+    deterministic: bool | Count = False   # true: 8 logical shards; a number: that many
+    threads: Count | None = None            # of the CPU, per rank; left out: as the launcher or torch has set
     stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters
     recompute: str = NONE               # selective, full, or the bytes that activations may take: 24 GiB
     offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in the host's memory
-    offload_activations: bool = False
+    offload_activations: bool = False   # to the memory of the host, until backward
     compile: bool = False              # blocks, by torch.compile
-    pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; None: 1f1b (rankloom schedule list)
+    pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; left out: 1f1b (rankloom schedule list)
     reshard_after_forward: bool | Count = True   # stage 3; false: parameters stay until backward; a number n: cut over n neighbours
-    evaluate: bool = True
+    evaluate: bool = True   # the validation loss
     eval_every: Whole = 0   # 0: only after the last step
-    samples: Whole = 3
-    sample_tokens: Count = 128
+    samples: Whole = 3   # texts that the model writes in the end
+    sample_tokens: Count = 128   # of each
 
     @field_validator("recompute")
     @classmethod
@@ -217,13 +219,13 @@ class Optimizer(ConfigSection):
     """Which optimizer, and its numbers; weight decay acts on matrices only. `max_norm` 0 turns clipping off."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = 1e-3
+    lr: Positive = 1e-3   # its peak
     betas: tuple[Fraction, Fraction] | None = Field(default=None, strict=False)   # adamw: (0.9, 0.95) when left out
     momentum: Fraction | None = None                                      # sgd: 0.9 when left out
     weight_decay: float = Field(default=0.1, ge=0)
     max_norm: float = Field(default=1.0, ge=0)
-    base_batch_size: Count | None = None
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    base_batch_size: Count | None = None   # the batch that lr was chosen for
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"   # how lr follows the batch
 
     @model_validator(mode="after")
     def _no_option_without_effect(self) -> Self:
@@ -256,9 +258,9 @@ class Comm(ConfigSection):
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
     compress: str = EXACT   # a name of base/compression.py; powersgd may have a rank: "powersgd:16"
     compress_after: Whole = 0   # steps that sum exactly first
-    topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; None: as the launcher says
+    topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; left out: as the launcher says
     backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
-    timeout: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT)
+    timeout: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT)   # seconds
 
     @field_validator("compress")
     @classmethod
@@ -274,11 +276,11 @@ class Comm(ConfigSection):
 
 
 class Checkpoint(ConfigSection):
-    """The whole state of a run, written to its folder now and then, after its last step and when a signal ends it."""
+    """The state of a run (train/state.py), written to its folder now and then, after its last step and when a signal ends it."""
 
     interval: Whole = 0                    # steps between two; 0: none is written
     keep_latest: Count = 2                 # older ones are removed
-    resume: str | None = Field(default=None, pattern=PRINTABLE)   # a run folder, or a checkpoint in it, to go on from
+    resume: str | None = Field(default=None, pattern=PRINTABLE)   # a run folder, or a checkpoint in it; what this config says holds
 
 
 class Config(ConfigSection):
@@ -300,17 +302,13 @@ class Config(ConfigSection):
             warmup, steps = self.schedule.warmup_steps, self.train.steps
             raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}: "
                              f"give --schedule.warmup_steps too, at most {steps}")
-        if self.train.deterministic and self.comm.all_reduce != "backend":
-            raise ValueError("[comm] all_reduce has no meaning with [train] deterministic, which adds in its own order")
-        if self.train.deterministic and self.comm.compress != "none":
-            raise ValueError("[comm] compress has no meaning with [train] deterministic: what is lost depends on the number of ranks")
-        if self.comm.compress_after >= self.train.steps and self.comm.compress != "none":
+        if self.comm.compress_after >= self.train.steps and self.comm.compress != EXACT:
             raise ValueError(f"[comm] compress_after {self.comm.compress_after} leaves no step to compress of [train] steps "
                              f"{self.train.steps}")
         if self.data.baseline and not self.train.evaluate:
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self._expect_stage_and_shard_fit()
-        self._expect_split_fits()
+        self._expect_no_conflicts()
         self._expect_experts_for(self.mesh.expert)
         self._expect_axes_fit(self.gpt(self.data.vocab_size or BYTES_VOCAB))
         if self.mesh.is_known() or self.mesh.shard is not None:
@@ -326,28 +324,20 @@ class Config(ConfigSection):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
-        if self.train.offload and not stage:
-            raise ValueError("[train] offload moves slices to the host, and stage 0 has none: give a stage of 1, 2 or 3")
         reshard = self.train.reshard_after_forward
-        if reshard is not True and stage != 3:
-            raise ValueError("[train] reshard_after_forward has a meaning at stage 3 only: before that, parameters are never let go")
         if shard % int(reshard or 1):
             raise ValueError(f"[train] reshard_after_forward {reshard} does not divide [mesh] shard {shard}")
-        if stage and self.comm.all_reduce != "backend":
-            raise ValueError(f"[comm] all_reduce has a meaning at [train] stage 0 only; stage {stage} reduce-scatters")
-        if stage and self.comm.compress != "none":
-            raise ValueError(f"[comm] compress has a meaning at [train] stage 0 only; stage {stage} reduces exactly")
 
-    def _expect_split_fits(self) -> None:
+    def _expect_no_conflicts(self) -> None:
+        """Between options that `rl.prepare` takes, too."""
+        sections = {"comm": ("all_reduce", "compress", "compress_after"),
+                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward")}
+        asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
         split = self.mesh.pipe * self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
-        if split and self.train.deterministic:
-            raise ValueError("[train] deterministic holds bits equal along data axes only: not with [mesh] pipe, context, tensor or expert")
-        if split and (self.comm.all_reduce != "backend" or self.comm.compress != "none"):
-            raise ValueError("[comm] all_reduce and compress are for data parallel alone: not with [mesh] pipe, context, tensor or expert")
-        if self.mesh.pipe > 1 and self.train.reshard_after_forward is not True:
-            raise ValueError("[train] reshard_after_forward has no meaning with [mesh] pipe: a schedule's step gathers parameters once")
-        if self.train.pipe is not None and self.mesh.pipe == 1:
-            raise ValueError("[train] pipe, the name of a schedule, has no meaning with [mesh] pipe 1")
+        values = {option: value for option, (_, value) in asked.items()}
+        for option, reason in conflicts(values, stage=self.train.stage, split=split, pipe_ranks=self.mesh.pipe):
+            section, value = asked[option]
+            raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 
     def _expect_experts_for(self, ranks: int) -> None:
         moe = self.model.moe

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
 from rankloom.checkpoint.manifest import Part
-from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
+from rankloom.comm.compress import EXACT
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
+from rankloom.parallel.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values, owned_pieces, units_of, value_entries
-from rankloom.shard.gradient import Gradient
 from rankloom.shard.norm import norm_of
-from rankloom.shard.optimizer import Optimizer, Piece
+from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
@@ -39,7 +39,7 @@ class ShardedPlacement:
 
     @property
     def waited(self) -> float:
-        """As the groups have counted."""
+        """Every collective notes its own wait, in the ledger of its group."""
         return sum(ledger.waited for ledger in {id(group.ledger): group.ledger for group in self._groups()}.values())
 
     def _groups(self) -> tuple[Group, ...]:
@@ -48,7 +48,7 @@ class ShardedPlacement:
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Where a forward gathers parameters or sends rows to experts, a rank without a batch goes along (parallel/follow.py)."""
         pending, sharding = iter(batches), self.sharding
-        if not sharding.lets_go:   # then all forwards use what is gathered once
+        if not sharding.reshards:   # then all forwards use what is gathered once
             sharding.make_ready()
         alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
@@ -88,14 +88,27 @@ class ShardedPlacement:
         raise AssertionError("logical shards need canonical gradients")
 
     def add_shard(self, index: int, totals: Tensor) -> None:
-        """See `begin_shards`."""
+        """Only `CanonicalShardedPlacement` folds them."""
         raise AssertionError("logical shards need canonical gradients")
+
+    def begin_last_backward(self, items: Tensor, scale: float) -> None:
+        """Sums are exact, in any unit."""
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """All reductions have ended with the backward; agree who was used."""
         summed = self.sharding.agree(totals)
         assert summed is not None, "no totals"
         return summed
+
+    @property
+    def factor(self) -> float:
+        """Sums are of the gradients themselves."""
+        return 1.0
+
+    @property
+    def compress(self) -> str:
+        """Nothing is compressed."""
+        return EXACT
 
     def norm(self) -> Tensor:
         """Of all slices together."""
@@ -107,15 +120,12 @@ class ShardedPlacement:
         return {}
 
     def flat_gradients(self) -> list[Tensor]:
-        """The slices."""
+        """This rank's slices, of the units that have a gradient."""
         return [gradient.slice for gradient in self.sharding.gradients() if gradient.slice is not None]
 
     def local_gradients(self) -> dict[str, Tensor]:
         """Views of whole gradients, before any reduction."""
         return {name: view for gradient in self.sharding.gradients() for name, view in gradient.local().items()}
-
-    def rescale(self, factor: float) -> None:
-        """Nothing remembers an old scale."""
 
     def publish(self) -> None:
         """Slices go into the wholes that are kept."""
@@ -128,7 +138,7 @@ class ShardedPlacement:
         return full_values(self.model, self.sharding, rank=None if rank is None else self.group.ranks.index(rank))
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """The same way."""
+        """Gathered tensor by tensor as `values` are, each as long as its parameter."""
         if rank is not None and rank not in self.group.ranks:
             return {}
         among = None if rank is None else self.group.ranks.index(rank)
@@ -144,31 +154,31 @@ class ShardedPlacement:
         for name, value in unique_tensors(self.model).items():
             if id(value) in units:
                 unit, own = units[id(value)]
-                piece = Piece(own, unit.layout.slot(own).shape, *unit.layout.piece(own, unit.group.rank))
+                piece = OwnedRun(own, unit.layout.slot(own).shape, *unit.layout.piece(own, unit.group.rank))
                 found += self.parts_like(MODEL + name, piece, unit.slice_view(unit.own, own))
             elif isinstance(value, nn.Parameter):   # frozen; it may be split over other ranks
-                found += self.parts_like(MODEL + name, Piece(name, value.shape, 0, value.numel()), value)
+                found += self.parts_like(MODEL + name, OwnedRun(name, value.shape, 0, value.numel()), value)
             else:
                 found.append(whole_part(MODEL + name, value))
         return found
 
-    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
         """The boxes of a run of elements."""
         return parts_of_piece(name, piece, values, shape=piece.shape)
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
-        """Slices, which are published."""
+        """Readers of the old slices have ended before; the new ones are published after."""
         self.sharding.wait_for_readers()
         yield
         self.sharding.publish()
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, OwnedRun]:
         """One for each parameter, maybe empty."""
         return owned_pieces(self.sharding)
 
     def part(self, name: str, value: Any) -> Any:
-        """Only `SplitPlacement` are split."""
+        """The value itself: slices are cut later, by `pieces`."""
         return value
 
     def held(self) -> tuple[int, int, int]:
@@ -190,27 +200,25 @@ class CanonicalShardedPlacement(ShardedPlacement):
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         super().__init__(model, sharding, everyone)
-        self.shards, self._folds, self._totals = 0, dict[Gradient, Fold](), Fold(1)
+        self._folds = ShardFolds(0)
 
     def begin_shards(self, shards: int) -> None:
-        """A step begins."""
+        """Gather all parameters, and begin to fold."""
         self.sharding.make_ready()
-        self.shards, self._totals = shards, Fold(shards)
-        self._folds = {gradient: Fold(shards) for gradient in self.sharding.gradients()}
+        self._folds = ShardFolds(shards)
 
     def add_shard(self, index: int, totals: Tensor) -> None:
         """Fold what has landed, and forget it."""
         for gradient in self.sharding.gradients():
-            self._folds[gradient].push(Node(index, 0), gradient.take_local())
-        self._totals.push(Node(index, 0), totals)
+            self._folds.add(gradient, index, gradient.take_local())
+        self._folds.add(TOTALS, index, totals)
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """Fold over the ranks, then cut."""
         for gradient in self.sharding.gradients():
-            values = self._folds[gradient].values()
-            gradient.set_sum(canonical_all_reduce(values, self._everyone, self.shards, label=f"gradients of {gradient.unit.name}"))
+            gradient.set_sum(self._folds.sum(gradient, self._everyone, f"gradients of {gradient.unit.name}"))
         self.sharding.agree()
-        return canonical_all_reduce(self._totals.values(), self._everyone, self.shards, label="totals")
+        return self._folds.sum(TOTALS, self._everyone, "totals")
 
     def norm(self) -> Tensor:
         """Tensor by tensor, of the whole gradients that every rank has: the same bits as at stage 0."""
@@ -261,7 +269,7 @@ class SplitPlacement(ShardedPlacement):
         return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """The same way."""
+        """Joined as `values` are: over the shard axis, then over the others."""
         if rank is not None and rank not in self._everyone.ranks:
             return {}
         goal = self._goal(rank)
@@ -302,7 +310,7 @@ class SplitPlacement(ShardedPlacement):
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
-    def parts_like(self, name: str, piece: Piece, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
         """Boxes of the model before it was split."""
         whole = self.split.whole_shape(piece.name, piece.shape)
         return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))

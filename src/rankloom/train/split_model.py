@@ -1,10 +1,10 @@
-"""Split a model over the axes of the mesh that are no data axes: tensor, expert, context. In that order, before anything is cut.
+"""Split a model over the mesh axes tensor, expert and context, in this order, before its parameters are sharded.
 
     tensor     layers are cut by a plan of name patterns       parallel/tensor/
     expert     each rank keeps some of the experts             parallel/expert.py
     context    each rank computes its tokens of every row      parallel/context.py
 
-Rows are dealt over replicate, shard and expert; losses add up over these and context; ranks of the tensor axis compute the same loss.
+Rows are dealt over replicate, shard and expert. Losses add up over these and context. Ranks along tensor compute the same loss.
 """
 
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ from rankloom.world.connect import World
 
 DATA_AXES = ("replicate", "shard")
 ROW_AXES = ("replicate", "shard", "expert")
-SHARING_AXES = ("pipe", "context", "tensor")        # along which ranks share their rows
-PART_AXES = ("pipe", "shard", "tensor", "expert")   # along which ranks hold different elements
+SHARING_AXES = ("pipe", "context", "tensor")        # ranks along these work on the same rows
+PART_AXES = ("pipe", "shard", "tensor", "expert")   # ranks along these hold different elements of the model
 
 
 def is_split(world: World) -> bool:
-    """Whether the mesh has ranks along any other axis than those of data."""
+    """Whether the mesh has ranks along any axis but the data axes."""
     return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
 
 
 def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
           tell: TellPositions | None = None) -> ModelSplit:
-    """Apply what the mesh asks for, in place; what this rank holds from then on.
+    """Split `model` in place as the mesh says. Returns what this rank holds of it.
 
-    model:  it may be on the meta device, where only shapes are cut
+    model:  may be on the meta device; then only shapes are cut
     tell:   see `context_parallel`
-    raises: what the techniques raise
+    raises: what the three techniques raise
     """
     sizes = world.mesh.sizes()
     if sizes["tensor"] > 1:

@@ -1,7 +1,8 @@
-"""The state of a model in training, all of it: what a run needs to go on as if it had never stopped. Gathered whole, and taken over.
+"""The state of a model in training, all of it: what a run needs to go on as if it had not stopped. Gathered whole, and taken over.
 
-That is parameters, what the optimizer remembers, the step, the loss scale, the magnitudes that fp8 scales by. Nothing else is state:
-random numbers, the data's position and learning rates follow from the step. On disk it is a checkpoint: train/checkpoint.py.
+That is parameters, what the optimizer remembers, the step, the loss scale, the magnitudes that fp8 scales by. Nothing else is:
+random numbers, the data's position and learning rates follow from the step. What compressed gradients still owe would be, and is left out
+(comm/lossy.py): a run that goes on with compression does not give the same bits. On disk it is a checkpoint: train/checkpoint.py.
 """
 
 from collections.abc import Mapping

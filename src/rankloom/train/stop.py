@@ -1,9 +1,9 @@
 """End a run early without leaving a rank behind: all ranks stop after the same step.
 
-Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only raise a flag; one that was ignored before (nohup) stays
-ignored. At each step boundary the ranks add their flags up, in an all-reduce of two numbers that travels while the next
-step computes; so a stop takes effect at most two steps after the signal, and costs no waiting. Work after the last step that no
-other rank waits for is broken off where it is. A second signal of the same kind ends this rank at once.
+Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only set a flag; a signal that was ignored before (nohup) stays ignored. After
+each step an all-reduce of two numbers combines the flags of all ranks, while the next step computes. So a stop takes effect at most two
+steps after the signal, and no rank waits for it. After the last step a signal interrupts work that no other rank waits for. A second
+signal of the same kind ends this rank at once.
 """
 
 import signal
@@ -19,32 +19,32 @@ from rankloom.world.connect import World
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _BrokenOff(BaseException):
-    """A signal came while work was done that may be left as it is."""
+class _Interrupted(BaseException):
+    """A signal came during work that may stay unfinished."""
 
 
 class StopSignal:
-    """While it is entered, `number` is the signal that asked for a stop, or 0.
+    """A context in which `number` is the signal that asked for a stop, or 0.
 
-    A launcher that was stopped by Ctrl-C may pass SIGTERM on to ranks that had SIGINT already: only a repetition of the
-    same signal means "at once". Outside the main thread no handler can be set; `number` then stays 0.
+    A launcher stopped by Ctrl-C may send SIGTERM to ranks that have had SIGINT. So only a second signal of the same kind means "at once".
+    Outside the main thread no handler can be set; `number` then stays 0.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self._may_break_off = False
+        self._interruptible = False
         self._before: dict[int, Any] = {}
 
-    def unless_asked(self, work: Callable[[], None]) -> None:
-        """Do `work` that this rank does alone; not at all after a signal, and no further than to one that comes meanwhile."""
-        self._may_break_off = True
+    def run_unless_stopped(self, work: Callable[[], None]) -> None:
+        """Run `work` of this rank alone: not at all after a signal; one that comes meanwhile interrupts it."""
+        self._interruptible = True
         try:
             if not self.number:
                 work()
-        except _BrokenOff:
+        except _Interrupted:
             pass
         finally:
-            self._may_break_off = False
+            self._interruptible = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -58,16 +58,16 @@ class StopSignal:
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == self.number and number != signal.SIGHUP:   # one closed terminal may say so several times
+        if number == self.number and number != signal.SIGHUP:   # a closed terminal may send it several times
             raise SystemExit(128 + number)
         self.number = self.number or number
-        if self._may_break_off:
-            self._may_break_off = False
-            raise _BrokenOff
+        if self._interruptible:
+            self._interruptible = False
+            raise _Interrupted
 
 
 class Agreement:
-    """What any rank knows, all ranks know one step later: that a signal came, or that a rank cannot go on.
+    """Tells all ranks, one step later, that some rank got a signal or cannot go on.
 
     sent: one all-reduce of 2 elements per step
     """
@@ -77,14 +77,14 @@ class Agreement:
         self._handle: Any = None
 
     def exchange(self, signal_number: int, problem: bool) -> tuple[int, bool]:
-        """Say what is so here; returns what was so anywhere when all ranks called this the last time."""
+        """Start an exchange of this rank's two flags; returns the result of the previous one."""
         known = self.last()
-        mine = torch.tensor([float(signal_number), float(problem)])   # on the CPU: to bring it to a GPU, and back, would wait for the step
+        mine = torch.tensor([float(signal_number), float(problem)])   # on the CPU: copies to and from a GPU would wait for the step
         self._handle = self._world.all_reduce(mine, op="max", label="stop?", async_op=True)
         return known
 
     def last(self) -> tuple[int, bool]:
-        """What was so anywhere at the last exchange; (0, False) before there was one. Waits for it."""
+        """Wait for the exchange in flight: the greatest signal number and whether any rank has a problem. None in flight: (0, False)."""
         if self._handle is None:
             return 0, False
         number, problem = self._handle.wait().tolist()

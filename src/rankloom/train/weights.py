@@ -30,15 +30,20 @@ def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, toke
     write_json(run / "model.json", dataclasses.asdict(config))
     path = run / "model.safetensors"
     try:
-        if tokenizer is not None:
-            with replacing(run / "tokenizer.json") as temporary:
-                tokenizer.save(temporary)
+        save_tokenizer(run, tokenizer)
         with replacing(path) as temporary:
             save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, temporary)
             temporary.chmod(run.stat().st_mode & 0o666)   # safetensors lets nobody else read it
-    except (OSError, SafetensorError) as error:
+    except (OSError, DataError, SafetensorError) as error:
         raise ConfigError(f"{run}: the weights cannot be written ({error})") from None
     return path
+
+
+def save_tokenizer(run: Path, tokenizer: Tokenizer | None) -> None:
+    """Write `tokenizer.json`; nothing where there is none. raises: OSError, DataError"""
+    if tokenizer is not None:
+        with replacing(run / "tokenizer.json") as temporary:
+            tokenizer.save(temporary)
 
 
 def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer | None]:
@@ -46,15 +51,16 @@ def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Toke
 
     raises: DataError when a file is missing or damaged; ModelMismatch when the weights are not those of the shape
     """
-    if not run.is_dir():
-        raise DataError(f"{run}: no such run folder")
     try:
+        if not run.is_dir():
+            raise DataError(f"{run}: no such run folder")
         weights = load_file(run / "model.safetensors")
     except FileNotFoundError:
         raise DataError(f"{run}: holds no model.safetensors; did the run finish?") from None
     except (OSError, SafetensorError) as error:
         raise DataError(f"{run / 'model.safetensors'}: cannot be read ({error})") from None
-    model = GPT(_read_shape(run / "model.json"), device="meta")
+    kinds = {tensor.dtype for tensor in weights.values()}   # tables of rotary positions are not saved, and are made in fp64 for fp64
+    model = GPT(_read_shape(run / "model.json"), device="meta", dtype=torch.float64 if torch.float64 in kinds else torch.float32)
     _expect_same_tensors(model, weights, run)
     model.load_state_dict(weights, assign=True)
     tokenizer = run / "tokenizer.json"

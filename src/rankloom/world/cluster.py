@@ -1,4 +1,4 @@
-"""Where ranks are: who shares a node, as the launcher or a cluster file says. What the file may say: base/topology.py."""
+"""Which ranks share a node, as the launcher or a cluster file says. base/topology.py describes the file."""
 
 import json
 import tomllib
@@ -15,11 +15,11 @@ DEFAULT = Links()
 
 
 def find_topology(place: Place, store: dist.Store, file: str | Path | None = None, *, links: Links = DEFAULT) -> Topology:
-    """The topology of the job, the same on all ranks: a launcher tells a rank of its own node only, so all say theirs.
+    """The topology of the job, the same on all ranks. A launcher tells each rank its own node only, so ranks tell each other.
 
-    file:   a cluster file, which goes before what the launcher says
-    links:  what they cost, where the file does not say
-    raises: ConfigError, on all ranks, when the file is wrong for any of them or not the same for all; RankLost
+    file:   a cluster file; what it says overrides the launcher
+    links:  what links cost, where the file does not say
+    raises: ConfigError, on all ranks, when the file is wrong on one of them or differs between them; RankLost
     """
     one_node = place.local_size == place.size
     names = [""] * place.size if one_node else _tell_all(place, store, "node", str(place.node))
@@ -60,7 +60,7 @@ def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:
     """
     try:
         return parse_topology(_read_table(Path(path)), size, otherwise)
-    except ConfigError as error:
+    except ValueError as error:   # ConfigError is one; an integer of too many digits to print is another
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -78,9 +78,9 @@ def _read_table(path: Path) -> dict[str, Any]:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError("no such file") from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:   # tomllib's and json's own errors are ValueErrors
+        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None

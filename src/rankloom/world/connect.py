@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -188,13 +189,20 @@ class World(Group):
         n = len(ranks)
         make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # they may be threads of one process
         store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
+        gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell
         if self.backend == SHARED:
             shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
             pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
+            gone = shared.channel.gone
         else:
             pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
         watch = dist.PrefixStore("debug", store)
-        return pg, Inspector(watch, ranks.index(me), len(ranks), timeout) if self._debug else None
+        return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
+
+
+def has_default_group() -> bool:
+    """Whether the program has made torch's default process group; rankloom never does."""
+    return dist.is_initialized()
 
 
 def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:

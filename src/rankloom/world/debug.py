@@ -5,17 +5,33 @@ does so too, and a skipped call only times out. With it (`RANKLOOM_DEBUG=1`), ev
 written to the group's key-value store under its number, and read back by the others: a difference raises
 `CollectiveMismatch` on all ranks with both call sites, and a silent rank is named with the last call it made.
 
-Price: one write and p-1 reads of the store per call, so about a millisecond. Off by default.
+An asynchronous call is compared, and then started, in a thread of its group, so that its caller can go on: groups, threads and
+messages do not wait for each other, as without debug mode. What is wrong with it is raised by its `wait`.
+
+A rank that ends or leaves is found within about 0.2 s, but not with gloo and NCCL, which cannot tell: there the others learn it from
+the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others are told so at once.
+
+Price: two writes and two reads of the store per call, so about a millisecond. Off by default.
 """
 
-import datetime
+import atexit
 import json
 import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch.distributed as dist
 
-from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from rankloom.world.debug_queue import Queue, Start
+
+SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two looks into the store; other threads use it meanwhile
+LOOK_AROUND = 0.2                        # seconds between two looks at whether the others are still there
+PATIENCE = 1.0                           # seconds in which a call that is being started must have been, when its group is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,52 +54,117 @@ class Fingerprint:
 
 
 class Inspector:
-    """Compares the calls of one rank, in order, with those of its group's other ranks."""
+    """Compares the calls of one rank, in order, with those of its group's other ranks.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float):
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+    rank:  this rank's number in the group
+    ranks: the numbers of the group's ranks in the world, for messages
+    gone:  which ranks of the group have ended or left, as far as can be told
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, gone: Callable[[], Sequence[int]] = tuple):
+        self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
         self.calls = 0
+        self._gone, self._queue, self._closed = gone, Queue(), False
+        _inspectors.add(self)
+
+    def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
+        """`start`, now that all ranks have been found to make this call; of an asynchronous call, one that compares in the background.
+
+        raises: CollectiveMismatch, CollectiveTimeout, RankLost; an asynchronous call, when it is waited for
+        """
+        compare = partial(self.check, mine)
+        if async_op:
+            return self._queue.behind(compare, start)
+        self._queue.drain()
+        compare()
+        return start
 
     def check(self, mine: Fingerprint) -> None:
         """Raise unless every rank's call number `calls` is the same call.
 
-        raises: CollectiveMismatch, CollectiveTimeout
+        raises: CollectiveMismatch, CollectiveTimeout, RankLost
         """
         self.calls += 1
-        text = json.dumps(asdict(mine))
-        self.store.set(self._key(self.rank), text)
-        self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
-        all_calls = [self._read(rank) for rank in range(self.size)]
+        keys = [self._key(rank) for rank in range(len(self.ranks))]
+        with self._in_store():
+            self.store.set(keys[self.rank], json.dumps(asdict(mine)))
+            self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
+            self._await(keys)
+            all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get(keys)]
         if not all(mine.agrees_with(call) for call in all_calls):
-            table = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(all_calls))
+            table = "\n".join(f"  rank {rank}: {call}" for rank, call in zip(self.ranks, all_calls))
             raise CollectiveMismatch(
-                f"rank {self.rank}: collective number {self.calls} of this group is not the same on all ranks:\n{table}\n"
+                f"{self._where} is not the same on all ranks:\n{table}\n"
                 "Every rank must make the same calls in the same order; look at the call sites that differ."
             )
         if self.calls > 1:
-            self.store.delete_key(self._key(self.rank, self.calls - 1))   # all have moved past it
+            with self._in_store():
+                self.store.delete_key(self._key(self.rank, self.calls - 1))   # all have moved past it
 
     def where_is_everyone(self) -> str:
         """One line per rank: the last call it announced."""
-        lines = []
-        for rank in range(self.size):
-            if not self.store.check([f"last/{rank}"]):
-                lines.append(f"  rank {rank}: has made no call yet")
-                continue
-            last = json.loads(self.store.get(f"last/{rank}"))
-            number = last.pop("call")
-            lines.append(f"  rank {rank}: call {number}, {Fingerprint(**last)}")
-        return "\n".join(lines)
-
-    def _read(self, rank: int) -> Fingerprint:
         try:
-            self.store.wait([self._key(rank)], datetime.timedelta(seconds=self.timeout))
-        except dist.DistStoreError as error:
-            raise CollectiveTimeout(
-                f"rank {self.rank}: rank {rank} did not come to collective number {self.calls} "
-                f"within {self.timeout:g} s. Who is where:\n{self.where_is_everyone()}"
-            ) from error
-        return Fingerprint(**json.loads(self.store.get(self._key(rank))))
+            with self._in_store():
+                return "\n".join(f"  rank {name}: {self._last_call(rank)}" for rank, name in enumerate(self.ranks))
+        except RankLost as error:
+            return f"  not known. {error}"
+
+    def close(self) -> None:
+        """Compare no more: what is in the queue fails."""
+        self._closed, self._gone = True, tuple   # a group that is closed keeps no connection
+        self._queue.drain(PATIENCE)
+
+    def _last_call(self, rank: int) -> str:
+        if not self.store.check([f"last/{rank}"]):
+            return "has made no call yet"
+        last = json.loads(self.store.get(f"last/{rank}"))
+        return f"call {last.pop('call')}, {Fingerprint(**last)}"
+
+    def _await(self, keys: Sequence[str]) -> None:
+        """Until all have announced their call. Never long in the store: while it waits there, it serves no other thread."""
+        begin = looked = time.monotonic()
+        nap = SHORTEST_NAP
+        while not self.store.check(keys):   # type: ignore[arg-type]
+            now = time.monotonic()
+            if self._closed:
+                raise RankLost(f"{self._where} was not made: this rank has closed the group")
+            if now > looked + LOOK_AROUND:
+                self._expect_alive(keys)
+                looked = now
+            if now > begin + self.timeout:
+                raise self._too_late(self._silent(keys))
+            time.sleep(nap)
+            nap = min(1.5 * nap, LONGEST_NAP)
+
+    def _expect_alive(self, keys: Sequence[str]) -> None:
+        if gone := [*self._gone()]:
+            for rank in self._silent(keys):   # after the look: what it did before it went counts
+                if rank in gone:
+                    raise RankLost(f"{self._where}: lost rank {self.ranks[rank]}: it has ended, or has left the group. "
+                                   f"Who is where:\n{self.where_is_everyone()}")
+
+    def _too_late(self, silent: Sequence[int]) -> CollectiveTimeout:
+        who = ", ".join(f"rank {self.ranks[rank]}" for rank in silent)
+        return CollectiveTimeout(f"rank {self.ranks[self.rank]}: {who} did not come to collective number {self.calls} "
+                                 f"within {self.timeout:g} s. Who is where:\n{self.where_is_everyone()}")
+
+    def _silent(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    @contextmanager
+    def _in_store(self) -> Iterator[None]:
+        """raises: RankLost when the store is gone"""
+        try:
+            yield
+        except dist.DistError as error:
+            gone = ", ".join(f"rank {self.ranks[rank]}" for rank in self._gone())
+            raise RankLost(f"{self._where}: lost the store of the job, in which ranks compare their calls: the process that keeps it "
+                           f"has ended (rank 0, or torchrun's agent): {str(error).splitlines()[0]}"
+                           + (f"; {gone} has ended, or has left the group" if gone else "")) from error
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.ranks[self.rank]}: collective number {self.calls} of this group"
 
     def _key(self, rank: int, call: int | None = None) -> str:
         return f"call/{call or self.calls}/{rank}"
@@ -95,3 +176,13 @@ def call_site() -> str:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("rankloom.world"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_inspectors: weakref.WeakSet[Inspector] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in torch's store when Python ends would end the process with an abort."""
+    for inspector in list(_inspectors):
+        inspector.close()

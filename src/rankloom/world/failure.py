@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from rankloom.base.files import replacing
+
 # What a rank raises because another is gone. Raw torch errors too, for code that works below Group.
 COLLATERAL = {"RankLost", "CollectiveTimeout", "DistNetworkError", "DistStoreError", "DistBackendError"}
 LOST_CONNECTION = ("onnection closed by peer", "onnection reset by peer")
@@ -54,9 +56,8 @@ def write_failure(error: BaseException, file: Path) -> bool:
     """
     with suppress(OSError):
         if not file.exists():
-            new = file.with_suffix(".part")
-            new.write_text(json.dumps(_torchrun_format(describe(error))))
-            new.replace(file)
+            with replacing(file, keep_old=True) as new:
+                new.write_text(json.dumps(_torchrun_format(describe(error))))
         return True
     return False
 

@@ -29,7 +29,7 @@ from rankloom.world.pairwise import add_in_order, expect_message, start_dealing,
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, expect_movable, expect_operand, expect_rank, expect_tag, untouched
+from rankloom.world.transport.operands import OPS, divided, expect_movable, expect_operand, expect_rank, expect_tag, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -85,8 +85,7 @@ class Group:
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
-        self.ledger = ledger or Ledger()
-        self._process_group, self._inspector, self.twin = process_group, inspector, twin
+        self._process_group, self._inspector, self.twin, self.ledger = process_group, inspector, twin, ledger or Ledger()
         # Debug mode compares every call before it is made, which the short way leaves out.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -144,10 +143,10 @@ class Group:
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
         if self._at_once and not async_op and self._at_once.all_reduce(x, SHARED_OPS[op], label):
-            return x.div_(self.size) if op == "mean" else x
+            return divided(x, self.size) if op == "mean" else x
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp = REDUCE_OPS["sum" if op == "mean" else op], async_op   # type: ignore[assignment]
-        finish = (lambda: x.div_(self.size)) if op == "mean" else (lambda: x)
+        finish = (lambda: divided(x, self.size)) if op == "mean" else (lambda: x)
         return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
                              start=lambda pg: pg.allreduce([x], options), finish=finish)
 
@@ -325,6 +324,8 @@ class Group:
 
     def close(self) -> None:
         """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`; what NCCL has begun is done first."""
+        if self._inspector:
+            self._inspector.close()
         if (pg := self._process_group) is not None:
             pg.shutdown()   # NCCL aborts what it is doing when it is merely dropped
         self._process_group = self._at_once = None
@@ -347,8 +348,8 @@ class Group:
         expect_operand(x, self.device, self.where(label or op))
         self._connected(label or op)
         if self._inspector:
-            shown = str(list(x.shape if shape is None else shape))
-            self._inspector.check(Fingerprint(op, shown, str(x.dtype).removeprefix("torch."), label, call_site()))
+            mine = Fingerprint(op, str(list(x.shape if shape is None else shape)), str(x.dtype).removeprefix("torch."), label, call_site())
+            start = self._inspector.checked(mine, start, async_op)
         self.ledger.add(bill)
         return self._launch(label or op, async_op, start, finish)
 
@@ -375,7 +376,7 @@ class Group:
         if out.shape != shape or out.dtype != x.dtype:
             raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
         expect_movable(out, self.device, self.where(label))
-        return out if self.size > 1 else out.copy_(x)
+        return out if self.size > 1 else out.copy_(untouched(x, out, 0))
 
     def _connected(self, label: str) -> dist.ProcessGroup:
         if self._process_group is None:

@@ -1,4 +1,4 @@
-"""`init`: join the ranks that torchrun, Slurm or `rankloom train` started, or be the only one."""
+"""`init`: join the ranks that torchrun, Slurm, Open MPI or `rankloom train` started, or be the only one."""
 
 import atexit
 import os
@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_worlds.clear)
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
          topology: str | Path | None = None, backend: str = AUTO) -> World:
-    """Join the ranks that torchrun or Slurm started, or be the only one.
+    """Join the ranks that torchrun, Slurm or Open MPI (with MASTER_ADDR and MASTER_PORT) started, or be the only one.
 
     mesh:     names the axes; left out, all ranks are data parallel, sharded from stage 1 on
     timeout:  seconds after which a silent rank ends the job

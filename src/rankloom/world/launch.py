@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.world.failure import write_failure
 
 LAUNCHED = "RANKLOOM_LAUNCHED"   # set in the ranks of world/agent.py
+OTHER_LAUNCHERS = "start the ranks with torchrun or srun"
 FIXED_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -92,7 +94,7 @@ def report_uncaught() -> None:
 class Place:
     """What a launcher told this process: who it is and where all meet."""
 
-    launcher: str    # "torchrun", "slurm" or "alone"
+    launcher: str    # "torchrun", "slurm", "mpirun" or "alone"
     rank: int
     size: int
     local_rank: int
@@ -101,7 +103,7 @@ class Place:
 
 
 def find_place(env: dict[str, str] | None = None) -> Place:
-    """Read a launcher's variables: torchrun's, then Slurm's; neither means one rank, alone.
+    """Read a launcher's variables: torchrun's, then Open MPI's, then Slurm's; none means one rank, alone.
 
     raises: ConfigError when a launcher's variables are incomplete or not numbers
     """
@@ -113,9 +115,16 @@ def find_place(env: dict[str, str] | None = None) -> Place:
         rank, size, local_rank, local_size = _numbers(env, torchrun)
         # Some launchers leave GROUP_RANK out; ranks of a node are numbered in a row, so its first rank names it.
         return _checked(Place("torchrun", rank, size, local_rank, local_size, *_numbers(env, {"GROUP_RANK": rank - local_rank})))
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":   # before Slurm: mpirun may use a step of one task a node to start its ranks
+        return _checked(_open_mpi_place(env))
     # salloc sets SLURM_NTASKS in a plain shell too; only srun gives a process its SLURM_PROCID and step.
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
+    tasks = env.get(_slurm_size(env), "1")
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and tasks != "1" and env.get("PMI_SIZE", tasks) == tasks:
         return _checked(_slurm_place(env))
+    if env.get("PMI_SIZE", "1") != "1" or env.get("PMIX_RANK", "0") != "0":
+        raise ConfigError("an MPI launcher has started several processes (PMI_SIZE, PMIX_RANK), and rankloom reads its own variables from "
+                          f"Open MPI only; {OTHER_LAUNCHERS}, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                          "MASTER_PORT for each of them")
     return Place("alone", 0, 1, 0, 1)
 
 
@@ -125,16 +134,32 @@ def _checked(place: Place) -> Place:
     return place
 
 
+def _open_mpi_place(env: dict[str, str]) -> Place:
+    rank, size, local_rank, local_size = _numbers(
+        env, {f"OMPI_COMM_WORLD_{name}": 1 if "SIZE" in name else 0 for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")})
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        raise ConfigError(f"mpirun has started {size} processes, and {' and '.join(missing)} must say where they meet: the host of rank 0 "
+                          f"and a free port there (mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...); or {OTHER_LAUNCHERS}")
+    # Ranks of a node need not be numbered in a row (--map-by node), and Open MPI has no number for nodes.
+    return Place("mpirun", rank, size, local_rank, local_size, zlib.crc32(socket.gethostname().encode()))
+
+
+def _slurm_size(env: dict[str, str]) -> str:
+    """The variable that tells the size of a step; the other tells that of the job, where a step has fewer (salloc's interactive one)."""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+
+
 def _slurm_place(env: dict[str, str]) -> Place:
+    total = _slurm_size(env)
     rank, size, local_rank, node, per_node = _numbers(
-        env, {"SLURM_PROCID": 0, "SLURM_NTASKS": 1, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_NTASKS_PER_NODE": 1})
+        env, {"SLURM_PROCID": 0, total: 1, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_NTASKS_PER_NODE": 1})
     names = [name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if name in env]
     if not names:
         return Place("slurm", rank, size, local_rank, per_node, node)
     tasks = tasks_per_node(env[names[0]], names[0])
     if sum(tasks) != size or not 0 <= node < len(tasks):
         raise ConfigError(f"{names[0]} is {env[names[0]]!r}, {sum(tasks)} tasks on {len(tasks)} nodes, which does not fit "
-                          f"SLURM_NTASKS {size} and SLURM_NODEID {node}")
+                          f"{total} {size} and SLURM_NODEID {node}")
     return Place("slurm", rank, size, local_rank, tasks[node], node)
 
 

@@ -69,8 +69,8 @@ def test_many_missing_actions_are_counted():
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("SEND_F1@0", "rank 1 waits in RECV_F1@1 for SEND_F1@0, which no rank does"), ("RECV_F1@1", "rank 0: nobody receives SEND_F1@0"),
-    ("RECV_B0@0", "rank 1: nobody receives SEND_B0@1"), ("SEND_B1@1", "rank 0 waits in RECV_B1@0 for SEND_B1@1, which no rank does"),
+    ("SEND_F1@0", "rank 1 waits in RECV_F1@1 for SEND_F1@0, which no rank does"), ("RECV_F1@1", "rank 0: no rank receives SEND_F1@0"),
+    ("RECV_B0@0", "rank 1: no rank receives SEND_B0@1"), ("SEND_B1@1", "rank 0 waits in RECV_B1@0 for SEND_B1@1, which no rank does"),
 ])
 def test_a_message_without_its_other_end_is_named(word, message):
     with pytest.raises(ConfigError, match=message):

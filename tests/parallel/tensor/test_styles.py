@@ -378,7 +378,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(
 
 
 def test_gate_and_up_in_one_matrix_are_not_cut_as_one():
-    with pytest.raises(ConfigError, match="gate_up puts out 48 features, and down takes 24: .* say packed_colwise"):
+    with pytest.raises(ConfigError, match="gate_up has 48 output features, and down takes 24: .* say packed_colwise"):
         rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Gated()), {"gate_up": "colwise", "down": "rowwise"}, world))
 
 

@@ -177,9 +177,9 @@ def test_a_norm_before_which_nothing_has_split_the_tokens_is_named():
 @pytest.mark.parametrize(("change", "said"), [
     ({"rest.3": "sequence_parallel"}, "output of the model in group 'world': a tensor of shape (3, 12, 12), from output of rest.3, is "
      "[..., tokens, width] -tensor; expected [..., tokens, width]: split layers were to read it"),
-    ({"rest.0": "sequence_parallel_rep"}, "nobody would add up its gradient; say sequence_parallel for the norm before it"),
+    ({"rest.0": "sequence_parallel_rep"}, "its gradient would not be summed; say sequence_parallel for the norm before it"),
     ({"rest.3": "replicate"}, "layer_norm in rest.3 in group 'world' reads rest.3.weight, which is [...], whole, for a result that is "
-     "[..., tokens/tensor, width]: each rank would have one term of its gradient, and nobody would add them up. "
+     "[..., tokens/tensor, width]: each rank would have one term of its gradient, and nothing would sum them. "
      "In the plan say sequence_parallel for a norm between split tokens"),
 ])
 def test_a_norm_of_the_wrong_kind_is_named_before_anything_is_added_up(change, said):

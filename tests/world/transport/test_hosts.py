@@ -1,5 +1,6 @@
 """Groups on several hosts, pretended by threads: each bit, what travels between hosts, and life. test_namespaces.py has real ones."""
 
+import os
 import socket
 import threading
 import time
@@ -363,6 +364,28 @@ def test_a_forked_child_that_waits_for_what_its_parent_has_begun_is_told_that_it
     assert in_child(in_vain) == 7
     world.groups[1].allreduce([torch.ones(4)]).wait()
     assert work.wait() and x.tolist() == [2.0] * 4
+
+
+def test_a_child_that_is_forked_after_its_group_has_ended_closes_none_of_the_files_opened_since(ranks):
+    """The group's objects may live on, as in a model that holds them; a worker of a DataLoader died of it."""
+    world = ranks("ab")
+    for group in world.groups:
+        group.shutdown()
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]   # they take the numbers that the group has given back
+    try:
+        assert in_child(lambda: sum(not os.path.exists(f"/proc/self/fd/{file}") for file in files)) == 0
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def test_a_rank_that_has_left_is_told_from_one_that_lives_without_asking_it(ranks):
+    world = ranks("aab")
+    channel = world.groups[0].channel
+    assert channel.gone() == [] and channel.link.status()[3] == ["S"] * 3
+    world.groups[2].shutdown()
+    wait_until(lambda: channel.gone() == [2])
+    assert channel.link.status()[3] == ["S", "S", "L"]
 
 
 @pytest.fixture(scope="module")

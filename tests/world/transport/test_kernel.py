@@ -599,6 +599,14 @@ def test_a_rank_that_leaves_ends_the_waits_for_it(kernel):
 
 
 @both_kernels
+def test_the_state_of_a_rank_that_has_left_says_so(kernel):
+    with Team(kernel, 2) as team:
+        assert "L" not in team.links[0].status()[3]
+        team.links[1].leave()
+        assert team.links[0].status()[3][1] == "L" and team.links[0].status()[3][0] != "L"
+
+
+@both_kernels
 def test_calls_of_a_rank_that_has_left_fail(kernel):
     with Team(kernel, 2) as team:
         link, x = team.links[0], np.zeros(8, np.uint8)

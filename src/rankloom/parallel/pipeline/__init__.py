@@ -1,1 +1,1 @@
-"""Pipeline parallel: a schedule is data, made by functions, completed by passes, proven, priced, drawn, and then executed."""
+"""Pipeline parallel. A schedule is data: functions make it, passes add messages, it is checked, simulated, drawn, and then run."""

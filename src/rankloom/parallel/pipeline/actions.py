@@ -1,8 +1,7 @@
-"""The words of a pipeline schedule: what a rank does, one action after another, and what an action waits for.
+"""The words of a pipeline schedule: actions, and what each action waits for.
 
-A model is cut into stages 0..s-1; a rank holds one of them or several. An action is written `F3@1`: the forward of
-micro-batch 3 through stage 1; `F3` where the rank holds one stage only. A schedule is every rank's list of actions, written one rank a
-line. Read schedules.py after this.
+A model is cut into stages 0..s-1; a rank holds one or several. The action `F3@1` is the forward of micro-batch 3 through stage 1; `F3` will
+do where the rank holds one stage. A schedule is a list of actions for each rank, written one rank a line. Read schedules.py after this.
 """
 
 import re
@@ -20,8 +19,8 @@ MEANING = {
     "REDUCE": "the stage's gradients are finished: sum them over replicas",
 }
 COMPUTES = ("F", "B", "I", "W")
-WHOLE_STAGE = ("GATHER", "REDUCE")   # of no micro-batch
-OWN = -1                             # in place of a stage: the only one of the rank, whose number the schedule fills in
+WHOLE_STAGE = ("GATHER", "REDUCE")   # actions without a micro-batch
+OWN = -1                             # stands for the rank's only stage; `Schedule.of` fills in its number
 
 
 class Action(NamedTuple):
@@ -70,19 +69,19 @@ class Schedule:
 
     @classmethod
     def of(cls, *ranks: Iterable[Action]) -> "Schedule":
-        """From a list of actions for each rank; those that name no stage are of stage `rank`."""
+        """From a list of actions for each rank; actions without a stage get stage `rank`."""
         return cls(tuple(tuple(action._replace(stage=rank) if action.stage == OWN else action for action in actions)
                          for rank, actions in enumerate(ranks)))
 
     @cached_property
     def owner(self) -> Mapping[int, int]:
-        """Stage -> the rank that holds it; where a faulty schedule names several, the last."""
+        """Stage -> the rank that holds it; the last one, if a faulty schedule names several."""
         held = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
         return dict(sorted(held.items()))
 
     @cached_property
     def stages(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of stages."""
         return max(self.owner, default=-1) + 1
 
     @cached_property
@@ -92,7 +91,7 @@ class Schedule:
 
     @cached_property
     def split(self) -> frozenset[int]:
-        """The stages whose backward comes in two parts, at least for some micro-batches."""
+        """The stages whose backward is in two parts for at least one micro-batch."""
         return frozenset(action.stage for actions in self.ranks for action in actions if action.kind == "W")
 
     def held_by(self, rank: int) -> tuple[int, ...]:
@@ -104,7 +103,7 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The reverse of `str(schedule)`: a line for each rank; what follows a # is not read. raises: ConfigError"""
+    """The reverse of `str(schedule)`: a line for each rank; # begins a comment. raises: ConfigError"""
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
     schedule = Schedule.of(*([parse_action(word) for word in line] for line in lines if line))
     if not schedule.ranks:
@@ -113,7 +112,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def finishes(action: Action) -> tuple[Action, ...]:
-    """What is finished when `action` is: a whole backward is both of its parts.
+    """The actions that are finished when `action` is: a whole backward counts as both of its parts.
 
     >>> finishes(Action("B", 0, 3))
     (I3@0, W3@0)
@@ -122,9 +121,9 @@ def finishes(action: Action) -> tuple[Action, ...]:
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
-    """What must be finished before `action` may start, wherever it is done: the one dependency rule there is.
+    """The actions, on any rank, that must be finished before `action` may start. The only dependency rule.
 
-    Stages on different ranks meet through messages; stages on the same rank hand over directly.
+    Stages on different ranks exchange messages; stages on the same rank pass tensors directly.
     """
     kind, stage, m = action
     if kind == "F":

@@ -1,4 +1,4 @@
-"""The front door: from a list of pieces and the name of a schedule to this rank's part of a pipeline."""
+"""`rl.pipeline`: from a list of pieces and the name of a schedule to this rank's part of a pipeline."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,29 +6,29 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
+from rankloom.parallel.equal_start import make_replicas_equal
 from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
 from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
-from rankloom.parallel.replicas import make_replicas_equal
 from rankloom.world.group import Group
 
 
 def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches: int, schedule: str = "1f1b", chunks: int | None = None,
              example: MicroBatch | None = None, hooks: Hooks = HOOKS) -> Pipeline:
-    """Cut a model over the ranks of a group, for a loop of your own; every rank calls it with equal pieces. Rank 0's values win.
+    """Cut a model over the ranks of a group, for a loop of your own. Every rank gives the same pieces, and gets the values of rank 0.
 
-    pieces:       of the model, in order, each of which takes what the one before gives (cut.py; `models.pieces.gpt_pieces`)
-    loss:         loss(what the last piece gives, the second part of a micro-batch) -> (sum, count)
+    pieces:       of the model, in order; each takes what the one before returns (cut.py; `models.pieces.gpt_pieces`)
+    loss:         loss(output of the last piece, second part of a micro-batch) -> (sum, count)
     microbatches: of a step
-    schedule:     a name that `rankloom schedule list` knows
+    schedule:     a name of `rankloom schedule list`
     chunks:       stages on each rank; left out, as few as the schedule allows
-    example:      a micro-batch to measure the pieces with, so that stages take equally long; left out, they have equally many pieces
+    example:      a micro-batch to measure the pieces with, for stages that take equally long; left out, stages have equally many pieces
     sent:         the model once, from rank 0, as `data_parallel`; nothing of a model on the meta device
     raises:       ConfigError; ModelMismatch, on all ranks, when their pieces differ
 
-    The parameters that this rank trains are those of `pipeline.stages`; drop the whole model, and the rest of its memory goes.
+    This rank trains the parameters of `pipeline.stages`. Drop the whole model to free the rest.
     """
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
     for number, piece in enumerate(pieces):

@@ -1,6 +1,6 @@
-"""Prove a schedule before it runs: everything is done once, in an order in which nobody waits for ever.
+"""Check a schedule before it runs: every action is done once, and there is no deadlock.
 
-`walk` runs a schedule without computing anything: each rank goes on as far as it can. The simulator goes the same way with a clock.
+`walk` runs a schedule without computing: each rank goes as far as it can. The simulator does the same with a clock.
 """
 
 from collections import Counter, defaultdict, deque
@@ -13,9 +13,9 @@ from rankloom.parallel.pipeline.passes import with_messages
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ConfigError unless every stage does every forward and backward once, on one rank, and the schedule comes to its end.
+    """Raise ConfigError unless every stage does every forward and backward once, on one rank, and the schedule ends.
 
-    A schedule without messages is taken as if they were there; `with_messages` adds them.
+    To a schedule without messages, `with_messages` adds them first.
     """
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
@@ -25,7 +25,7 @@ def check(schedule: Schedule) -> None:
         _expect_gathered(rank, actions)
     actions_in_all = sum(map(len, schedule.ranks))
     stages, microbatches = schedule.stages, schedule.microbatches
-    if stages * microbatches > actions_in_all:   # the missing would be too many to list
+    if stages * microbatches > actions_in_all:   # too many are missing to list
         raise ConfigError(f"{actions_in_all} actions cannot be those of {stages} stages and {microbatches} micro-batches, as the "
                           "largest numbers say: both are counted from 0, and each micro-batch goes forward and backward through each stage")
     done = Counter(part for actions in schedule.ranks for action in actions for part in finishes(action))
@@ -42,20 +42,20 @@ def check(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         unwanted = [action for action in actions if action.kind.startswith("SEND") and action not in received]
         if unwanted:
-            raise ConfigError(f"rank {rank}: nobody receives {unwanted[0]}")
+            raise ConfigError(f"rank {rank}: no rank receives {unwanted[0]}")
     for _ in walk(schedule):
         pass
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """(rank, action) in an order that needs no waiting: each rank as far as it can, in turns.
+    """(rank, action) in an order in which no action waits: each rank in turn, as far as it can.
 
-    raises: ConfigError that tells who waits for whom, when nobody can go on
+    raises: ConfigError for a deadlock, with the cycle
     """
     done: set[Action] = set()
     at = [0] * len(schedule.ranks)
     ready = deque(range(len(schedule.ranks)))
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)   # for what, and who
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)   # action -> ranks that wait for it
     while ready:
         rank = ready.popleft()
         for action in islice(schedule.ranks[rank], at[rank], None):
@@ -74,7 +74,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _explain_deadlock(schedule: Schedule, blocked: dict[int, tuple[Action, ...]], done: set[Action]) -> str:
-    """Follow who waits for whom until a rank comes again: that is the cycle."""
+    """Follow from each rank to the one it waits for, until a rank comes again: that is the cycle."""
     rank = next(iter(blocked))
     links: dict[int, tuple[int, str]] = {}
     while rank not in links:
@@ -85,16 +85,16 @@ def _explain_deadlock(schedule: Schedule, blocked: dict[int, tuple[Action, ...]]
             return f"rank {rank} waits in {head} for {missing}, which no rank does"
         links[rank] = (other, f"rank {rank} is at {head} and waits for {missing}, which rank {other} does after {blocked[other][0]}")
         rank = other
-    told: list[str] = []
+    cycle: list[str] = []
     start = rank
-    while not told or rank != start:
+    while not cycle or rank != start:
         rank, link = links[rank]
-        told.append(link)
-    return "deadlock: " + "; ".join(told)
+        cycle.append(link)
+    return "deadlock: " + "; ".join(cycle)
 
 
 def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
-    """Where a schedule gathers at all, only the stage gathered last can compute."""
+    """Raise when a stage computes that is not the one gathered last, in a schedule that gathers."""
     actions, whole = tuple(actions), None
     if not any(action.kind == "GATHER" for action in actions):
         return
@@ -105,9 +105,9 @@ def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
 
 
 def peak_live(actions: Iterable[Action], kept: float = 1.0) -> float:
-    """The most activations of one micro-batch and stage that a rank holds at a time.
+    """The most activations that a rank holds at a time, in units of one stage and micro-batch.
 
-    kept: what is left of them between the backward towards the input and the one towards the weights, as a share
+    kept: the share of them held between the backward towards the input and that towards the weights
 
     >>> peak_live([Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2)], kept=0.5)
     2.5

@@ -1,8 +1,8 @@
-"""Cut a model into stages: pieces that run one after the other, dealt out so that no stage is much slower than the others.
+"""Cut a model into stages: runs of pieces, chosen so that no stage is much slower than the others.
 
-A piece is some modules under their names in the model, and a function that runs them. A stage keeps these names, so that its
-parameters are called as in the whole model, and checkpoints do not depend on the cut. A function may have a method `then`, which takes
-that of the next piece and returns one for both, or None; a stage asks for it.
+A piece is some modules under their names in the model, and a function that runs them. A stage keeps these names, so that checkpoints do not
+depend on the cut. A function may have a method `then`, which takes the function of the next piece and returns one that runs both, or None;
+a stage calls it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Stage(nn.Module):
                 _place(self, name, part)
 
     def forward(self, *values: Any) -> Any:
-        """What the pieces make of it; several values go from one to the next as several arguments."""
+        """Run the pieces. A tuple becomes the arguments of the next piece."""
         for run in self._runs:
             output = run(*values)
             values = output if isinstance(output, tuple) else (output,)
@@ -41,15 +41,15 @@ class Stage(nn.Module):
 
 
 def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
-    """The modules of these names, each of which takes what the one before returns.
+    """One piece for each of these modules, which must take what the one before returns.
 
-    raises: AttributeError for a name that the model has not
+    raises: AttributeError for a name that the model does not have
     """
     return [({name: module}, module) for name in names for module in [model.get_submodule(name)]]
 
 
 def make_stages(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[Stage]:
-    """Stages of so many pieces each. raises: ConfigError"""
+    """Stages of `sizes` pieces. raises: ConfigError"""
     if sum(sizes) != len(pieces) or min(sizes) < 1:
         raise ConfigError(f"stages of {list(sizes)} pieces: expected {len(pieces)} pieces in all, and one or more in each")
     return [Stage(run) for run in in_runs(pieces, sizes)]
@@ -65,7 +65,7 @@ def in_runs(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 
 
 def find_tied(stages: Sequence[nn.Module]) -> list[Tied]:
-    """Parameters that stand in several stages, such as an embedding that is the head too. Ask before stages are moved or copied."""
+    """Parameters that are in several stages, such as an embedding tied to the head. Call it before stages are moved or copied."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, module in enumerate(stages):
         for name, param in module.named_parameters():
@@ -74,9 +74,9 @@ def find_tied(stages: Sequence[nn.Module]) -> list[Tied]:
 
 
 def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | None = None, limit: float = float("inf")) -> list[int]:
-    """How many pieces each stage gets so that the slowest stage is as fast as can be.
+    """How many pieces each stage gets, so that the slowest stage is as fast as possible.
 
-    times:  what each piece takes; memory: what it needs, no stage more than `limit`
+    times:  of each piece; memory: of each piece, at most `limit` a stage
     raises: ConfigError when there are fewer pieces than stages, or no cut keeps the limit
 
     >>> balance([1, 1, 1, 1, 4], stages=3)
@@ -87,7 +87,7 @@ def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | No
         raise ConfigError(f"{stages} stages for a model of {n} pieces: each stage takes one piece or more; use fewer stages, or cut finer")
     memory = memory or [0.0] * n
     until, held = [0.0, *accumulate(times)], [0.0, *accumulate(memory)]
-    # (slowest, sum of squares) of the best cut of the first `end` pieces; squares, so that the rest is even too
+    # end -> (slowest, sum of squares, sizes) of the best cut of the first `end` pieces; squares, so that the other stages are even too
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for _ in range(stages):
         longer: dict[int, tuple[float, float, list[int]]] = {}

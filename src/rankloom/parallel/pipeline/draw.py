@@ -1,6 +1,6 @@
 """Draw a timeline: coloured rows for a terminal, an SVG for a page, a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A row is a rank, time goes to the right; a cell shows its micro-batch. Where a rank holds several stages, later ones are darker.
+A row is a rank, and time goes to the right. A cell shows its micro-batch. Where a rank holds several stages, later ones are darker.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from rich.text import Text
 from rankloom.parallel.pipeline.actions import MEANING, Action, finishes, needs
 from rankloom.parallel.pipeline.simulate import Timeline, TimeSlot
 
-# Told apart by colour-blind readers too: of the first stage of a rank, and of its later ones.
+# (colour of a rank's first stage, of its later ones), distinct for colour-blind readers too
 COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d9bb", "#00694d"), "W": ("#e8bcd9", "#8a3f6e")}
 INKS = ("#000000", "#ffffff")
 LATER = "darker: later stages"
 WIDEST = 4                   # columns of the shortest action in a terminal
-ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: how wide a step is
+ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: the width of a step
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
 
 def colour_of(timeline: Timeline, span: TimeSlot) -> tuple[str, str]:
-    """The colours of a cell and of what is written on it."""
+    """The colours of a cell and of its text."""
     later = span.action.stage != timeline.schedule.held_by(span.rank)[0]
     return COLOURS[span.action.kind][later], INKS[later]
 
@@ -30,7 +30,7 @@ def colour_of(timeline: Timeline, span: TimeSlot) -> tuple[str, str]:
 def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
     """A row for each rank, at most `columns` wide; dots where a rank waits.
 
-    coloured: the terminal shows colours. Then a cell of one column says which micro-batch, else what is computed
+    coloured: whether the terminal shows colours. Then a cell of one column shows its micro-batch, else its kind
     """
     shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
     label = len(f"rank {len(timeline.schedule.ranks) - 1}  ")
@@ -69,7 +69,7 @@ def _has_later_stages(timeline: Timeline) -> bool:
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
-    """The same as a picture of its own."""
+    """The same as an SVG picture."""
     ranks, scale = len(timeline.schedule.ranks), INCH / timeline.makespan
     width, height = LEFT + INCH + 12, TOP + ROW * ranks + 40
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '

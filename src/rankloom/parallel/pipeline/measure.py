@@ -1,7 +1,7 @@
-"""Measure what schedules are made of: the time and memory of each piece of a model, and of a step that has run.
+"""Measure the time and memory of each piece of a model, and record a step.
 
-Measured pieces say where to cut (`balance`) and what a schedule should take (`stage_costs`, then `simulate_schedule`). A recorded step is
-a `Timeline` like a simulated one, so that the same numbers and drawings show where the two differ.
+Measured pieces say where to cut (`balance`) and how long a schedule should take (`stage_costs`, then `simulate_schedule`). A recorded step
+is a `Timeline` like a simulated one, so that numbers and drawings of the two can be compared.
 """
 
 import time
@@ -36,14 +36,14 @@ class MeasuredPiece(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all three parts."""
+        """Of all three parts together."""
         return self.forward + self.input + self.weight
 
 
 def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[MeasuredPiece]:
-    """Run one piece after the other on every rank: the median over turns and ranks, the same everywhere, so that all cut alike.
+    """Time the pieces one after the other: medians over turns and ranks, the same on every rank, so that all cut alike. A collective.
 
-    microbatch: one as in training; the loss counts as part of the last piece. Modules are afterwards as they were before.
+    microbatch: one as in training; the loss counts as part of the last piece. Modules are left as they were.
     """
     stages = [Stage([piece]) for piece in pieces]
     with _on_trial(nn.ModuleList(stages)):
@@ -53,7 +53,7 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
 
 
 def measure_message(x: Tensor, group: Group) -> float:
-    """Seconds that a tensor like `x` takes from rank 0 to rank 1, the same number on every rank; nothing where there is one rank.
+    """Seconds that a tensor like `x` takes from rank 0 to rank 1, the same number on every rank; 0 where there is one rank.
 
     sent: 2 (1 + TURNS) messages of x, there and back
     """
@@ -63,21 +63,21 @@ def measure_message(x: Tensor, group: Group) -> float:
         for sender in (0, 1):
             (group.send if group.rank == sender else group.recv)(buffer, 1 - group.rank, tag=turn, label="measured message")
         seconds.append((_now(group.device) - start) / 2)
-    told: float = group.all_gather_object(median(seconds[1:] or [0.0]), label="measured message")[0]   # the first one warms up
-    return told
+    typical: float = group.all_gather_object(median(seconds[1:] or [0.0]), label="measured message")[0]   # the first one warms up
+    return typical
 
 
 def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: float = 0.0) -> Costs:
-    """What stages of so many pieces should take, for `simulate_schedule`. message: seconds from one rank to another"""
+    """The expected costs of stages of `sizes` pieces, for `simulate_schedule`. message: seconds from one rank to another"""
     parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
     forward, back, weight = zip(*parts)
     return Costs(forward, back, weight, message)
 
 
 def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timeline:
-    """One step with a clock around every action: who computed what when, from a common begin; the same on every rank.
+    """Run one step with a clock around every action: the timeline of all ranks from a common start, the same on every rank.
 
-    On a device each action is waited for. The clocks of several hosts are as equal as a barrier makes them.
+    A GPU is synchronised after each action. The clocks of several hosts agree as well as a barrier makes them.
     """
     group, plain = pipeline.group, dict(pipeline.do)
     spans: list[tuple[str, int, int, float, float]] = []
@@ -95,25 +95,25 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
     finally:
         pipeline.do.update(plain)
     everyone = group.all_gather_object(spans, label="recorded step")
-    first = min(start for told in everyone for *_, start, _ in told)
+    first = min(start for recorded in everyone for *_, start, _ in recorded)
     found = [TimeSlot(rank, Action(kind, stage, m), start - first, end - first)
-             for rank, told in enumerate(everyone) for kind, stage, m, start, end in told]
+             for rank, recorded in enumerate(everyone) for kind, stage, m, start, end in recorded]
     return Timeline(pipeline.schedule, tuple(found), kept=1.0)
 
 
 def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Of each number of each piece, over turns or ranks."""
+    """The median over turns or ranks, of each number of each piece."""
     return [[median(numbers) for numbers in zip(*rows)] for rows in zip(*tables)]
 
 
 @contextmanager
 def _on_trial(whole: nn.Module) -> Iterator[None]:
-    """What runs in here leaves no trace: gradients, buffers, and what modules note in attributes (a router counts tokens)."""
+    """Restore gradients, buffers and attributes of modules afterwards: a router, for example, counts tokens in one."""
     grads = [(param, param.grad) for param in whole.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in whole.buffers()]
     noted = [(values, dict(values)) for module in whole.modules() for values in (vars(module), module._buffers)]
     for param, _ in grads:
-        param.grad = None   # else it would be added to
+        param.grad = None   # not to be added to
     try:
         yield
     finally:
@@ -135,7 +135,7 @@ def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, devic
 
 
 def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, list[float]]:
-    """What the piece gives, and the numbers of a `Measured`."""
+    """The output of the piece, and the numbers of its `MeasuredPiece`."""
     inputs = [received(x.detach().requires_grad_(x.is_floating_point())) for x in _several(values)]
     products: list[Product] = []
     saved = _Saved(stage)
@@ -154,7 +154,7 @@ def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None,
 
 
 class _Saved:
-    """Counts what autograd saves, each memory once."""
+    """Counts the bytes that autograd saves, each storage once, without parameters."""
 
     def __init__(self, stage: nn.Module):
         self.bytes = 0
@@ -173,7 +173,7 @@ def _several(values: Any) -> Sequence[Tensor]:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was told to."""
+    """The time in seconds, once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

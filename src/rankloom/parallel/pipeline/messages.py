@@ -1,13 +1,12 @@
-"""What travels between stages on different ranks: activations forth, gradients back.
+"""Messages between stages on different ranks: activations forward, gradients back.
 
-Plan of communication: a message is one or a few tensors. Their shapes go ahead in a header, but only the first time that
-a stage meets micro-batches of such shapes; afterwards both sides know them, and the receiver opens its next receives before
-it needs them, so that bytes arrive while it computes. Sends never wait; their memory is let go once a later message from
-the same neighbour proves that they have arrived.
+Communication plan: a message is one or a few tensors. A header with their shapes goes ahead, but only for the first micro-batch of a kind
+of shapes. Afterwards both sides know the shapes, and the receiver posts its next receives before it needs them, so that bytes arrive while
+it computes. Sends do not block. Their memory is freed when a later message from the same neighbour proves that they have arrived.
 
-Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do. NCCL knows no tags, and
-what two ranks send each other stands in one queue. There each direction has a connection of its own, and a rank opens its receives
-in the order in which the other sends: that is known, for the schedule is.
+Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do. NCCL has no tags: all messages
+between two ranks share one queue. There each direction gets a connection of its own, and a rank posts its receives in the order in which
+the other sends, which follows from the schedule.
 """
 
 from collections import deque
@@ -26,11 +25,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
           torch.uint8, torch.bool, torch.complex64, torch.complex128)
 HEADER = 64      # numbers of a header
 TENSORS = 15     # of a message, at most
-AHEAD = 2        # receives that are open before they are needed
+AHEAD = 2        # receives that are posted before they are needed
 
 
 class Shape(NamedTuple):
-    """Of a tensor that is on its way; a gradient is wanted for it or not."""
+    """Of a tensor in a message. gradient: whether a gradient of it must come back"""
 
     dtype: torch.dtype
     dims: tuple[int, ...]
@@ -40,15 +39,15 @@ class Shape(NamedTuple):
 class Messages:
     """The messages of one rank in a step. `begin`, then `send` and `receive` in the schedule's order, then `finish`.
 
-    expects: whether anything comes for a receive; asked when it is the next one
-    raises:  ConfigError where messages arrive in one order and the group cannot give a second connection
+    expects: whether a message will come for a receive; called when it is the next one
+    raises:  ConfigError where messages have no tags and the group cannot give a second connection
     """
 
     def __init__(self, group: Group, schedule: Schedule, expects: Callable[[Action], bool]):
         self.group, self.schedule, self._expects = group, schedule, expects
         self._back = _second_connection(group) if group.in_order else group   # from higher ranks to lower ones
         self._arrived = proven_arrivals(schedule, group.rank)
-        self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by way, receiving stage, kind of micro-batch
+        self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by direction, receiving stage, kind of micro-batch
         self._numbers: dict[Hashable, int] = {}
         self._kinds: Sequence[int] = ()      # of this step's micro-batches
         self._next: deque[Action] = deque()
@@ -58,7 +57,7 @@ class Messages:
             self._meet()
 
     def begin(self, actions: Sequence[Action], kinds: Sequence[Hashable]) -> None:
-        """A step of these actions. kinds: of each micro-batch what its shapes follow from; the same on every rank"""
+        """Begin a step of these actions. kinds: for each micro-batch a key that determines all shapes; the same on every rank"""
         self._kinds = [self._numbers.setdefault(kind, len(self._numbers)) for kind in kinds]
         self._open.clear()
         self._sent.clear()
@@ -67,7 +66,7 @@ class Messages:
         self._open_ahead()
 
     def send(self, action: Action, values: Values) -> None:
-        """Let the tensors leave. A `None` in a message whose shapes the receiver knows travels as zeros.
+        """Start to send the tensors. If the receiver knows the shapes, `None` is sent as zeros.
 
         raises: ShapeMismatch when a stage's output differs from an earlier one of equal input, ConfigError for more than a header holds
         """
@@ -90,8 +89,8 @@ class Messages:
                 sent.append(self._start(as_bytes(plain), action, self._tag(way, stage, action.microbatch or 0, index)))
 
     def receive(self, action: Action) -> Values:
-        """Wait for the tensors; those that want a gradient are leaves that require one."""
-        while action not in self._open:   # what comes before it must be received before it
+        """Wait for the tensors. Those whose gradient must go back are leaves that require one."""
+        while action not in self._open:   # earlier receives must be posted first
             if self._expects(following := self._next[0]):
                 self._post(following)
             else:
@@ -105,13 +104,13 @@ class Messages:
         return values
 
     def skip(self, action: Action) -> None:
-        """This receive is not needed: nothing was sent."""
+        """Drop this receive: nothing is sent for it."""
         if action in self._next:
             self._next.remove(action)
         self._open_ahead()
 
     def is_answered(self, receive: Action) -> bool:
-        """Whether gradients come back for what was sent: what the receiver was told first holds, for it hears of no freezing."""
+        """Whether gradients come back for what was sent. The first header decides: parameters frozen later change nothing."""
         shapes = self._known["F", receive.stage + 1, self._kinds[receive.microbatch or 0]]
         return any(shape is not None and shape.gradient for shape in shapes)
 
@@ -123,11 +122,11 @@ class Messages:
     # ------------------------------------------------------------------ inside
 
     def _lane(self, frm: int, to: int) -> Group:
-        """What carries messages in this direction."""
+        """The connection for messages in this direction."""
         return self.group if frm < to else self._back
 
     def _meet(self) -> None:
-        """The first message of two ranks makes their connection, and waits for both: all ranks make theirs in one order."""
+        """Make all connections in one order on all ranks: the first message between two ranks makes theirs, and waits for both."""
         owner, me = self.schedule.owner, self.group.rank
         sends = [action for actions in self.schedule.ranks for action in actions if action.kind.startswith("SEND")]
         for frm, to in sorted({(owner[action.stage], owner[_receiver(action).stage]) for action in sends}):
@@ -150,7 +149,7 @@ class Messages:
             self._post(self._next[0])
 
     def _post(self, action: Action) -> None:
-        """Open a receive; where the shapes are not known, wait for them first."""
+        """Post a receive; if the shapes are unknown, wait for the header first."""
         way, stage, kind = self._key(action)
         frm = self.schedule.owner[needs(action, self.schedule)[0].stage]
         shapes, lane = self._known.get((way, stage, kind)), self._lane(frm, self.group.rank)
@@ -169,7 +168,7 @@ class Messages:
         return action.kind[-1], action.stage, self._kinds[action.microbatch or 0]
 
     def _learn(self, way: str, stage: int, kind: int, shapes: list[Shape | None]) -> None:
-        """Remember whole messages only: one with a gap, where a gradient is missing, may be without it next time."""
+        """Remember the shapes of a complete message. One in which a gradient is missing may be complete next time."""
         if None not in shapes:
             self._known[way, stage, kind] = shapes
 
@@ -177,13 +176,13 @@ class Messages:
         return ((number * self.schedule.stages + stage) * 2 + (way == "B")) * (TENSORS + 1) + index
 
 
-def _is_as(shape: Shape, told: Shape | None) -> bool:
-    """Whether the receiver may take it for what it was told. A gradient that nobody wants since parameters were frozen does no harm."""
-    return told is not None and told in (shape, shape._replace(gradient=True))
+def _is_as(shape: Shape, announced: Shape | None) -> bool:
+    """Whether a tensor is as the header announced. A gradient that is no longer needed, since parameters were frozen, does no harm."""
+    return announced is not None and announced in (shape, shape._replace(gradient=True))
 
 
 def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """What a receive of `rank` proves: its own sends that the neighbour must have received before it sent this."""
+    """For each receive of `rank`, its own earlier sends that must have arrived: the neighbour receives them before it sends this."""
     place = {action: number for actions in schedule.ranks for number, action in enumerate(actions)}
     proven: dict[Action, list[Action]] = {}
     leaving: list[Action] = []
@@ -200,7 +199,7 @@ def proven_arrivals(schedule: Schedule, rank: int) -> dict[Action, list[Action]]
 
 
 def in_order_of_sending(receives: Sequence[Action], schedule: Schedule) -> list[Action]:
-    """The receives of one rank, each right after those of the same sender that set out before it."""
+    """The receives of one rank, each right after those that the same sender sends before it."""
     place = {action: number for actions in schedule.ranks for number, action in enumerate(actions)}
     sends = {receive: needs(receive, schedule)[0] for receive in receives}
     queues: dict[int, deque[Action]] = {}
@@ -227,7 +226,7 @@ def _receiver(sent: Action) -> Action:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory, contiguous: backends refuse some dtypes, NCCL complex numbers and integers of 16 bits."""
+    """The same memory as bytes: backends refuse some dtypes, NCCL for example complex numbers and 16-bit integers. x: contiguous"""
     return x.detach().view(-1).view(torch.uint8)
 
 
@@ -236,7 +235,7 @@ def _shape(value: Tensor | None) -> Shape | None:
 
 
 def _header(shapes: list[Shape | None], action: Action) -> Tensor:
-    """How many, then of each: its dtype (-1: there is none), whether a gradient is wanted, how many dims, and these."""
+    """The number of tensors, then of each: its dtype (-1 for None), whether a gradient must come back, the number of dims, and these."""
     numbers = [len(shapes)]
     for shape in shapes:
         if shape and shape.dtype not in DTYPES:

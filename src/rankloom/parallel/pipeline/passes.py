@@ -1,4 +1,4 @@
-"""Passes: from a list of actions to a longer one. Whatever is not arithmetic is added here, never by a flag inside a loop."""
+"""Passes: from a list of actions to a longer one. They add communication to a schedule, so that no schedule needs a flag for it."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,17 +13,17 @@ def apply_pass(schedule: Schedule, change: Pass) -> Schedule:
 
 
 def with_messages(schedule: Schedule) -> Schedule:
-    """The schedule with sends and receives; as it is, if it has some."""
+    """The schedule with sends and receives; unchanged if it has some."""
     if any(action.kind.startswith(("SEND", "RECV")) for actions in schedule.ranks for action in actions):
         return schedule
     return apply_pass(schedule, lambda actions: add_messages(actions, schedule.owner))
 
 
 def send_gradients_first(schedule: Schedule) -> Schedule:
-    """Where a backward's gradient goes to another rank, its weights' products wait until that has left: a shorter way through all stages.
+    """Compute weight gradients only after the input gradient has left for another rank: the other rank can start earlier.
 
     bubble: of 1F1B and GPipe (p-1)(F + I) in place of (p-1)(F + I + W)
-    keeps:  of one micro-batch, what the products are made of, a moment longer
+    keeps:  the factors of one micro-batch's weight gradients, a moment longer
 
     >>> print(send_gradients_first(Schedule.of([Action("F", 0, 0), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)])))
     F0@0 B0@0
@@ -37,7 +37,7 @@ def send_gradients_first(schedule: Schedule) -> Schedule:
 
 
 def add_messages(actions: Iterable[Action], owner: Mapping[int, int]) -> list[Action]:
-    """A receive right before what needs it, a send right after what makes it; nothing between stages of one rank.
+    """Add a receive right before the action that needs it, and a send right after the one that makes it; none between stages of one rank.
 
     >>> add_messages([Action("F", 1, 0), Action("B", 1, 0)], {0: 0, 1: 1, 2: 0})
     [RECV_F0@1, F0@1, SEND_F0@1, RECV_B0@1, B0@1, SEND_B0@1]
@@ -57,9 +57,9 @@ def add_messages(actions: Iterable[Action], owner: Mapping[int, int]) -> list[Ac
 
 
 def add_gathers(actions: Iterable[Action]) -> list[Action]:
-    """Before a rank turns to a stage, make its parameters whole. Only the stage gathered last is whole.
+    """Gather a stage's parameters before a rank switches to it. Only the stage gathered last is whole.
 
-    A schedule that stays long with a stage gathers seldom: breadth-first twice a stage and step, 1F1B over several stages often.
+    The fewer switches, the fewer gathers: breadth-first gathers twice a stage and step, 1F1B over several stages often.
 
     >>> add_gathers([Action("F", 0, 0), Action("F", 0, 1), Action("F", 2, 0)])
     [GATHER@0, F0@0, F1@0, GATHER@2, F0@2]

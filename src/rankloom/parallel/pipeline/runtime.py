@@ -1,8 +1,8 @@
-"""Run a schedule: one small interpreter that knows what each action does, and not which schedule it is.
+"""Run a schedule: a small interpreter that knows what each action does, but not which schedule it runs.
 
-A stage's forward keeps its inputs and outputs until its backward. Values cross a border between two stages: handed over where
-both are on this rank, else sent and received by the schedule's own actions (messages.py). In the end gradients of parameters that
-stand on several ranks are summed, and every rank learns the loss. Read actions.py, messages.py and split_backward.py before.
+A stage's forward keeps its inputs and outputs until its backward. Between stages on this rank, tensors are passed directly; between ranks,
+the schedule's own actions send and receive them (messages.py). At the end of a step, gradients of tied parameters are summed over their
+ranks, and the loss over all. Read actions.py, messages.py and split_backward.py before this file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,41 +25,41 @@ from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.world.group import Group
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
-MicroBatch = tuple[Any, Any]              # what stage 0 is called with: a tensor or several; and what the loss compares with
-Tied = tuple[tuple[int, str], ...]        # stages and the name that one and the same parameter has in each
+MicroBatch = tuple[Any, Any]              # (one or several tensors that stage 0 takes, the targets of the loss)
+Tied = tuple[tuple[int, str], ...]        # (stage, name) of each place of one parameter
 
 
 class _Live(NamedTuple):
-    """What a forward leaves for its backward."""
+    """What a forward keeps for its backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    losses: list[Tensor]       # that end in this stage
+    losses: list[Tensor]       # computed in this stage
     products: list[Product]
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What else is to be done on the way: all may be left out."""
+    """Functions that a pipeline calls, all optional."""
 
-    before: Callable[[int], None] | None = None                  # with the micro-batch's number, before each forward and backward
-    scale: Callable[[], float] | None = None                     # what losses are multiplied by for their backward (fp16)
-    gather: Callable[[int], None] | None = None                  # what GATHER does, with the stage's number
-    reduce: Callable[[int], None] | None = None                  # what REDUCE does
+    before: Callable[[int], None] | None = None     # takes a micro-batch's number, before each forward and backward
+    scale: Callable[[], float] | None = None        # returns the factor of losses in backward (fp16)
+    gather: Callable[[int], None] | None = None     # runs GATHER; takes the stage's number
+    reduce: Callable[[int], None] | None = None     # runs REDUCE; takes the stage's number
 
 
 HOOKS = Hooks()
 
 
 class Pipeline:
-    """The stages of one rank, and how they run a step together with those of the others.
+    """The stages of one rank; runs a step of them, together with those of the other ranks.
 
-    stages: this rank's modules by stage, as `schedule.held_by(group.rank)` says; each takes what the one before returns:
-            a tensor, or several
-    loss:   loss(what the last stage returns, the micro-batch's second part) -> (sum, count)
-    tied:   parameters that stand in several stages (cut.py finds them); their gradients are summed over ranks
-    hooks:  what else is to be done on the way
-    raises: ConfigError for a schedule that is not right, or not for this group
+    stages: this rank's modules by stage, those of `schedule.held_by(group.rank)`; each takes what the one before returns, one tensor or
+            several
+    loss:   loss(output of the last stage, the micro-batch's second part) -> (sum, count)
+    tied:   parameters that are in several stages (`cut.find_tied`); their gradients are summed over ranks
+    hooks:  see `Hooks`
+    raises: ConfigError for a faulty schedule, or one for other ranks or stages
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: Group, schedule: Schedule, loss: Loss, *, tied: Sequence[Tied] = (),
@@ -67,7 +67,7 @@ class Pipeline:
         self.schedule = with_messages(schedule)
         self.stages, self.group, self.loss, self.hooks = dict(stages), group, loss, hooks
         self._expect_fit()
-        # What each kind of action does; whoever measures may put a clock around it.
+        # Kind of action -> method. `record_step` wraps these with a clock.
         self.do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
                     "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
                     "GATHER": self._call_hook, "REDUCE": self._call_hook}
@@ -76,19 +76,19 @@ class Pipeline:
         self._step: Sequence[MicroBatch] = ()
         self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
         self._live: dict[tuple[int, int | None], _Live] = {}
-        self._border: dict[tuple[str, int, int | None], Values] = {}  # by way, upper stage of the border, micro-batch
+        self._border: dict[tuple[str, int, int | None], Values] = {}  # by direction, later of the two stages, micro-batch
 
     def step(self, microbatches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of all micro-batches, which every rank is given alike; gradients are added to `.grad`, of the loss *sum*.
+        """Forward and backward of all micro-batches, the same on every rank. Gradients of the loss *sum* are added to `.grad`.
 
         returns: fp64 [sum of the loss, count], on every rank
-        raises:  BatchError when there are not as many as the schedule is made for; LossError
+        raises:  BatchError when the schedule is for another number of micro-batches; LossError
         """
         if len(microbatches) != self.schedule.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
                              f"{self.schedule.microbatches}; make one for the number there is")
         tied = self._tied_here()
-        before = [param.grad for param, _ in tied]   # summed already
+        before = [param.grad for param, _ in tied]   # already summed over ranks
         for param, _ in tied:
             param.grad = None
         totals = self._run(self.schedule.ranks[self.group.rank], microbatches)
@@ -126,14 +126,14 @@ class Pipeline:
         products: list[Product] = []
         with deferring(products) if stage in self.schedule.split else nullcontext():
             outputs, losses = self._compute(stage, m, [received(x) for x in inputs] if stage else inputs)
-        products.clear()   # of gradients that the stage or the loss took for itself, by its inputs: the weights get none of these
+        products.clear()   # a stage may call autograd.grad inside its forward; those products must not reach the weights
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
         if stage < self.schedule.stages - 1:
             self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
 
     def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the stage hands on, and the losses it ends in."""
+        """The stage's outputs for the next one, and the losses computed in it."""
         if self.hooks.before:
             self.hooks.before(m)
         output = self.stages[stage](*inputs)
@@ -151,7 +151,7 @@ class Pipeline:
         return loss
 
     def _backward(self, action: Action) -> None:
-        """Towards the inputs, and with `B` the weights' products too."""
+        """Backward towards the inputs; for `B`, also the weight gradients."""
         stage, m = action.stage, action.microbatch or 0
         if self.hooks.before:
             self.hooks.before(m)
@@ -174,13 +174,13 @@ class Pipeline:
 
     def _call_hook(self, action: Action) -> None:
         hook = self.hooks.gather if action.kind == "GATHER" else self.hooks.reduce
-        if hook:   # as `_expect_fit` has seen to
-            hook(action.stage)
+        assert hook, f"{action}: no hook, in spite of `_expect_fit`"
+        hook(action.stage)
 
     def _send(self, action: Action) -> None:
         way, stage = action.kind[-1], action.stage
         values = self._border.pop((way, stage + (way == "F"), action.microbatch))
-        if values:   # no gradient that anybody wants: no message
+        if values:   # gradients that no stage needs are not sent
             self._messages.send(action, values)
 
     def _receive(self, action: Action) -> None:
@@ -192,11 +192,11 @@ class Pipeline:
             self._border["B", stage + 1, m] = []
 
     def _expects(self, receive: Action) -> bool:
-        """Whether anything comes: gradients that nobody wants are not sent."""
+        """Whether a message comes: gradients that no stage needs are not sent."""
         return receive.kind == "RECV_F" or self._messages.is_answered(receive)
 
     def _tied_here(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """This rank's trained parameters that stand on other ranks too, each with all of its ranks, in one order everywhere."""
+        """This rank's trained parameters that other ranks have too, each with all of its ranks, in the same order on every rank."""
         found = []
         for places in self._tied:
             held = {self.schedule.owner[stage]: (stage, name) for stage, name in reversed(places)}
@@ -234,9 +234,7 @@ class _Received(torch.autograd.Function):
 
 
 def received(x: Tensor) -> Tensor:
-    """A leaf as what it stands for, which is none: a layer may work on it in place, and its gradient does not wait as a weight's may.
-    The same memory.
-    """
+    """A non-leaf alias of a received leaf: in-place layers may change it, and `deferring` does not take it for a weight."""
     out: Tensor = _Received.apply(x)   # type: ignore[no-untyped-call]
     return out
 
@@ -250,7 +248,7 @@ def _as_list(value: Any, what: str) -> list[Tensor]:
 
 
 def _leaf(y: Tensor) -> Tensor:
-    """The same numbers for the next stage, where a gradient may end."""
+    """The same memory as a leaf, at which the next stage's backward ends."""
     return y.detach().requires_grad_(y.requires_grad)
 
 
@@ -259,5 +257,5 @@ def _trained(values: Sequence[Tensor]) -> bool:
 
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:
-    """What the shapes at all borders follow from."""
+    """A key of a micro-batch that determines the shapes of all messages."""
     return (torch.is_grad_enabled(), *((x.dtype, tuple(x.shape)) for x in _as_list(inputs, "a micro-batch")))

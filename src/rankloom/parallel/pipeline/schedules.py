@@ -1,11 +1,11 @@
-"""The known schedules, each a function from a rank to its list of actions. No communication yet: passes.py adds it.
+"""The known schedules, each a function from a rank to its list of actions, without communication: passes.py adds it.
 
-p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are made for one v). With one, stage is rank,
-and its actions need not name it. Looped: rank r holds stages r, r + p, r + 2p ... Folded, a V: r and 2p - 1 - r, so that a
-micro-batch ends on the rank where it began.
+p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are for one v only). With one stage a rank, actions
+need not name it. Looped: rank r holds stages r, r + p, r + 2p ... Folded into a V: r and 2p - 1 - r, so that a micro-batch ends on the rank
+where it began.
 
-Where a schedule wants more micro-batches than there are, or a multiple of p, it is written for those, and the actions of
-those that do not exist are left out. That never makes a deadlock: whatever is left waits for fewer things than before.
+A schedule that needs more micro-batches than there are, or a multiple of p, is written for that number; then the actions of those that do
+not exist are removed. This never causes a deadlock: each action that is left waits for fewer others.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
-    """1F1B over v stages on each rank, p micro-batches at a time: a bubble v times smaller, and v times the messages.
+    """1F1B over v stages on each rank, p micro-batches at a time: a bubble v times smaller, for v times the messages.
 
     keeps:  at most (v-1)p + 2(p-rank) - 1 activations of one stage
     source: Narayanan et al. 2021
@@ -68,9 +68,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> li
 
 
 def zero_bubble_h1(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """1F1B with the backward in two parts: the one that others wait for at once, the weights' later, where a bubble was.
+    """1F1B with the backward in two parts: towards the input at once, because others wait for it; towards the weights later, in a bubble.
 
-    bubble: (p-1)(F + I - W)   keeps: p activations, of which r wait for their weights only
+    bubble: (p-1)(F + I - W)   keeps: p activations, of which r wait for their weight gradients only
     source: Qi et al. 2023, ZB-H1
 
     >>> zero_bubble_h1(stage=1, stages=2, microbatches=3)
@@ -80,7 +80,7 @@ def zero_bubble_h1(stage: int, stages: int, microbatches: int, chunks: int = 1) 
 
 
 def zero_bubble_h2(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """ZB-H1 with twice the warm-up and twice the lag of the weights: no bubble if F = I = W and no rank waits for the others' last.
+    """ZB-H1 with twice the warm-up and twice the lag of the weights: no bubble if F = I = W and a rank starts its next step at once.
 
     bubble: (p-1)(F + I - 2W)   keeps: 2p - 1 activations
     source: Qi et al. 2023, ZB-H2
@@ -98,8 +98,8 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
     write.repeat(2 * (p - rank) - 1, "F near")
     write.repeat(rank, "F far", "F near")
     write.repeat(p - rank, "F far", "I far", "W far")
-    steady = max(microbatches, 2 * p - 1) - p      # what is left of the far forwards
-    new = steady - (p - 1 - rank)                  # and of the near ones, which are that much ahead
+    steady = max(microbatches, 2 * p - 1) - p      # far forwards that are left
+    new = steady - (p - 1 - rank)                  # near forwards that are left: they are p - 1 - rank ahead
     write.repeat(new, "F near", "I near", "W near", "F far", "I far", "W far")
     write.repeat(steady - new, "I near", "W near", "F far", "I far", "W far")
     write.repeat(rank, "I near", "I far")
@@ -110,9 +110,9 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
 
 
 def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
-    """Two stages on each rank, folded; in the middle a forward stands beside each backward, so that their messages may overlap.
+    """Two stages on each rank, folded. In the middle each backward is paired with a forward, so that their messages may overlap.
 
-    bubble: (p-1)(F + I - W) of a half stage if F = I >= W, with a forward and the backward beside it in turn
+    bubble: (p-1)(F + I - W) of a half stage if F = I >= W, and the two of a pair run one after the other
     keeps:  2p + 1 activations of half stages
     source: DeepSeek-AI 2024 (DualPipe); cut in half by Qi et al.
     """
@@ -123,7 +123,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> li
     write.repeat(max(microbatches, 2 * p) - 2 * p + rank + 1, "F near", "B far", "F far", "B near")
     write.repeat(p - rank - 1, "B far", "F far", "B near")
     whole, parts = ["B far", "B near"] * (rank + 1), ["I far", "I near"] * (rank + 1)
-    late = parts[rank + 1:]     # their weights wait for the bubbles to come
+    late = parts[rank + 1:]     # their weight gradients fill later bubbles
     write.repeat(1, *whole[:rank + 1], *late)
     waiting = [word.replace("I", "W") for word in late] + ["W near"] * (p - rank - 1)
     for weight in waiting[:p - rank - 1]:
@@ -133,7 +133,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> li
 
 
 class _Writer:
-    """Writes the actions of a rank that holds two stages, `near` and `far`; micro-batches are numbered as they come."""
+    """Writes the actions of a rank that holds two stages, `near` and `far`, and numbers the micro-batches."""
 
     def __init__(self, rank: int, ranks: int):
         self.actions: list[Action] = []
@@ -141,10 +141,10 @@ class _Writer:
         self.next: Counter[tuple[str, int]] = Counter()
 
     def repeat(self, times: int, *words: str) -> None:
-        """Append `F near`, `I far` ... so many times over."""
+        """Append the words (`F near`, `I far` ...) so many times."""
         for word in words * times:
             kind, _, place = word.partition(" ")
-            parts = ("I", "W") if kind == "B" else (kind,)   # whole or in parts, a backward is the next one of both
+            parts = ("I", "W") if kind == "B" else (kind,)   # a whole backward counts as both of its parts
             stage = self.stages[place]
             self.actions.append(Action(kind, stage, self.next[parts[0], stage]))
             self.next.update((part, stage) for part in parts)
@@ -166,7 +166,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
 
 
 def _split_backward(microbatches: int, warmup: int, lag: int) -> list[Action]:
-    """As `_alternate`, with the weights of a micro-batch `lag` backwards behind its input."""
+    """As `_alternate`, with a micro-batch's weight gradients `lag` backwards behind its input gradient."""
     def steps() -> Iterator[Action]:
         for m in range(-warmup, microbatches + lag):
             yield from (Action(kind, OWN, number) for kind, number in (("F", m + warmup), ("I", m), ("W", m - lag)) if number >= 0)
@@ -200,10 +200,10 @@ SCHEDULES = {
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None, *, others: Iterable[str] = ()) -> Schedule:
-    """A known schedule for so many stages, without communication.
+    """A known schedule for this number of stages, without communication.
 
-    stages: pieces that the model is cut into; chunks: how many of them each rank holds, left out: as few as the schedule allows
-    others: names that an error should tell too
+    stages: of the model; chunks: of them on each rank, left out: as few as the schedule allows
+    others: further names for an error's suggestions
     raises: ConfigError
 
     >>> print(make_schedule("gpipe", stages=2, microbatches=2))

@@ -1,7 +1,7 @@
-"""Zero-bubble schedules made for measured costs: ranks run on paper, and each decides what to do next when it is free.
+"""Zero-bubble schedules for measured costs: simulate the ranks, and let each choose its next action whenever it is free.
 
-The hand-made schedules assume that forward and both parts of the backward take equally long. Where they do not, or messages take
-time, a schedule found for these very costs waits less. Source: Qi et al. 2023, ZB-1p and ZB-2p; the rules here are simpler than theirs.
+The hand-made schedules assume that forward and both parts of the backward take equally long. Where they do not, or messages take time, a
+schedule found for the real costs waits less. Source: Qi et al. 2023, ZB-1p and ZB-2p; the rules here are simpler than theirs.
 """
 
 from collections import Counter
@@ -17,10 +17,11 @@ PATIENCE = (0.0, 0.5, 1.0)
 
 
 def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Schedule:
-    """The best of a few schedules with one stage on each rank, for these costs; never worse than those made by hand.
+    """The best of a few schedules with one stage on each rank, for these costs; never worse than the hand-made ones.
 
-    memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. What waits for its weights only is not counted
-    bubble: with memory = 2 nearly none, if there are enough micro-batches and no rank waits for the others' last
+    memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. Those that wait for their weight gradients only
+            are not counted
+    bubble: with memory = 2 nearly none, if there are enough micro-batches and a rank starts its next step at once
     raises: ConfigError
     """
     if memory < 1 or microbatches < 1 or not costs.forward:
@@ -39,7 +40,7 @@ def stages_a_rank(name: str, chunks: int | None) -> int:
 def named_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None) -> Schedule:
     """Any schedule that `rankloom schedule list` knows, without communication.
 
-    costs:  of the stages, for those that are made for them; left out, all take equally long
+    costs:  of the stages, for searched schedules; left out, all take equally long
     raises: ConfigError
     """
     if name not in SEARCHED:
@@ -50,10 +51,10 @@ def named_schedule(name: str, stages: int, microbatches: int, chunks: int | None
 
 
 class _Search:
-    """One run on paper.
+    """One simulated run.
 
-    A free rank goes backward if a gradient is there, else forward if it may keep another activation, else it computes what
-    weights are waiting for. It rather waits when a gradient is due before a share (`patience`) of what it would begin is over.
+    A free rank goes backward if a gradient is there, else forward if it may keep another activation, else it computes weight gradients.
+    But it waits if a gradient arrives before a share (`patience`) of that action would be over.
     """
 
     def __init__(self, costs: Costs, microbatches: int, memory: float, patience: float):
@@ -67,7 +68,7 @@ class _Search:
         self.wake = [(0.0, rank) for rank in range(len(self.limits))]
 
     def run(self) -> Schedule:
-        """The whole step: whoever may have something to do is woken, in the order of time."""
+        """The whole step: wake ranks that may have something to do, in the order of time."""
         while self.wake:
             now, rank = heappop(self.wake)
             if self.free[rank] <= now and (kind := self._choose(rank, now)):

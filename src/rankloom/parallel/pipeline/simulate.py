@@ -1,6 +1,6 @@
-"""What a schedule takes: run it on paper with the time of every action, and see when each rank computes and when it waits.
+"""Simulate a schedule, with a time for every action: when does each rank compute, and when does it wait?
 
-A message leaves when what it carries is finished and takes no time of the sender; it arrives `message` seconds later.
+A message leaves as soon as its contents are finished, costs the sender no time, and arrives `message` seconds later.
 """
 
 from dataclasses import dataclass
@@ -57,10 +57,10 @@ class TimeSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What came out: who did what when."""
+    """When each rank did what."""
 
     schedule: Schedule
-    spans: tuple[TimeSlot, ...]       # of what takes time, rank by rank, in order
+    spans: tuple[TimeSlot, ...]       # of actions that take time, rank by rank, in order
     kept: float
 
     @cached_property
@@ -80,23 +80,23 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait, where all begin and end a step together."""
+        """The share of time that ranks wait, if all begin and end a step together."""
         return 1 - sum(self.busy) / (self.makespan * len(self.busy))
 
     @property
     def own_bubble(self) -> float:
-        """The same where a rank may begin the next step before others have ended: of the rank that takes longest, begin to end."""
+        """The same if a rank starts its next step at once: relative to the rank with the longest span from begin to end."""
         longest = max(spans[-1].end - spans[0].start for spans in self.by_rank)
         return 1 - sum(self.busy) / len(self.busy) / longest
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """The most activations that each rank holds, in those of one stage and micro-batch."""
+        """The most activations that each rank holds, in units of one stage and micro-batch."""
         return tuple(peak_live(actions, self.kept) for actions in self.schedule.ranks)
 
 
 def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
-    """When everything happens. raises: ConfigError for a schedule that comes to no end, or costs of another number of stages"""
+    """The timeline of a schedule. raises: ConfigError for a deadlock, or costs of another number of stages"""
     if len(costs.forward) != schedule.stages:
         raise ConfigError(f"the costs are of {len(costs.forward)} stages, the schedule has {schedule.stages}")
     schedule = with_messages(schedule)

@@ -1,10 +1,10 @@
-"""A backward in two parts: towards the input at once, products for the gradients of weight matrices later.
+"""A backward in two parts: input gradients at once, the matrix products of weight gradients later.
 
-Nearly all of what a backward towards the weights costs is one matrix product for each linear layer. While a stage runs forward
-under `deferring`, each `F.linear` on a weight that is trained is replaced by one whose backward gives the gradient of its input,
-and only notes what the gradient of its weight is the product of. `finish` multiplies. Nothing is computed twice, and what
-autograd kept for anything else is freed with the first part. Gradients of norms, biases and embeddings are cheap, and not deferred.
-A block that computes its forward again in backward must come to the same layers then, so the first part runs under `deferring` too.
+Nearly all the cost of weight gradients is one matrix product for each linear layer. While a stage runs forward under `deferring`, each
+`F.linear` on a trained weight is replaced by one whose backward computes the input gradient, and only notes the two factors of the weight
+gradient. `finish_products` multiplies them. Nothing is computed twice, and all else that autograd kept is freed by the first part.
+Gradients of norms, biases and embeddings are cheap, and not deferred. The first part runs under `deferring` too, for blocks that recompute
+their forward in backward.
 
 source: Qi et al. 2023
 """
@@ -27,7 +27,7 @@ class Product(NamedTuple):
 
 
 class deferring(TorchFunctionMode):
-    """A context: linear layers inside leave their weights' products in `products` when their backward comes."""
+    """A context: linear layers that run inside will append to `products` in their backward."""
 
     def __init__(self, products: list[Product]):
         super().__init__()
@@ -39,8 +39,8 @@ class deferring(TorchFunctionMode):
         return self._linear(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        # Autocast converts around the plain function only; a weight computed from others needs its graph; and where the input needs
-        # no gradient there is nothing to do at once.
+        # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; and not
+        # where the input needs no gradient, so that there is no first part.
         trained = weight.is_leaf and weight.requires_grad and input.requires_grad and torch.is_grad_enabled()
         if not trained or input.dim() < 2 or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
@@ -49,7 +49,7 @@ class deferring(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """The weight is no input of the graph: its hooks would run with the first part, before it has a gradient."""
+    """The weight is no input of the graph, or its hooks would run in the first part, before it has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: list[Tensor], products: list[Product]) -> Tensor:
@@ -66,16 +66,16 @@ class _Linear(torch.autograd.Function):
 def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """The first part, of what ran forward under `deferring(products)`."""
     with deferring(products):
-        # torch.autograd.backward would be taken for one more function of torch, inside of which no mode is on
+        # torch.autograd.backward is itself dispatched as a torch function, which would disable this mode during backward
         torch.autograd.Variable._execution_engine.run_backward(
             tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @torch.no_grad()
 def finish_products(products: list[Product]) -> None:
-    """Add what was noted to the weights' gradients, as a backward would: hooks run. Where there are none, no product is stored first."""
+    """Add the products to the weights' gradients, as a backward would: hooks run. Without hooks, add in place."""
     for weight, grad, x in products:
-        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2).conj()   # of real numbers, themselves
+        rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2).conj()   # conj is the identity for real numbers
         if weight.grad is None or _has_hooks(weight):
             torch.autograd.backward([weight], [rows @ columns])
         else:

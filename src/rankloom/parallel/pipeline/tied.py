@@ -1,4 +1,4 @@
-"""A parameter that stands in stages of several ranks (a tied embedding and head): its gradient is the sum of theirs."""
+"""Sum the gradient of a parameter that stages of several ranks have (a tied embedding and head)."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -10,14 +10,14 @@ from rankloom.world.group import Group
 
 
 def sum_tied(mine: Tensor | None, like: Tensor, group: Group, ranks: Sequence[int]) -> Tensor | None:
-    """The sum over those ranks of `group`, of which this is one, added in rank order everywhere; None where none has a gradient.
+    """The sum over `ranks` of `group`, this one among them, added in rank order on all; None if none has a gradient.
 
-    mine: this rank's gradient; None: its stages got none    like: a tensor of its shape and dtype
-    sent: n elements to each of the others, and whether there is anything in them
+    mine: this rank's gradient, or None    like: a tensor of its shape and dtype
+    sent: n elements, and one flag, to each of the others
     """
     here = torch.zeros_like(like, memory_format=torch.contiguous_format) if mine is None else mine.contiguous()
     parts = {group.rank: (here, torch.tensor([mine is not None], device=here.device))}
-    for low, high in combinations(ranks, 2):   # the same order everywhere, so that nobody waits in a circle
+    for low, high in combinations(ranks, 2):   # the same order on all ranks: no deadlock
         if group.rank in (low, high):
             other = low + high - group.rank
             values, used = (group.exchange(x, other, torch.empty_like(x), other, label="tied parameter") for x in parts[group.rank])

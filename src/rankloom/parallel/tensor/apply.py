@@ -1,14 +1,14 @@
-"""`rl.tensor_parallel`: a plain model, a plan of name patterns, a group; afterwards each rank holds and computes its part.
+"""`rl.tensor_parallel` takes a plain model, a plan of name patterns and a group. Afterwards each rank holds and computes its part.
 
     rl.tensor_parallel(model, {"layers.*.attention.query": "colwise", ..., "layers.*.attention.output": "rowwise"}, group)
 
-Communication plan: column-cut layers take the whole stream, row-cut ones end in a partial sum; one all-reduce forward
-and one backward for each half block (attention, MLP). With "sequence_parallel" norms the stream between is cut by tokens:
-reduce-scatter and all-gather in place of each all-reduce. The loss is the same on every rank, and every rank begins its
-backward from it. All ranks of the group must see the same batch.
+Communication plan: column-cut layers read whole activations, row-cut ones end in a partial sum: one all-reduce forward and one backward
+for each half block (attention, MLP). With "sequence_parallel" norms, activations between half blocks are cut by tokens: reduce-scatter
+and all-gather replace each all-reduce. The loss is the same on every rank, and every rank starts its backward from it. All ranks of the
+group must see the same batch.
 
-Read base/layout.py for what lies where, styles.py for the words of a plan, layers.py and vocabulary.py for the layers,
-holding.py for what happens to parameters and gradients.
+Read base/layout.py for layouts, styles.py for the words of a plan, layers.py and vocabulary.py for the layers, holding.py for parameters
+and gradients.
 """
 
 import re
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
-from rankloom.parallel.replicas import expect_model_and_group, make_replicas_equal
+from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.tensor.holding import Holding, partial_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.layers import watch_dropout
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
@@ -37,24 +37,24 @@ _GPT2 = {
     "lm_head": "colwise_rep",
 }
 _PLAN = "name patterns and their words, as a dict, or None for the model's own tp_plan"
-PLANS = {"GPT2LMHeadModel": _GPT2}   # of models that bring none
+PLANS = {"GPT2LMHeadModel": _GPT2}   # for models without a plan of their own
 
 
 def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Group, *, overlap: int = 1,
                     finish_gradients: bool = True) -> nn.Module:
     """Cut `model`, in place, over the ranks of `group`; returns it. Begin with the whole model on every rank.
 
-    plan:   pattern of module names (`*` is one part of a name) -> a word of styles.py; None: the model's own `tp_plan`
-    overlap: in how many pieces a row-cut product is computed, each sent while the next is multiplied; with more than one, weights'
-            gradients are computed while the inputs' are summed, too. 1: the plain path. The same bytes, in more messages
-    finish_gradients: after `backward()` every gradient is that of the plain model, this rank's part of it. False leaves what
-            `holdings(model)` calls partial, to one `sum_partial_gradients` a step, which is less messages
+    plan:   pattern of module names (`*` is one part of a name) -> a word of styles.py; None: the model's own `tp_plan`, without the
+            patterns that match nothing: such a plan is for a family of models
+    overlap: in how many pieces a row-cut product is computed, each sent while the next is multiplied. With more than one, weight gradients
+            are also computed while the input gradient is summed. 1: the plain path. The same bytes, in more messages
+    finish_gradients: after `backward()` every gradient is this rank's part of the plain model's. False leaves those that
+            `holdings(model)` calls partial to one `sum_partial_gradients` a step: fewer messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
-    raises: ConfigError, on all ranks, for a pattern that matches nothing, a word that means nothing, heads or features that do
-            not divide, a parameter tied to one that is cut, in a module without a word; ModelMismatch when models or plans differ
-            between ranks. A model's own plan is one for many models: what it names and this one has not is left out
+    raises: ConfigError, on all ranks, for a pattern that matches nothing, an unknown word, heads or features that do not divide, or a
+            parameter that is cut and tied to a module without a word; ModelMismatch when models or plans differ between ranks
 
-    Dropout of whole activations must draw the same on all ranks: `rl.prepare` sees to it; in a loop of your own, seed alike.
+    Dropout of whole activations must draw the same on all ranks. `rl.prepare` sees to it; in a loop of your own, seed them alike.
     """
     expect_model_and_group(model, group)
     expect_type("plan", plan, (Mapping, NoneType), _PLAN)
@@ -83,16 +83,16 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
 
 
 def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """What can be wrong with a plan where there is nobody to cut for. raises: ConfigError as `tensor_parallel`"""
+    """Check a plan where one rank holds the whole, so nothing is cut. raises: ConfigError as `tensor_parallel`"""
     expect_type("tensor_plan", plan, Mapping, _PLAN)
     _words(model, plan)
 
 
 def _cut_modules(cutting: Cutting) -> None:
-    """What the plan says, of each module once, though it may stand in the model under several names."""
+    """Cut each module that the plan names, once, though the model may have it under several names."""
     model, words = cutting.model, cutting.words
     names, cut = [name for name in words if name not in dict(model.named_parameters())], dict[nn.Module, str]()
-    for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that know about heads
+    for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that find out the heads
         before = cut.get(model.get_submodule(name))
         if before is None:
             STYLES[words[name]](Site(cutting, name))
@@ -106,7 +106,7 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     if not plan:
         raise ConfigError(f"{type(model).__name__} has no tp_plan of its own; give a plan, such as "
                           '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}')
-    used = {pattern: word for pattern, word in plan.items() if _found(model, pattern, plan)}   # it is of all models of a family
+    used = {pattern: word for pattern, word in plan.items() if _found(model, pattern, plan)}   # the plan is for a family of models
     return used or dict(plan)
 
 
@@ -116,9 +116,9 @@ def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
 
 
 def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Module name -> word, for all that the plan names; and the parameters that it names of modules that are moe_tp_experts.
+    """Module name -> word, for all modules that the plan names, and for the parameters of moe_tp_experts that it names.
 
-    raises: ConfigError for patterns and words that mean nothing, or two words for one module
+    raises: ConfigError for patterns that match nothing, unknown words, or two words for one module
     """
     words: dict[str, str] = {}
     for pattern, word in plan.items():
@@ -134,7 +134,7 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _found(model: nn.Module, pattern: str, plan: Mapping[str, str]) -> list[str]:
-    """The modules that a pattern names, and parameters of experts."""
+    """The names of the modules that a pattern matches, and of parameters of experts."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     return [name for name in names if _matches(pattern, name)] + [
         name for name, _ in model.named_parameters() if _matches(pattern, name) and _is_of_experts(name, plan)]
@@ -160,7 +160,7 @@ def _no_match(model: nn.Module, pattern: str) -> str:
 
 
 def _with_tied(model: nn.Module, words: dict[str, str]) -> dict[str, str]:
-    """The plan, and for a matrix that it cuts over the vocabulary every other layer that is tied to it."""
+    """The plan, with a word for every other layer that is tied to a matrix which the plan cuts over the vocabulary."""
     by_vocabulary = ("embedding_rowwise", "colwise_rep", "colwise_gather_output")
     cut = {id(getattr(model.get_submodule(name), "weight", name)) for name, word in words.items() if word in by_vocabulary}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -180,7 +180,7 @@ def _finish_in_backward(model: nn.Module, group: Group) -> None:
     @torch.compiler.disable
     def hook(module: nn.Module, _args: object = ()) -> None:
         for param, held in partial_parameters(module):
-            if param.requires_grad and not _is_summed(param):   # thawed since, or new: `to_empty` and copies leave hooks behind
+            if param.requires_grad and not _is_summed(param):   # it may be thawed since, or new: `to_empty` and copies lose hooks
                 param.register_hook(partial(_summed, held=held, group=group))
 
     hook(model)

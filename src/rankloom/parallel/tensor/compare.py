@@ -1,6 +1,6 @@
-"""What debug mode compares: how a tensor is said to lie on the ranks, and whether all hold the same bits. tags.py says when.
+"""The comparisons of debug mode: a tensor's tag says its layout; `expect_alike` checks that ranks hold what the layout says.
 
-Without debug mode no tensor carries a tag, and nothing is compared.
+tags.py decides when. Without debug mode no tensor carries a tag, and nothing is compared.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rankloom.world.group import Group
 
 @dataclass(slots=True)
 class Tag:
-    """In debug mode: how a tensor lies on the ranks, what made it, and the version of it that has been compared (tags.py)."""
+    """A tensor's layout, what made it, and the version of it that was last compared (tags.py)."""
 
     layout: Layout
     name: str
@@ -23,7 +23,7 @@ class Tag:
 
 
 def tag(x: Tensor, layout: Layout, name: str) -> None:
-    """Say how `x` lies on the ranks. name: what made it, for messages"""
+    """Note the layout of `x`. name: what made it, for messages"""
     x.rankloom_tag = Tag(layout, name)   # type: ignore[attr-defined]
 
 
@@ -33,16 +33,16 @@ def tag_of(x: Tensor) -> Tag | None:
 
 
 def version_of(x: Tensor) -> int:
-    """How often `x` was written; 0 in inference mode, which does not count."""
+    """How often `x` was written in place; 0 in inference mode, where torch does not count."""
     return 0 if x.is_inference() else x._version
 
 
 @torch.no_grad()
 def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
-    """In debug mode: raise CollectiveMismatch, on all ranks, when `layout` says that all hold the same `x`, but they do not.
+    """In debug mode: raise CollectiveMismatch, on all ranks, when `x` differs between ranks although `layout` is whole.
 
-    The same bits, NaN too; of what is cut or partial, the same shape. Batches or dropout that differ between tensor ranks show here,
-    at the first layer that they reach.   sent: one number to each other rank
+    All bits are compared, NaN too; of a cut or partial tensor, only the shape. Batches or dropout that differ between tensor ranks show
+    here, at the first layer that they reach.   sent: one number to each other rank
     """
     if not group.debug or group.size == 1:
         return
@@ -59,13 +59,13 @@ def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of each element as a number [n]."""
+    """The bits of each element as an integer [n]."""
     flat = x.contiguous().flatten()
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Each number [n] mixed with its place, so that two that change places change the sum of all. source: Steele et al. 2014"""
+    """A hash of each number [n] and its position, so that swapping two changes the sum of all. source: Steele et al. 2014"""
     stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         stirred = (stirred ^ (stirred >> shift)) * factor

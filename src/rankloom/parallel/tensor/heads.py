@@ -1,11 +1,11 @@
-"""Attention heads over ranks: where queries, keys and values may be cut, and what their module must know afterwards.
+"""Attention heads over ranks: where queries, keys and values may be cut, and which counts their module must update.
 
-A head is never cut. The ranks must divide the query heads. With grouped queries there are fewer key-value heads: the ranks divide
-these too, or there are several ranks to each. Then neighbouring ranks, whose query heads share a key-value head, all hold it, and
-each has one term of its gradient: the holding says `grad_partial`.
+A head is never cut: the ranks must divide the query heads. With grouped queries there are fewer KV heads. The ranks divide these too, or
+several ranks share each: then neighbours, whose query heads read the same KV head, all hold it, and each has one term of its gradient
+(`grad_partial`).
 
-A module says how many heads it has in an attribute, for which there are many names. What seems to be attention and has none of them
-is refused: cut evenly, half of a head would pass for a head.
+A module keeps its number of heads in an attribute, which has many names in the field. A module that seems to be attention and has none of
+them is refused: cut evenly, half a head would pass for a head.
 """
 
 import re
@@ -18,19 +18,19 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.tensor.holding import Spans, cut_each, shared
 
-# What attention modules of the field call the width of a head, the number of heads, and that of keys and values.
+# The field's names for the width of a head, the number of query heads, and that of KV heads.
 WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head", "d_k")
 QUERIES = ("num_heads", "num_attention_heads", "num_q_heads", "num_query_heads", "n_head", "n_heads", "n_q_heads", "n_local_heads",
            "nhead", "nheads", "heads")
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "n_local_kv_heads", "kv_heads")
-FEATURES = ("split_size", "all_head_size")   # of all queries
+FEATURES = ("split_size", "all_head_size")   # of all query heads together
 QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
-SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # names that mean heads in attention only
+SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # taken for heads only in attention
 CONFIGS = ("config", "cfg", "args")
 
 
 class Cut(NamedTuple):
-    """How many heads of queries, keys or values there are, how many of them on a rank, and how wide each is."""
+    """The number of heads of queries, keys or values in all, on a rank, and the width of one."""
 
     whole: int
     here: int
@@ -39,14 +39,14 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of one attention module, as they are before the cut."""
+    """The heads of one attention module before the cut."""
 
     width: int
     query: int
     name: str      # of the module, for messages
 
     def spans(self, features: int, ranks: int) -> tuple[Spans, bool]:
-        """Who holds which `features` of a layer of queries, keys or values; and whether some ranks hold the same: gradients are owed.
+        """How `features` of queries, keys or values are cut; and whether ranks share KV heads, so that gradients are partial.
 
         raises: ConfigError with the reason
         """
@@ -62,7 +62,7 @@ class Heads:
                           f"to share its key-value heads; choose tensor = {_choices(self.query, units)}")
 
     def fused(self, features: int, key_values: int | None, ranks: int) -> Spans:
-        """Who holds which `features` of a layer of queries, keys and values end to end: each rank has its heads of all three.
+        """How a layer of queries, keys and values end to end is cut: each rank gets its heads of all three.
 
         key_values: how many key-value heads; None: as many as query heads
         """
@@ -88,15 +88,15 @@ def _choices(query: int, key_values: int, *, repeats: bool = True) -> str:
 
 
 def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | None:
-    """The heads of `module`, if it is attention: by the width of a head where it says that, else by their number.
+    """The heads of `module`, if it is attention: from its width of a head if it has one, else from its number of heads.
 
-    features: of its column-cut layers, before the cut; the most are the queries'
-    raises:   ConfigError where it seems to be attention, and does not say how many heads there are
+    features: of its column-cut layers, before the cut; the largest are the queries
+    raises:   ConfigError where it seems to be attention, but has neither
     """
     most = max(features)
     seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
     if width := _first(module, WIDTHS):
-        # where the query, key and value of each head lie in a row, as in GPT-NeoX, all three are cut as one head
+        # GPT-NeoX lays query, key and value of each head side by side: all three are cut as one head
         in_a_row = len(features) == 1 and most == 3 * width * _anywhere(module, QUERIES)
         width = 3 * width if in_a_row else width
         return Heads(width, most // width, name)
@@ -116,7 +116,7 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
 
 
 def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:
-    """Attributes that may be heads or their width under unknown names; and counts in a config, which other modules read too."""
+    """Attributes that may be the number or width of heads under unknown names, and counts in a config, which other modules read too."""
     places = re.compile("idx|index|len|max|window")
     own = [name for name, value in vars(module).items() if _count(module, name) and not places.search(name)
            and 1 < value < max(features) and not any(each % value for each in features)]
@@ -126,7 +126,7 @@ def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:
 
 
 def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, int | None]:
-    """The heads of a module whose queries, keys and values are one layer of `features`; and how many key-value heads, if it says so.
+    """The heads of a module whose queries, keys and values are one layer of `features`; and its number of KV heads, if it has one.
 
     raises: ConfigError when the module does not say how wide a head is
     """
@@ -141,7 +141,7 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
 
 
 def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
-    """Once it is cut, the counts that an attention module keeps must be those of this rank. cuts: of queries, keys and values"""
+    """After the cut, set an attention module's counts of heads to those of this rank. cuts: of queries, keys and values"""
     query, key_values = max(cuts), min(cuts)
     values = [(QUERIES, query.here), (KEY_VALUES, key_values.here), (FEATURES, query.here * query.width),
               (QUERIES_OF_A_KEY, query.here // key_values.here)]
@@ -152,12 +152,12 @@ def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
         counts_heads = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)
         if count and name in known:
             setattr(module, name, known[name])
-        elif counts_heads and count in here:   # a name that nobody knows
+        elif counts_heads and count in here:   # an unknown name
             setattr(module, name, here[count])
 
 
 def _anywhere(module: nn.Module, names: Sequence[str]) -> int:
-    """What the module or its config has under the first of `names` that is a number; 0: there is none."""
+    """The first of `names` that is a number, in the module or its config; 0 if there is none."""
     return _first(module, names) or _first(getattr(module, "config", None), names)
 
 

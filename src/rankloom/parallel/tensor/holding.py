@@ -1,9 +1,9 @@
-"""What a rank holds of each parameter of a split model, and what its gradient still needs: values, and sums over the ranks.
+"""What a rank holds of each parameter of a split model, and which gradients must still be summed over the ranks.
 
-A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: more than one where
-matrices are fused, the same as another rank's where there are fewer key-value heads than ranks, and filled up with
-zeros where a vocabulary does not divide. From a `Holding` follow the local part of any tensor shaped like the parameter
-(its gradient, its moments), the way back to the whole, who holds the same elements, and whether the gradient is partial.
+A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: several where matrices are fused, the
+same as another rank's where there are fewer KV heads than ranks, and padded with zeros where the ranks do not divide a vocabulary. A
+`Holding` cuts and joins any tensor shaped like the parameter (its gradient, its moments), and says which ranks hold the same elements and
+whether the gradient is partial.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from rankloom.base.spans import Box
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
-_HELD = "rankloom_holdings"            # where a module keeps those of its own parameters
+_HELD = "rankloom_holdings"            # attribute of a module: the holdings of its own parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How one parameter lies on the ranks of the tensor axis.
+    """How one parameter is cut over the ranks of the tensor axis.
 
     >>> one = Holding((6, 2), 3, dim=0, spans=cut_each([4, 2], 2))
     >>> one.spans[1], one.local_shape
@@ -36,7 +36,7 @@ class Holding:
     length: int = 0            # of a rank's part, along `dim`, the same on every rank
     dim: int | None = None     # which is cut; None: every rank holds the whole
     spans: Spans = ()          # of `dim`, for each rank; shorter than `length` where the rest is padding
-    grad_partial: bool = False         # the gradient of a rank is one term; it must be summed over the ranks that hold the same
+    grad_partial: bool = False   # each rank has one term of the gradient; sum it over the ranks that hold the same elements
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Holding:
         return self.cut_into(whole.new_empty(self.local_shape), whole, rank)
 
     def cut_into(self, part: Tensor, whole: Tensor, rank: int) -> Tensor:
-        """The same in memory that is there, of the part's shape; returns it."""
+        """The same, written into `part`; returns it."""
         if self.dim is None:
             return part.copy_(whole)
         at = 0
@@ -68,7 +68,7 @@ class Holding:
         return part
 
     def boxes(self, box: Box, rank: int) -> Iterator[tuple[Box, Box]]:
-        """A box of the part of `rank` -> boxes of it, and where each of them lies in the whole; padding lies nowhere.
+        """A box of the part of `rank` -> boxes of it, and where each of them lies in the whole, without padding.
 
         >>> list(Holding((6,), 3, dim=0, spans=cut_each([4, 2], 2)).boxes((Span(1, 3),), rank=1))
         [((Span(start=1, stop=2),), (Span(start=3, stop=4),)), ((Span(start=2, stop=3),), (Span(start=5, stop=6),))]
@@ -98,7 +98,7 @@ class Holding:
 
 
 def cut_each(lengths: Sequence[int], ranks: int) -> Spans:
-    """Matrices of `lengths`, fused end to end, each cut evenly: every rank gets its part of each.
+    """Spans of matrices of `lengths`, fused end to end: every rank gets an equal part of each.
 
     >>> cut_each([4], 2)
     ((Span(start=0, stop=2),), (Span(start=2, stop=4),))
@@ -127,7 +127,7 @@ def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
 
 
 def padded(length: int, ranks: int) -> tuple[int, Spans]:
-    """Equal lengths for all ranks, filled up where they do not divide: (length of a part, who holds what).
+    """Spans of equal length for all ranks, padded at the end: (length of a part, spans without padding).
 
     >>> padded(5, 4)[1]
     ((Span(start=0, stop=2),), (Span(start=2, stop=4),), (Span(start=4, stop=5),), (Span(start=5, stop=5),))
@@ -137,7 +137,7 @@ def padded(length: int, ranks: int) -> tuple[int, Spans]:
 
 
 def shared(units: int, width: int, ranks: int) -> Spans:
-    """Fewer units than ranks (key-value heads): neighbours hold the same unit.
+    """Spans of fewer units (KV heads) than ranks: neighbours hold the same unit.
 
     >>> shared(units=2, width=8, ranks=4)[1:3]
     ((Span(start=0, stop=8),), (Span(start=8, stop=16),))
@@ -149,12 +149,12 @@ def shared(units: int, width: int, ranks: int) -> Spans:
 
 
 def hold(module: nn.Module, name: str, holding: Holding) -> None:
-    """Note how parameter `name` of `module` lies on the ranks."""
+    """Note how parameter `name` of `module` is cut."""
     module.__dict__.setdefault(_HELD, {})[name] = holding
 
 
 def holdings(model: nn.Module) -> dict[str, Holding]:
-    """How every parameter of `model` lies on the ranks; those that were never cut are whole. Tied ones appear under each name."""
+    """How every parameter of `model` is cut, whole ones included. Tied ones appear under each name."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -164,7 +164,7 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
 
 
 def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding]]:
-    """Those whose gradient is partial: one term of a sum."""
+    """The parameters whose gradient is partial, with their holdings."""
     for module in model.modules():
         for name, held in module.__dict__.get(_HELD, {}).items():
             if held.grad_partial and (param := module._parameters.get(name)) is not None:
@@ -173,9 +173,9 @@ def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding
 
 @torch.no_grad()
 def gather_whole(tensors: Mapping[str, Tensor], held: Mapping[str, Holding], group: Group) -> dict[str, Tensor]:
-    """Whole tensors on every rank, from parts that lie like the parameters of the same names: parameters, gradients, moments.
+    """Whole tensors on every rank, from parts cut like the parameters of the same names: parameters, gradients, moments.
 
-    sent: n(p-1) elements for each that is cut, n of them a part's
+    sent: n(p-1) elements for each that is cut, n the elements of a part
     """
     whole = {}
     for name, tensor in tensors.items():
@@ -198,7 +198,7 @@ def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: Group) -> None:
-    """Fill a split model from whole tensors, each rank taking its part; nothing is sent.
+    """Fill a split model from whole tensors. Each rank takes its part; nothing is sent.
 
     raises: ModelMismatch when names are missing or unknown; ShapeMismatch
     """
@@ -214,11 +214,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: G
 
 @torch.no_grad()
 def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping[str, Holding], group: Group) -> None:
-    """Sum, in place, those gradients of which every rank holds one term only.
+    """Sum partial gradients, in place.
 
-    One message for all that every rank holds whole (norms between split tokens), one exchange with each rank that holds
-    the same key-value heads. Once a step, after accumulation; the sum over other axes may come before or after.
-    sent: 2n(p-1)/p elements of the former, n of the latter to each of the ranks that hold them too
+    One all-reduce for all parameters that every rank holds whole (norms between split tokens), one exchange with each rank that holds the
+    same KV heads. Call it once a step, after accumulation; the sum over other axes may come before or after.
+    sent: 2n(p-1)/p elements of the former; n elements of the latter to each rank that shares them
     """
     parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
     for name, gradient in gradients:
@@ -233,7 +233,7 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
 
 
 def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:
-    """The sum over the ranks `same`, added in rank order, so that all of them get the same bits."""
+    """The sum over the ranks `same`, added in rank order, so that all get the same bits."""
     if len(same) == group.size:
         return group.all_reduce(flat, label="partial gradients")   # type: ignore[no-any-return]
     here = same.index(group.rank)

@@ -1,12 +1,12 @@
-"""Linear layers cut over ranks, and what happens between split tokens.
+"""Linear layers cut over ranks, and the layers of sequence parallelism between them.
 
-    column     y = x W, W cut by output features: x is whole, y comes out cut by features, nothing is sent forward
+    column     y = x W, W cut by output features: x is whole, y is cut by features, nothing is sent forward
     row        y = x W, W cut by input features:  x is cut by features, y is a partial sum: one all-reduce
 
-So a pair of them, column then row, with anything elementwise (or whole attention heads) between, costs one all-reduce
-forward (the row's exit) and one backward (the column's entrance): Shoeybi et al. 2019. With the stream between the pairs
-cut by tokens, the exit is a reduce-scatter, and the norm before the pair gathers the tokens: the same bytes, and norms,
-dropout and residuals are computed and kept once, not once a rank: Korthikanti et al. 2022.
+So a pair, column then row, with anything elementwise (or whole attention heads) between, costs one all-reduce forward (after the row) and
+one backward (before the column): Shoeybi et al. 2019. With sequence parallelism, activations between pairs are cut by tokens: a
+reduce-scatter ends the pair, and the norm before it all-gathers the tokens. The same bytes, but each rank computes and keeps norms, dropout
+and residuals of its own tokens only: Korthikanti et al. 2022.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) ->
 
 
 def entered(x: Tensor, enter: Entrance | None, group: Group, label: str) -> Tensor:
-    """A whole `x` as a split layer reads it. Without an entrance, the gather of tokens that x comes from will sum its gradient.
+    """`x`, whole, as a split layer reads it.
 
-    raises: ConfigError when there is no such gather
+    With sequence parallel (`enter` None) the all-gather before it reduce-scatters the gradient instead.
+    raises: ConfigError when x comes from no such all-gather
     """
     if enter is not None:
         return enter(x)
@@ -40,8 +41,8 @@ def entered(x: Tensor, enter: Entrance | None, group: Group, label: str) -> Tens
 class ColumnLinear(nn.Module):
     """A linear layer of which each rank holds some output features.
 
-    enter:   the entrance shared with its siblings; None where a gather of tokens before it sums the input's gradient
-    gathers: the output's features come out whole, the first `gathers` of them (the rest is padding); 0: they stay cut
+    enter:   the entrance shared with its siblings. With sequence parallel None: the all-gather before it sums the input's gradient
+    gathers: the number of output features (without padding) to all-gather; 0: they stay cut
     """
 
     bias: nn.Parameter | None
@@ -71,9 +72,9 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank holds some input features. It ends as `out` says: whole, or split by tokens.
+    """A linear layer of which each rank holds some input features. Its output is as `out` says: whole, or split by tokens.
 
-    slices: the input is whole, and each rank takes its features of it
+    slices: the input is whole, and each rank slices its features out of it
     """
 
     bias: nn.Parameter | None
@@ -106,7 +107,7 @@ class RowLinear(nn.Module):
 
 
 def gather_features_after(module: nn.Module, group: Group, label: str) -> None:
-    """`module` (an embedding) has some features of every row; what comes after it sees all.   sent: an all-gather of [..., W / p]"""
+    """All-gather the output of `module`, an embedding with this rank's features of every row.   sent: an all-gather of [..., W / p]"""
     def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         return redistribute(output, BY_WIDTH, WHOLE, group, label=label)
 
@@ -114,7 +115,7 @@ def gather_features_after(module: nn.Module, group: Group, label: str) -> None:
 
 
 class TokenDropout(nn.Dropout):
-    """Dropout of this rank's tokens, by that part of the mask of all tokens: ranks that draw alike drop as one process would."""
+    """Dropout of this rank's tokens, with its part of the mask of all tokens: ranks with equal seeds drop what one process would."""
 
     def __init__(self, p: float, group: Group):
         super().__init__(p)
@@ -128,10 +129,10 @@ class TokenDropout(nn.Dropout):
 
 
 def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str) -> None:
-    """`module` (a norm) runs on this rank's tokens; what comes after it sees all of them.
+    """All-gather the output of `module`, a norm that runs on this rank's tokens.
 
-    out:  GRAD_PARTIAL before split layers, WHOLE before what all ranks compute alike
-    sent: an all-gather of its output; backward, a reduce-scatter of what the split layers behind it owe, or nothing
+    out:  GRAD_PARTIAL before split layers, WHOLE before layers that all ranks compute alike
+    sent: an all-gather of its output; backward, with GRAD_PARTIAL, a reduce-scatter of its gradient
     """
     def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         return redistribute(output, BY_TOKENS, out, group, label=label)
@@ -140,7 +141,7 @@ def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str
 
 
 def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
-    """`module` is given whole activations as its first argument, and takes this rank's tokens of them.
+    """Cut the first argument of `module`, whole activations, to this rank's tokens.
 
     sent: backward, an all-gather of the gradient
     """
@@ -148,7 +149,7 @@ def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
 
 
 def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """`module` is given its first tensor changed, by place or by name."""
+    """Apply `change` to the first argument of every call of `module`, or to its first tensor passed by name."""
     def changed(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (change(args[0]), *args[1:]), kwargs
@@ -159,9 +160,9 @@ def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
-    """`module` has a part of each expert's matrices: what it is given is whole on all ranks, what it gives is one term of a sum.
+    """All-reduce the output of `module`, which has a part of each expert's matrices: its inputs are whole, its output is a partial sum.
 
-    sent: an all-reduce of its output; backward, one of each of its inputs (hidden states, and the weights of the experts)
+    sent: an all-reduce of its output; backward, one of each input (hidden states, and the weights of the experts)
     """
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def apart(x: Any) -> Any:
@@ -179,7 +180,7 @@ def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
 
 @dataclass(slots=True)
 class Between:
-    """Whether what runs is between the column-cut layers of a module and the row-cut ones: each rank has other features there, or heads.
+    """Whether a module's forward is now between its column-cut and its row-cut layers, where ranks have different features or heads.
 
     heads: query heads of this rank, if it is attention
     """
@@ -197,12 +198,12 @@ class Between:
         self.is_cut = True
 
 
-# No word of a plan says which dropouts stand between cut layers, and shapes do not tell. So the module that has these layers is watched
-# as it runs. What draws masks by name and place (train/dropout.py) looks there; torch's own dropout does not.
+# Neither the plan nor shapes say which dropouts run between cut layers. So hooks on these layers note it while the module runs. Keyed
+# dropout (train/dropout.py) reads the note; torch's own does not.
 
 
 def watch_dropout(model: nn.Module, columns: list[str], rows: list[str], heads: Mapping[str, int], group: Group) -> None:
-    """Tell every `nn.Dropout` that stands in one module with column-cut layers and row-cut ones when it is between them.
+    """Give a `Between` to every `nn.Dropout` inside a module that has column-cut and row-cut layers.
 
     columns, rows: names of these layers
     heads:         attention module -> query heads of this rank

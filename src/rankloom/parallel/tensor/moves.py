@@ -1,7 +1,9 @@
-"""Activations from one layout into another, with the conjugate collective for the gradient.
+"""Move activations from one layout to another, with the conjugate collective for the gradient.
 
-base/layout.py derives what has to be done there and back; here it is done. All of tensor parallel's communication goes
-through `redistribute`, except that of the loss (vocabulary.py). Layouts name the last dims, so any number may come before.
+base/layout.py derives the two collectives; this file runs them. Layouts name the last dims, so any number may come before.
+
+All of tensor parallel's communication goes through `redistribute`, but for three files: the loss (vocabulary.py), collectives beside
+matrix products (overlap.py), and sums of partial gradients and gathers of whole states (holding.py).
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from rankloom.parallel.tensor.compare import expect_alike, tag, version_of
 from rankloom.world.group import Group
 
 AXIS = "tensor"
-NEAR = 8   # steps of a graph within which a norm and the layers that read it lie
+NEAR = 8   # steps of the autograd graph from a layer to the norm that it reads, at most
 WHOLE = Layout.parse("[..., tokens, width]")
 GRAD_PARTIAL = Layout.parse("[..., tokens, width] -tensor")     # whole, and each rank uses it for its own part of the weights
 PARTIAL = Layout.parse("[..., tokens, width] +tensor")
@@ -24,12 +26,12 @@ BY_TOKENS = Layout.parse("[..., tokens/tensor, width]")
 BY_WIDTH = Layout.parse("[..., tokens, width/tensor]")
 
 
-@torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
+@torch.compiler.disable   # communication cannot be compiled
 def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: str, overwrite: bool = False) -> Tensor:
-    """`x`, laid out as `src`, laid out as `dst`; its gradient comes back by the conjugate.
+    """Turn `x` from layout `src` into `dst`; its gradient comes back by the conjugate move.
 
-    x:         [..., tokens, width], or what `src` says, this rank's part
-    overwrite: an all-reduce may use the memory of `x`, which nobody reads afterwards
+    x:         [..., tokens, width], or as `src` says, this rank's part
+    overwrite: an all-reduce may use the memory of `x`, which is not read afterwards
     sent:      `collective(src, dst, "tensor").bill(x.nbytes, p)` forward, the conjugate's backward
     raises:    ShapeMismatch when the ranks do not divide a dim that is to be cut
     """
@@ -45,7 +47,7 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
 
 
 class _Way(NamedTuple):
-    """One move there and one back, of layouts whose dims are named alike."""
+    """A move and the conjugate one of the gradient, and the layouts before and after, whose dims have the same names."""
 
     there: Move
     back: Move
@@ -60,7 +62,7 @@ class _Redistribute(Function):
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
         ctx.way, ctx.claimed = way, False
         expect_alike(x, way.layout, way.group, f"{way.label}: forward")
-        watched = torch._C._len_torch_dispatch_stack() > 0   # whoever notes products to reuse them does not see what a message changes
+        watched = torch._C._len_torch_dispatch_stack() > 0   # selective recompute saves products, and would miss a change in place
         if way.there.kind == "all_reduce" and overwrite and not watched and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
@@ -82,9 +84,9 @@ def _gathers_for_split_layers(node: Any) -> bool:
 
 @torch.compiler.disable
 def claim(x: Tensor, group: Group, label: str) -> None:
-    """A split layer reads `x` and owes its gradient: note so at the gather that x comes from, which will sum it.
+    """Note, at the all-gather that `x` comes from, that a split layer reads it: each rank will have one term of its gradient.
 
-    raises: ConfigError when x comes from no such gather: nobody would sum
+    raises: ConfigError when x comes from no all-gather that would sum the terms
     """
     if group.size == 1 or x.grad_fn is None:
         return
@@ -95,12 +97,12 @@ def claim(x: Tensor, group: Group, label: str) -> None:
                 node.claimed = seen = True   # type: ignore[attr-defined]
         nodes = [before for node in nodes if not hasattr(node, "way") for before, _ in node.next_functions if before]
     if not seen:
-        raise ConfigError(f"{group.where(label)} reads a tensor that no sequence_parallel norm has gathered, so nobody would sum its "
-                          "gradient over the ranks; name the norm before it in the plan")
+        raise ConfigError(f"{group.where(label)} reads a tensor that no sequence_parallel norm has gathered, so its gradient "
+                          "would not be summed over the ranks; name the norm before it in the plan")
 
 
 def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
-    """The result of `move`, in memory of its own; of `nothing`, a view."""
+    """The result of `move`, in new memory; of `nothing`, a view."""
     group, label = way.group, f"{way.label}: {direction}"
     dim = way.layout.place(move.dim) if move.dim else 0
     match move.kind:
@@ -124,8 +126,8 @@ def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
 
 
 def _with_dim_first(x: Tensor, dim: int, run: Any) -> Tensor:
-    """Collectives cut and join along dim 0, so `dim` goes there and back."""
-    if x.shape[:dim].numel() == 1:   # nothing before it: dim 0 by another name
+    """Collectives cut and join along dim 0, so move `dim` there and back."""
+    if x.shape[:dim].numel() == 1:   # a view moves it without a copy
         flat = run(x.contiguous().view(x.shape[dim:]))
         return flat.view(*x.shape[:dim], *flat.shape)
     return run(x.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()   # type: ignore[no-any-return]
@@ -140,7 +142,7 @@ def _padded(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _exchanged(x: Tensor, joined: int, cut: int, group: Group, label: str) -> Tensor:
-    """Cut `x` along one dim, deal the pieces out, and join what comes along the other."""
+    """Cut `x` along one dim, exchange the pieces, and join what arrives along the other."""
     pieces = torch.stack(x.tensor_split(group.size, cut))
     came = group.all_to_all(pieces, label=label)
     return torch.cat(came.unbind(0), dim=joined)
@@ -156,8 +158,8 @@ def expect_even(length: int, dim: str, x: Tensor, group: Group, label: str) -> N
 class Entrance:
     """Where a whole activation enters the split layers of one module (queries, keys and values; gate and up).
 
-    Every rank uses it for a part of its own, so its gradient has to be summed. Layers that read the very same tensor share
-    one entrance, so that there is one sum, not one per layer. What it remembers ends with the forward of the module.
+    Each rank uses it for its own part of the weights, so its gradient is a partial sum. Layers that read the same tensor share an entrance:
+    one all-reduce for all, not one a layer. It remembers the tensor until the forward of the module ends.
     """
 
     def __init__(self, group: Group, label: str):
@@ -174,14 +176,14 @@ class Entrance:
         return self._entered
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the layers read of x."""
+        """`x` as the layers read it."""
         return redistribute(x, WHOLE, GRAD_PARTIAL, self.group, label=self.label)
 
     def forget(self, *_: Any) -> None:
-        """Let go of the activation. A forward hook."""
+        """Drop the activation. A forward hook."""
         self._seen = self._entered = None
 
     def ends_with(self, module: nn.Module) -> "Entrance":
-        """Forget after every forward of `module`, also one that raised."""
+        """Forget after every forward of `module`, even one that raised; returns itself."""
         module.register_forward_hook(self.forget, always_call=True)
         return self

@@ -1,12 +1,12 @@
-"""The same layers with the collective under way while the next product is computed: beside the plain path, which proves it.
+"""The layers of layers.py with collectives overlapped by matrix products. Tests hold them to the plain path.
 
-    row, forward       the tokens go in pieces: while the sum of one travels, the next is multiplied
-    row, backward      by tokens: pieces of the gradient are gathered, and multiplied as they come
-    column, backward   the input's gradient leaves first, and the weights' gradients are computed while it travels
+    row, forward       in pieces of tokens: while one is summed over the ranks, the next is multiplied
+    row, backward      with sequence parallel: pieces of the gradient are all-gathered, and multiplied as they arrive
+    column, backward   the input gradient is computed first; weight gradients are computed while it is all-reduced
 
-The last needs help: queries, keys and values are layers of their own, each with a backward that makes both gradients at
-once. Here a layer's backward makes the input's only and leaves a note at the entrance; the entrance, which runs when all of
-them have, starts the sum, works off the notes, and returns the weights' gradients as its own (they pass through it).
+The last spans several layers: queries, keys and values each have a backward of their own. Here a layer's backward computes the input
+gradient only, and leaves a note at their common entrance. The entrance's backward runs after all of theirs: it starts the all-reduce, works
+off the notes, and returns the weight gradients, because the weights are inputs of it too.
 
 The bytes are those of the plain path, in `pieces` times the messages. Read layers.py and moves.py before this file.
 """
@@ -28,7 +28,7 @@ Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, i
 
 
 class OverlappedEntrance(Entrance):
-    """An entrance that computes the gradients of its layers' weights while that of the input is summed."""
+    """An entrance that computes its layers' weight gradients while the input gradient is all-reduced."""
 
     def __init__(self, group: Group, label: str):
         super().__init__(group, label)
@@ -36,7 +36,7 @@ class OverlappedEntrance(Entrance):
         self.notes: list[Note] = []
 
     def enter(self, x: Tensor) -> Tensor:
-        """x, whole, with the weights of all layers passing through. The notes are of this forward alone."""
+        """`x` as the layers read it; their weights pass through the same node. Each forward has notes of its own."""
         if self.group.size == 1:
             return x
         self.notes = []
@@ -46,7 +46,7 @@ class OverlappedEntrance(Entrance):
 
 
 class OverlappedColumnLinear(ColumnLinear):
-    """A `ColumnLinear` whose weight's gradient is left to the entrance."""
+    """A `ColumnLinear` that leaves its weight gradient to the entrance."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -106,7 +106,7 @@ class _Column(Function):
 
 
 class OverlappedRowLinear(RowLinear):
-    """A `RowLinear` that sends its sum off in `pieces`, each while the next is multiplied."""
+    """A `RowLinear` that sums its output in `pieces`, each while the next is multiplied."""
 
     def __init__(self, *args: Any, pieces: int, **options: Any):
         super().__init__(*args, **options)
@@ -124,7 +124,7 @@ class OverlappedRowLinear(RowLinear):
 
 
 class _Pieces:
-    """How a row-cut product is cut in pieces of tokens."""
+    """How a row-cut product is cut into pieces of tokens."""
 
     def __init__(self, group: Group, out: Layout, pieces: int, transposed: bool, label: str):
         self.group, self.by_tokens, self.pieces, self.transposed, self.label = group, out == BY_TOKENS, pieces, transposed, label
@@ -142,7 +142,7 @@ class _Row(Function):
         group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
         if not way.by_tokens:
             rows = _each(way, x.flatten(0, -2).tensor_split(way.pieces), multiply)
-            return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # no view: models may add to it in place
+            return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # not a view: models may add to it in place
         expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
         handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{way.label}: forward", async_op=True)
                    for part in way.views(x, group.size)]
@@ -165,7 +165,7 @@ class _Row(Function):
 
 
 def _each(way: _Pieces, parts: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Products of all parts, one below the other, each summed over the ranks while the next is computed."""
+    """The products of all parts, concatenated; each is all-reduced while the next is computed."""
     handles = []
     for part in parts:
         if part.shape[0]:
@@ -183,7 +183,7 @@ def _weight_gradient(slope: Tensor, x: Tensor, transposed: bool) -> Tensor:
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As a product under autocast would have them."""
+    """The dtypes that autocast would give a product."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

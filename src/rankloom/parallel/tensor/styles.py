@@ -1,23 +1,23 @@
-"""The words of a plan: what each does to the module it names. The words are those of Hugging Face's `tp_plan`.
+"""The words of a plan: what each does to the module it names. They are those of Hugging Face's `tp_plan`, and some of our own.
 
     colwise                         cut by output features; attention heads stay whole
-    colwise_rep, colwise_gather_output    cut by output features, which are gathered (a vocabulary is padded where it must be)
-    rowwise                         cut by input features, which come cut; its sum is all-reduced, or reduce-scattered by tokens
-    rowwise_rep, rowwise_split_input      the same, of an input that comes whole
+    colwise_rep, colwise_gather_output    cut by output features, and the output gathered (a vocabulary is padded if needed)
+    rowwise                         cut by input features, for a cut input; its output is all-reduced, or reduce-scattered by tokens
+    rowwise_rep, rowwise_split_input      the same, for an input that is whole
     packed_colwise, packed_rowwise  gate and up (two matrices of equal size) fused in one
-    packed_qkv_colwise              all queries, then all keys, then all values in one (a word of our own). Where each head has its
-                                    own three side by side (GPT-NeoX), say colwise, and give the module head_dim alone
-    embedding_rowwise               cut over the vocabulary, padded where it does not divide
-    embedding_colwise               cut by features, which are gathered
+    packed_qkv_colwise              all queries, then all keys, then all values fused in one (our own). Where query, key and value of each
+                                    head lie side by side (GPT-NeoX), say colwise, and give the module head_dim alone
+    embedding_rowwise               cut over the vocabulary, padded if needed
+    embedding_colwise               cut by features, and the output gathered
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
     moe_tp_experts                  a module whose parameters [experts, out, in] the plan names too: colwise cuts the last dim but one,
-                                    rowwise the last; what it is given is whole, what it gives is all-reduced
-    sequence_parallel               a norm that runs on this rank's tokens; the split layers after it see all
+                                    rowwise the last; its input is whole, its output all-reduced
+    sequence_parallel               a norm of this rank's tokens; its output is gathered for the split layers after it
     sequence_parallel_rep           the same, before layers that are not split               (our own)
-    sequence_dropout                dropout of a rank's tokens, by its part of one mask      (our own)
-    sequence_split                  before this module the stream is cut by tokens           (our own)
-    replicated_with_grad_allreduce  whole, used for a part: its gradient is partial
-    replicate                       whole; what no pattern names is so anyway
+    sequence_dropout                dropout of a rank's tokens, with its part of one mask    (our own)
+    sequence_split                  the input of this module is cut by tokens                (our own)
+    replicated_with_grad_allreduce  whole, but its gradient is a partial sum
+    replicate                       whole, like every module that no pattern names
 """
 
 import re
@@ -28,7 +28,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.hooks import hooks_of, is_hooked
+from rankloom.base.hooks import copy_user_attributes, hooks_of, is_hooked
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
@@ -50,29 +50,29 @@ from rankloom.world.group import Group
 
 @dataclass
 class Cutting:
-    """One model being cut: what all its modules share meanwhile."""
+    """A model that is being cut: what the steps of the cut share."""
 
     model: nn.Module
     group: Group
     words: dict[str, str]              # module name -> word
     features: dict[str, int]           # of the linear layers that are cut by output features, before the cut
-    pieces: int = 1                    # in which a row-cut product is computed and sent
+    pieces: int = 1                    # of a row-cut product (`overlap`)
     new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
     entrances: dict[str, Entrance] = field(default_factory=dict)
     heads: dict[str, list[Cut]] = field(default_factory=dict)                                  # attention -> of queries, keys, values
 
     @property
     def sequence(self) -> bool:
-        """Whether the stream between the split layers is cut by tokens."""
+        """Whether activations between the split layers are cut by tokens."""
         return bool({"sequence_parallel", "sequence_parallel_rep"} & set(self.words.values()))
 
     @property
     def stream(self) -> Layout:
-        """How row-cut layers leave their result."""
+        """The layout of activations between the split layers."""
         return BY_TOKENS if self.sequence else WHOLE
 
     def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
-        """This rank's part of a parameter; of one that is tied, the part that its other owner has got already."""
+        """This rank's part of a parameter; a tied one is cut once, and shared again."""
         param = getattr(source, name)
         if not isinstance(param, nn.Parameter):
             raise ConfigError(f"{self._place_of(source)}: its {name} is computed from other parameters (weight_norm, a parametrization), "
@@ -87,7 +87,7 @@ class Cutting:
             raise ConfigError(f"{self._place_of(source)}: its {name} has hooks, which would be lost: each rank gets a part; put them on "
                               "that afterwards")
         part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
-        vars(part).update(vars(param))   # attributes of the user's, by which optimizers may tell parameters apart
+        copy_user_attributes(part, param)
         self.new[id(param)] = (param, part, holding)
         return part
 
@@ -95,7 +95,7 @@ class Cutting:
         return next(place for place, module in self.model.named_modules() if module is source)
 
     def entrance(self, parent: str) -> Entrance | None:
-        """The entrance of the column-cut layers of one module; none where the norm before them gathers."""
+        """The common entrance of the column-cut layers of one module; None with sequence parallel."""
         if self.sequence:
             return None
         if parent not in self.entrances:
@@ -105,14 +105,14 @@ class Cutting:
         return self.entrances[parent]
 
     def expect_ties(self) -> None:
-        """After all cuts: raise ConfigError where a parameter that was cut still stands elsewhere, whole: there would be two of it."""
+        """After all cuts: raise ConfigError where a parameter that was cut is still whole in a module that is tied to it."""
         for name, param in self.model.named_parameters():
             if id(param) in self.new:
                 raise ConfigError(f"{name} is tied to a parameter that the plan cuts, and would stay whole, a parameter of its own; "
                                   "name its module in the plan too")
 
     def tell_attention(self) -> None:
-        """After all cuts: attention modules learn how many heads they have."""
+        """After all cuts: set the counts of heads in attention modules to those of this rank."""
         for name, local in self.heads.items():
             tell_local_counts(self.model.get_submodule(name), local)
 
@@ -142,10 +142,10 @@ class Site:
     def replace(self, new: nn.Module, held: dict[str, Holding], ends: Ends) -> None:
         """Put `new` in the module's place, under the same name.
 
-        raises: ConfigError for what users have put on the module
+        raises: ConfigError when users have put hooks, or another forward, on the module
         """
         found = "hooks" if any(hooks_of(self.module).values()) else "a forward of its own" if "forward" in vars(self.module) else None
-        if found:   # they would see a part of what they expect, were they kept
+        if found:   # not kept: they expect whole tensors
             raise ConfigError(f"{self.name} has {found}, which would be lost: each rank gets a part; put that on the part afterwards")
         declare(new, ends)
         for name, holding in held.items():
@@ -167,7 +167,7 @@ def is_transposed(module: nn.Module) -> bool | None:
 
 
 def out_features(module: nn.Module) -> int:
-    """How many features a linear layer puts out."""
+    """The number of output features of a linear layer."""
     weight = module.weight
     assert isinstance(weight, Tensor), "a linear layer without a weight"
     return weight.shape[1 if is_transposed(module) else 0]
@@ -218,13 +218,13 @@ def column(site: Site, *, gathers: bool = False) -> None:
 
 
 def _expect_one_matrix(site: Site, features: int, siblings: list[int]) -> None:
-    """Raise ConfigError for a gate and an up in one matrix: the row-cut layer behind a lone column-cut one takes half its features."""
+    """Raise ConfigError for gate and up fused in one matrix: then the row-cut layer after it takes half its features."""
     words, model = site.cutting.words, site.cutting.model
     behind = [name for name, word in words.items() if word == "rowwise" and name.rpartition(".")[0] == site.parent]
     for name in behind if len(siblings) == 1 else ():
         takes = _in_features(model.get_submodule(name))
         if takes and features == 2 * takes:
-            raise ConfigError(f"{site.name} puts out {features} features, and {name} takes {takes}: cut as one matrix, two that are fused "
+            raise ConfigError(f"{site.name} has {features} output features, and {name} takes {takes}: cut as one matrix, two fused ones "
                               "(gate and up) would be cut across each other; say packed_colwise")
 
 
@@ -266,7 +266,7 @@ def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
 
 
 def embedding(site: Site, *, by_rows: bool) -> None:
-    """embedding_rowwise, or embedding_colwise. The module stays, with a part of its weight."""
+    """embedding_rowwise, or embedding_colwise. The module is kept, with a part of its weight."""
     source, group = site.module, site.group
     if not isinstance(source, nn.Embedding) or source.max_norm is not None or source.sparse or source.scale_grad_by_freq:
         raise ConfigError(f"{site.name} is a {type(source).__name__}; only an nn.Embedding can be cut, without max_norm, sparse "
@@ -275,9 +275,9 @@ def embedding(site: Site, *, by_rows: bool) -> None:
     if by_rows:
         length, spans = padded(shape[0], group.size)
         holding = Holding(shape, length, 0, spans)
-        rows, out = VocabularyShard.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
-        source.padding_idx = rows.place(source.padding_idx)
-        look_up_own_rows(source, rows, group, out, site.name)
+        shard, out = VocabularyShard.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
+        source.padding_idx = shard.local_index_of(source.padding_idx)
+        look_up_own_rows(source, shard, group, out, site.name)
         declare(source, Ends(gives=out))
     else:
         spans = cut_evenly(shape[1], group.size, site.name)
@@ -290,7 +290,7 @@ def embedding(site: Site, *, by_rows: bool) -> None:
 
 
 def vocabulary_output(site: Site) -> None:
-    """The module that turns hidden states into logits or a loss; it has no parameters, and says its `vocab_size`."""
+    """vocabulary_output: a module without parameters, with a `vocab_size`, that turns hidden states into logits or a loss."""
     vocabulary = getattr(site.module, "vocab_size", None)
     if vocabulary is None or list(site.module.parameters()):
         raise ConfigError(f"{site.name}: vocabulary_output wants a module without parameters that knows its vocab_size, like the `output` "
@@ -303,7 +303,7 @@ def vocabulary_output(site: Site) -> None:
 
 
 def experts(site: Site) -> None:
-    """moe_tp_experts. The module stays, with a part of each of its matrices."""
+    """moe_tp_experts. The module is kept, with a part of each of its matrices."""
     module, group, label = site.module, site.group, site.name
     if site.cutting.sequence:
         raise ConfigError(f"{label}: moe_tp_experts wants whole tokens, but the norms of this plan are sequence_parallel")
@@ -319,14 +319,14 @@ def experts(site: Site) -> None:
         inner.add(param.shape[dim] // parts)
         setattr(module, name, site.cutting.cut(module, name, holding))
         hold(module, name, holding)
-    for name, value in list(vars(module).items()):   # what it knows of the width between its matrices
+    for name, value in list(vars(module).items()):   # its own copies of the width between its matrices
         if type(value) is int and value in inner and re.search("intermediate|expert_dim|ffn|inner", name):
             setattr(module, name, value // group.size)
     sum_over_experts(module, group, label)
 
 
 def partial_gradients(site: Site) -> None:
-    """replicated_with_grad_allreduce: every parameter whole, every gradient a term."""
+    """replicated_with_grad_allreduce: parameters are whole, gradients partial sums."""
     for name, param in site.module.named_parameters(recurse=False):
         hold(site.module, name, Holding(tuple(param.shape), grad_partial=True))
 
@@ -374,4 +374,4 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "replicate": lambda site: None,
 }
 COLUMNS = ("colwise", "packed_colwise", "packed_qkv_colwise")
-ROWS = ("rowwise", "packed_rowwise")   # whose input comes cut
+ROWS = ("rowwise", "packed_rowwise")   # those whose input is cut

@@ -1,23 +1,24 @@
-"""Debug mode: every activation of a split model carries a tag, and each module checks those of what it reads. Otherwise: not one hook.
+"""Debug mode: every activation of a split model carries a tag, which every module that reads it checks. Without debug mode: no hooks.
 
 A tag is an attribute of a tensor: its layout over the tensor axis, and the name of what made it (compare.py).
 
-    declared   a layer that the plan names says what it reads and what it gives (styles.py)
-    derived    the result of any other function lies as its operands do together (`joined` in base/layout.py)
-    compared   at both ends of every module: a whole tensor has the same bits on all ranks, a split one the same shape. In backward
-               so has the gradient of a whole tensor, and of a whole parameter, unless its gradient is summed later
+    declared   a layer that the plan names declares what it reads and gives (styles.py)
+    derived    the layout of any other function's result follows from its operands (`joined` in base/layout.py)
+    compared   before and after every module: a whole tensor has the same bits on all ranks, a split one the same shape. In backward the
+               same holds for the gradient of a whole tensor, and of a whole parameter, unless that is summed later
 
-Tags follow from the program, so ranks that run one program raise the same error; bits are compared by all ranks together.
-An activation that is moved by hand, and not by `redistribute`, needs a call of `tag`.
+Tags follow from the program, so all ranks that run one program raise the same error. Comparing bits is a collective.
+An activation that you move by hand, and not by `redistribute`, needs a call of `tag`.
 
 What it cannot see:
-- a result without a tag: of numpy, of compiled graphs, of x[...] = y. It is taken for what its reader expects; bits and widths are compared
-- elements that change their meaning: a mean over split features still counts as split, an error only where a whole one is read
-- functions that run outside of a call of the model, and what modules read that were put in after the cut
-- what is wrong on all ranks alike, and other axes than tensor, along which ranks differ by design
-It takes rounding for an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
+- results of numpy, of compiled graphs and of x[...] = y: they have no tag, and are taken to be what their reader expects; bits and widths
+  are compared all the same
+- a change of meaning: a mean over split features still counts as split; it is an error only where a whole tensor is read
+- functions that run outside of a call of the model, and inputs of modules that were added after the cut
+- errors that are the same on all ranks, and other axes than tensor, along which ranks differ by design
+Rounding counts as an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
 
-Price: a message of 8 bytes to each rank for every tensor at the end of a module, and a pass over its elements.
+Price: a message of 8 bytes to each rank for every tensor before and after a module, and a pass over its elements.
 """
 
 from collections.abc import Iterator
@@ -39,12 +40,12 @@ from rankloom.world.group import Group
 
 ALIKE = Layout.parse("[...]")               # a parameter that every rank holds whole
 GRAD_PARTIAL_HERE = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
-_ENDS = "rankloom_ends"   # where a module keeps what it reads and gives
-_UNSEEN = "rankloom_unseen"   # of a tensor without a tag that is no constant either: without gradients, nothing else tells
+_ENDS = "rankloom_ends"   # attribute of a module: what it reads and gives
+_UNSEEN = "rankloom_unseen"   # attribute of a tensor without a tag that is no constant: without gradients, there is no other sign
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
-# What a tensor is and what it should be -> what to do. States of base/layout.py: "" is whole, "+" a term of a sum, "-" a whole tensor
-# whose gradient comes in terms, a name the dim that is cut.
+# (actual state, expected state) -> advice. States as in base/layout.py: "" whole, "+" partial sum, "-" whole with a gradient that is a
+# partial sum, or the name of the dim that is cut.
 _GATHER = "end the split features with a rowwise layer, or gather them with colwise_rep"
 _ADVICE = {
     ("width", ""): _GATHER,
@@ -53,7 +54,7 @@ _ADVICE = {
     ("tokens", "-"): "name the norm before it sequence_parallel, which gathers the tokens",
     ("+", ""): "each rank has one term of a sum; call the rowwise layer itself, which adds them up",
     ("-", ""): "split layers were to read it, whose gradients are added up; say sequence_parallel_rep for the norm before it",
-    ("", "-"): "nobody would add up its gradient; say sequence_parallel for the norm before it",
+    ("", "-"): "its gradient would not be summed; say sequence_parallel for the norm before it",
     ("", "width"): "say rowwise_rep, which takes this rank's features of a whole input",
     ("", "tokens"): "nothing has split the tokens before it; say sequence_split for the first module that is to have some of them",
 }
@@ -61,7 +62,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a module of the plan reads and gives. None: that is not declared, but derived.
+    """The layouts that a module of the plan reads and gives. None: derived, not declared.
 
     width: of the last dim of what it reads, on this rank
     """
@@ -72,7 +73,7 @@ class Ends:
 
 
 def declare(module: nn.Module, ends: Ends) -> None:
-    """Note what `module` reads and gives."""
+    """Declare what `module` reads and gives."""
     module.__dict__[_ENDS] = ends
 
 
@@ -90,18 +91,18 @@ def ends_of(module: nn.Module) -> Ends:
 
 
 class _Watch(TorchFunctionMode):
-    """Hooks at both ends of every module, and between them, while a call lasts, a look at every function."""
+    """Hooks before and after every module, and, while a call of the model runs, a hook on every torch function."""
 
     def __init__(self, model: nn.Module, group: Group):
         super().__init__()
         self.model, self.group = model, group
-        self.running: list[tuple[str, bool]] = []   # modules, outermost first; True: it declares what it gives, nothing inside is derived
+        self.running: list[tuple[str, bool]] = []   # modules, outermost first; True: its output is declared, so derive nothing inside
 
     # ------------------------------------------------------------------ the ends of modules
 
     @torch.compiler.disable
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a module: what it reads is what it should be."""
+        """Before a module: check its inputs."""
         ends, given, what = ends_of(module), list(_floats((args, kwargs))), f"input of {name or 'the model'}"
         if not self.running:
             self._learn_parameters(module, name)
@@ -117,7 +118,7 @@ class _Watch(TorchFunctionMode):
 
     @torch.compiler.disable
     def leave(self, name: str, module: nn.Module, _args: Any, output: Any = None) -> None:
-        """After a module, also one that raised (no output): what it gives is what it should be."""
+        """After a module: check its output. One that raised has none."""
         if name not in (running for running, _ in self.running):
             return
         while self.running.pop()[0] != name:   # modules inside that raised may not have left
@@ -134,7 +135,7 @@ class _Watch(TorchFunctionMode):
             self._compare(x, what)
 
     def _learn_parameters(self, module: nn.Module, prefix: str) -> None:
-        """Tag those that have none: all at first, those of a copy again."""
+        """Tag the parameters that have no tag yet: at the first call all, later those of a copied model."""
         held = holdings(module)
         for name, param in module.named_parameters():
             if tag_of(param) is None:
@@ -158,8 +159,8 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _derive(self, func: Any, operands: list[Tensor]) -> Layout | None:
-        """How the result of `func` lies on the ranks; None where its operands do not say."""
-        if _name(func).endswith("_as"):   # of the other operand only shape or dtype is used
+        """The layout of the result of `func`; None where its operands do not determine it."""
+        if _name(func).endswith("_as"):   # only shape or dtype of the other operand is used
             operands = operands[:1]
         tags = [(x, known) for x in operands if (known := tag_of(x))]
         if not tags or _is_new(func) or any(map(_is_unseen, operands)):
@@ -180,26 +181,26 @@ class _Watch(TorchFunctionMode):
         return layout
 
     def _expect_no_terms(self, tags: list[tuple[Tensor, Tag]], layout: Layout, where: str) -> None:
-        """Raise where a whole tensor goes into a split result: each rank gets one term of its gradient, and nobody adds them up."""
+        """Raise where a whole tensor goes into a split result: each rank gets one term of its gradient, and nothing sums them."""
         for x, known in tags:
             if torch.is_grad_enabled() and x.requires_grad and known.layout.state(AXIS) == "":
                 raise ConfigError(
                     f"{where} reads {known.name}, which is {known.layout}, whole, for a result that is {layout}: each rank would have "
-                    "one term of its gradient, and nobody would add them up. In the plan say sequence_parallel for a norm between split "
+                    "one term of its gradient, and nothing would sum them. In the plan say sequence_parallel for a norm between split "
                     "tokens, sequence_parallel_rep for one before layers that are not split, replicated_with_grad_allreduce for another "
                     "module that is whole")
 
     # ------------------------------------------------------------------ checks
 
     def _take_as(self, tensors: Any, layout: Layout, name: str, *, anew: bool = False) -> None:
-        """Tag the tensors that have no tag yet; with `anew` also those that were tagged with another layout."""
+        """Tag the tensors that have no tag yet; with `anew` also those whose tag has another layout."""
         for x in tensors:
             known = tag_of(x)
             if known is None or (anew and known.layout != layout):
                 tag(x, layout, name)
 
     def _expect(self, x: Tensor, layout: Layout, what: str) -> None:
-        """Raise unless `x` lies as `layout` says; without a tag it is taken to."""
+        """Raise unless the layout of `x` is `layout`; without a tag it is taken to be."""
         self._take_as([x], layout, what)
         known = tag_of(x)
         assert known, "it has a tag now"
@@ -215,7 +216,7 @@ class _Watch(TorchFunctionMode):
                                 f"features on each of {self.group.size} ranks. Is what comes before it split as the plan says?")
 
     def _compare(self, x: Tensor, what: str) -> None:
-        """Compare with the other ranks, unless that has been done since it was last written."""
+        """Compare with the other ranks, unless that was done since `x` was last written."""
         known = tag_of(x)
         if known is None or known.compared == version_of(x) or isinstance(x, nn.Parameter):
             return
@@ -225,7 +226,7 @@ class _Watch(TorchFunctionMode):
             self._compare_gradient(x, f"gradient of the {what}")
 
     def _compare_gradient(self, x: Tensor, what: str) -> None:
-        """The gradient of `x` will be compared as soon as there is one, if it must be whole."""
+        """Compare the gradient of `x` when backward computes it, if it must be whole."""
         known = tag_of(x)
         if known and x.requires_grad and known.layout.state(AXIS) in ("", "+"):
             layout = known.layout.gradient()
@@ -246,12 +247,12 @@ def _is_cut_parameter(x: Tensor) -> bool:
 
 
 def _is_new(func: Any) -> bool:
-    """Whether the values of its result are not made of those of its operands."""
+    """Whether its result does not depend on the values of its operands."""
     return _name(func).startswith("new_") or _name(func).endswith("_like")
 
 
 def _is_unseen(x: Tensor) -> bool:
-    """Whether it was made of activations by a function that debug mode has not seen, or that does not say how its result lies."""
+    """Whether it was computed from activations by a function that debug mode has not seen, or whose result has no known layout."""
     return tag_of(x) is None and (x.grad_fn is not None or _UNSEEN in vars(x))
 
 

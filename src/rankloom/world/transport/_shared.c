@@ -11,9 +11,9 @@
  * A collective is a row of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
  * (one rendezvous), and every rank takes what it needs out of the others' slots, adding in rank order where values are
  * reduced. Slots take turns, so that one meeting per window is enough: whoever writes slot i again has met all others
- * since they read it. Two would do; where each rank has a core, up to as many as fill STAGING, for by then a slot has left the caches of those
- * who read it: to write where another core has a copy takes four times as long (9 for 40 GB/s on Zen 4). Rings are as
- * long for the same reason. Inputs that lie in a shared region are not staged at all, but read where they lie.
+ * since they read it. Two suffice. With a core per rank more are used (as many as fill STAGING), so that a slot has left its
+ * readers' caches before it is rewritten: a write to a line that another core caches is 4x slower (9 for 40 GB/s on Zen 4). Rings
+ * are as long for the same reason. Inputs that lie in a shared region are not staged at all, but read where they lie.
  *
  * Waiting spins for a moment, then sleeps on a futex; it never holds the GIL. A sleeper looks up every SLICE_MS whether
  * those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something
@@ -1592,7 +1592,7 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* status() -> (why, blamed rank or -1, [meetings each rank came to], [state letter of each process]) */
+/* status() -> (why, blamed rank or -1, [meetings each rank came to], [state letter of each process; L: it has left]) */
 static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
 {
     PyObject *arrived = PyList_New(l->ranks), *states = PyList_New(l->ranks);
@@ -1600,7 +1600,11 @@ static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
         int64_t started;
         char state = process_state(rank_of(l, r)->pid, &started);
         PyList_SetItem(arrived, r, PyLong_FromUnsignedLong(atomic_load(&rank_of(l, r)->arrived)));
-        PyList_SetItem(states, r, PyUnicode_FromFormat("%c", is_dead(rank_of(l, r)) ? 'X' : state));
+        if (atomic_load(&rank_of(l, r)->left))
+            state = 'L';
+        else if (is_dead(rank_of(l, r)))
+            state = 'X';
+        PyList_SetItem(states, r, PyUnicode_FromFormat("%c", state));
     }
     uint32_t broken = atomic_load(&control(l)->broken);
     return Py_BuildValue("(iiNN)", (int)(broken >> 16), broken ? (int)(broken & 0xffff) : -1, arrived, states);

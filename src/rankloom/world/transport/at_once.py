@@ -91,7 +91,7 @@ class AtOnce:
         if nbytes and not address:
             return False
         if (sender := self._message(1, address, nbytes, to, tag, self._channel.timeout)) < 0:
-            raise self._channel.explain(-sender, label or "send", peer=to)
+            raise self._channel.explain(-sender, label or "send", peers=(to,))
         self._ledger.enter(nbytes, 1)
         return True
 
@@ -103,7 +103,7 @@ class AtOnce:
         if nbytes and not address:
             return False
         if (sender := self._message(0, address, nbytes, frm, tag, self._channel.timeout)) < 0:
-            raise self._channel.explain(-sender, label or "recv", peer=frm)
+            raise self._channel.explain(-sender, label or "recv", peers=(frm,))
         return True
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
@@ -115,7 +115,7 @@ class AtOnce:
         if (source < target + room and target < source + nbytes) or (nbytes and not source) or (room and not target):
             return False
         if why := self._exchange(source, nbytes, to, target, room, frm, tag, self._channel.timeout):
-            raise self._channel.explain(why, label or "exchange", peer=frm)
+            raise self._channel.explain(why, label or "exchange", peers=(frm, to))
         self._ledger.enter(nbytes, 1)
         return True
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import BARRIER
-from rankloom.world.transport.meet import PAGE, Mapping, available_memory, create_memory, open_memory
+from rankloom.world.transport.free_memory import available_memory
+from rankloom.world.transport.meet import PAGE, Mapping, create_memory, open_memory
 
 NUMBERS = range(1, 64)
 

@@ -41,6 +41,7 @@ with contextlib.suppress(ImportError):   # no compiler when this was installed
 KERNELS["Python"] = fallback
 
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
+GONE = {"X": STATES["X"], "L": "it has left the group"}
 
 SPIN_US = 100             # before sleeping, where every rank has a core of its own
 YIELDS = 100              # times that a rank lets others run, before sleeping, where ranks share cores
@@ -93,6 +94,10 @@ class Channel:
         """End every wait of every rank: `peer` did not come in time; where this rank waited for anyone, none of the others."""
         self.link.break_off(self._number_of(peer), TIMED_OUT)
 
+    def gone(self) -> list[int]:
+        """The ranks that have ended, or left the group."""
+        return [rank for rank, state in enumerate(self.link.status()[3]) if state in GONE]
+
     def close(self) -> None:
         """This rank makes no call any more; a rank that waits for it gets RankLost."""
         self.closed = True
@@ -104,12 +109,15 @@ class Channel:
         """This rank, a label and the group, as messages begin."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
 
-    def explain(self, why: int, label: str, timeout: float | None = None, peer: int | None = None) -> RankloomError:
-        """The error for a call that failed; `peer` is the other end of a message, -1 for anyone."""
+    def explain(self, why: int, label: str, timeout: float | None = None, peers: Sequence[int] = ()) -> RankloomError:
+        """The error for a call that failed; `peers` are the other ends of a message or two, -1 for anyone."""
         _, blamed, arrived, states = self.link.status()
         if why == TIMED_OUT:
-            late = blamed if peer is None or blamed >= 0 else self._number_of(peer)
-            missing = self._who_was_silent(late, states) if late >= self.size else self._who_is_missing(arrived, states, late, peer is None)
+            # Another rank may have given up first, and have broken the group for the sake of a message of its own.
+            awaited = [self._number_of(peer) for peer in peers]
+            late = blamed if blamed in awaited or not awaited else awaited[0]
+            behind = {late} if awaited else {rank for rank in range(self.size) if arrived[rank] < max(arrived)} or {blamed}
+            missing = self._who_was_silent(late, states) if late >= self.size else self._who_is_missing(behind, states)
             return CollectiveTimeout(f"{self.where(label)} did not finish within its timeout of {timeout or self.timeout:g} s: {missing}")
         who = f"rank {self.ranks[self.rank if blamed < 0 else blamed]}"
         if why == MISMATCHED:
@@ -129,11 +137,16 @@ class Channel:
         assert why == FORKED, f"the kernel gave an unknown reason {why}"
         return ConfigError(f"{self.where(label)}: this process was forked from one that owns the group; build groups after the fork")
 
-    def _who_is_missing(self, arrived: list[int], states: list[str], blamed: int, meeting: bool) -> str:
-        """The ranks that have not come to the meeting (or the other end of a message), and those that cannot go on anyway."""
-        behind = {rank for rank in range(self.size) if meeting and arrived[rank] < max(arrived)} or ({blamed} - {-1})
-        missing = [rank for rank in range(self.size) if rank in behind or states[rank] in STATES]
-        return f"{self._with_states(missing, states)} did not come" if missing else "a rank did not come"
+    def _who_is_missing(self, behind: set[int], states: list[str]) -> str:
+        """The other ranks that cannot come; if there is none, those of `behind`, which have not come to the meeting or sent a message."""
+        missing = self._who_cannot_come(states) or sorted(behind - {self.rank, -1})
+        if missing:
+            return f"{self._with_states(missing, states)} did not come"
+        return "this rank is the one that was waited for" if self.rank in behind else "a rank did not come"
+
+    def _who_cannot_come(self, states: list[str]) -> list[int]:
+        """The ranks, other than this one, that are stopped, dead or silent. One that has left may have had nothing more to do."""
+        return [rank for rank in range(self.size) if rank != self.rank and states[rank] in STATES]
 
     def _number_of(self, peer: int) -> int:
         """Whom to blame for a message: a rank; or for one of anyone, all but this rank, which has a number above those of ranks."""
@@ -142,11 +155,12 @@ class Channel:
     def _who_was_silent(self, number: int, states: list[str]) -> str:
         """All but one, from whom that one got no message."""
         lonely = number - self.size
-        others = [rank for rank in range(self.size) if rank != lonely]
+        others = [rank for rank in self._who_cannot_come(states) if rank != lonely] or [r for r in range(self.size) if r != lonely]
         return f"rank {self.ranks[lonely]} waited for a message of anyone, and none came from {self._with_states(others, states)}"
 
     def _with_states(self, ranks: Sequence[int], states: list[str]) -> str:
-        return ", ".join(f"rank {self.ranks[rank]} ({STATES.get(states[rank], 'slow, or it skipped this call')})" for rank in ranks)
+        words = STATES | GONE
+        return ", ".join(f"rank {self.ranks[rank]} ({words.get(states[rank], 'slow, or it skipped this call')})" for rank in ranks)
 
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:

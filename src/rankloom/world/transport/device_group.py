@@ -97,7 +97,7 @@ class DeviceGroup(SharedMemoryGroup):
         if sending:
             return self._work(self._parcels.send(inside, peer, tag), [x], [flat], waits=False)
         work = Receiving(self, x, flat, inside, back)
-        work.peer = peer
+        work.peers = (peer,)
         work.handle = self.channel.link.post(0, work.note.ctypes.data, NOTE, peer, tag)
         return self._remember(work, work.handle)
 

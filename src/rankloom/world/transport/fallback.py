@@ -16,9 +16,10 @@ large all-reduce, and sleeps until it is woken. Here everything is staged and ev
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
-from typing import Any
+from functools import reduce, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -162,6 +163,27 @@ def _narrow(number: int, x: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------ what callers see
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def unless_forked(otherwise: int | None, *, waits: bool = False) -> Callable[[Method], Method]:
+    """A method of a link that does nothing in a forked child, and returns `otherwise` there.
+
+    waits: for other ranks; so when it ends in an exception, their waits end too
+    """
+    def guard(method: Method) -> Method:
+        @wraps(method)
+        def call(link: "Link", *arguments: Any) -> Any:
+            if link._peers.is_forked():
+                return otherwise
+            with link._peers.breaking_when_interrupted() if waits else nullcontext():
+                return method(link, *arguments)
+
+        return call   # type: ignore[return-value]
+
+    return guard
+
+
 class Link:
     """One rank's end of a group in shared memory, with the methods of _shared.Link. Reasons (`why`) are numbers; 0: none."""
 
@@ -170,34 +192,29 @@ class Link:
         self._turns: Turns[Call] = Turns(Windows(self._peers, min(window, SLOT)).perform)
         self._post = Post(self._peers)
 
+    @unless_forked(FORKED, waits=True)   # also while it waits for its turn: nobody may make it later
     def run(self, *call: Any) -> int:
         """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
-        if self._peers.is_forked():
-            return FORKED
-        with self._peers.breaking_when_interrupted():   # also while it waits for its turn: nobody may make it later
-            return self._turns.run(self._read(*call))
+        return self._turns.run(self._read(*call))
 
+    @unless_forked(0)
     def submit(self, *call: Any) -> int:
         """A collective in its turn, in the background: the same -> ticket."""
-        return 0 if self._peers.is_forked() else self._turns.submit(self._read(*call))
+        return self._turns.submit(self._read(*call))
 
+    @unless_forked(FORKED, waits=True)
     def wait(self, ticket: int, seconds: float) -> int:
         """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
-        if self._peers.is_forked():
-            return FORKED
-        with self._peers.breaking_when_interrupted():
-            return self._turns.wait(ticket, seconds)
+        return self._turns.wait(ticket, seconds)
 
     def finished(self) -> int:
         """The last ticket that has ended."""
         return self._turns.finished
 
+    @unless_forked(-FORKED, waits=True)
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive, now -> from whom, or -why. peer -1: from anyone."""
-        if self._peers.is_forked():
-            return -FORKED
-        with self._peers.breaking_when_interrupted():
-            return self._post.message(sending, address, nbytes, peer, tag, timeout)
+        return self._post.message(sending, address, nbytes, peer, tag, timeout)
 
     def exchange(self, *both: Any) -> int:
         """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
@@ -212,16 +229,15 @@ class Link:
             self.drop(handle)
         return -min(got, 0)
 
+    @unless_forked(0)
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
         """Send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled."""
-        return 0 if self._peers.is_forked() else self._post.post(sending, address, nbytes, peer, tag)
+        return self._post.post(sending, address, nbytes, peer, tag)
 
+    @unless_forked(-FORKED, waits=True)
     def settle(self, handle: int, seconds: float) -> int:
         """Until a posted message has arrived -> from whom, or -why. -TIMED_OUT leaves the group whole."""
-        if self._peers.is_forked():
-            return -FORKED
-        with self._peers.breaking_when_interrupted():
-            return self._post.settle(handle, seconds)
+        return self._post.settle(handle, seconds)
 
     def settled(self, handle: int) -> bool:
         """Whether a posted message has arrived, or never will."""
@@ -238,14 +254,15 @@ class Link:
         """See `add_region`. Whether it is forgotten."""
         return True
 
+    @unless_forked(None)
     def break_off(self, rank: int, why: int) -> None:
         """End every wait of every rank."""
-        if not self._peers.is_forked():
-            self._peers.break_group(rank, why)
+        self._peers.break_group(rank, why)
 
+    @unless_forked(None)
     def leave(self) -> None:
         """No call will follow from this rank; whoever waits for it learns so. Ends its threads."""
-        if not self._peers.is_forked() and not self._peers.closing:
+        if not self._peers.closing:
             self._peers.closing = True
             self._peers.memory.left[self._peers.rank] = 1
             self._turns.close()
@@ -257,7 +274,7 @@ class Link:
 
     def status(self) -> tuple[int, int, list[int], list[str]]:
         """Why the group is broken, the rank to blame or -1, the meetings each rank came to, the state letter of its process."""
-        return *self._peers.verdict(), self._peers.memory.arrived.tolist(), [self._peers.state(r) for r in range(self._peers.ranks)]
+        return *self._peers.verdict(), self._peers.memory.arrived.tolist(), [self._peers.letter(r) for r in range(self._peers.ranks)]
 
     def calls(self) -> list[tuple[int, ...]]:
         """What each rank said at its last meeting: kind, number, op, root, bytes."""

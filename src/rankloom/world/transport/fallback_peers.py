@@ -158,6 +158,10 @@ class Peers:
         letter, since = look_up(pid) if pid else ("?", started)
         return "X" if letter == "Z" or since != started else letter
 
+    def letter(self, rank: int) -> str:
+        """The same, for others to read; "L" when the rank has left the group."""
+        return "L" if self.memory.left[rank] else self.state(rank)
+
     def verdict(self) -> tuple[int, int]:
         """Why the group is broken and who is to blame; (FINE, -1) while it is whole. Whoever broke it first is right."""
         said = [(when, what) for when, what in self.memory.broken.tolist() if when]

@@ -20,7 +20,7 @@ from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED
+from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.levels import Levels
@@ -43,6 +43,10 @@ class HostsChannel(Channel):
         self.link = HostsLink(store, neighbours, self.inside, timeout)
         weakref.finalize(self, self.link.leave)
         self.call(BARRIER)
+
+    def gone(self) -> list[int]:
+        """See `Channel.gone`. What is known already: nobody is asked."""
+        return self.link.gone()
 
 
 class HostsBuffers(Buffers):
@@ -142,13 +146,17 @@ class HostsLink:
         self._inside.close()
         self._turns.close()
 
+    def gone(self) -> list[int]:
+        """The ranks that have ended, or left."""
+        return [rank for rank in range(self._size) if self._wire.why_gone(rank)]
+
     def status(self) -> tuple[int, int, list[int], list[str]]:
         """Why the group is broken, the rank to blame or -1, how many calls each rank has begun, and a letter for its state.
 
-        X: it has ended or left; T: it is stopped; ?: it does not answer
+        X: it has ended; L: it has left; T: it is stopped; ?: it does not answer
         """
-        told = self._wire.ask_around()
-        states = ["S" if rank in told else "X" if self._wire.is_gone(rank) else "?" for rank in range(self._size)]
+        told, letters = self._wire.ask_around(), {FINE: "?", LEFT: "L", LOST: "X"}
+        states = ["S" if rank in told else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
         for rank, state in zip(self._levels.node, self._inside.link.status()[3]):
             states[rank] = state if states[rank] == "?" else states[rank]
         why, blamed = self._wire.verdict

@@ -172,7 +172,7 @@ class Watch:
     """Tells which connections have something to read, or room to write; and can be woken."""
 
     def __init__(self, lines: Iterable[Line]):
-        self._poll, self._bell = select.epoll(), os.eventfd(0)
+        self._poll, self._bell, self._is_open = select.epoll(), os.eventfd(0), True
         self._lines = {line.sock.fileno(): line for line in lines}
         self._looks_for = dict.fromkeys(self._lines, select.EPOLLIN)
         self.unread: set[Line] = set()   # those of which nothing is read for now
@@ -203,10 +203,12 @@ class Watch:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give back what it has opened, not the lines."""
+        """Give back what it has opened, not the lines. Closing again does nothing: the numbers may be those of other files by then."""
         self.unread.clear()
         self._poll.close()
-        os.close(self._bell)
+        was_open, self._is_open = self._is_open, False
+        if was_open:
+            os.close(self._bell)
 
 
 class Roll:

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankLost
+from rankloom.world.transport.free_memory import available_memory
 
 NAP = 0.01   # seconds between two looks at who has come
 PAGE = mmap.PAGESIZE
@@ -139,13 +140,6 @@ def create_memory(nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def available_memory() -> int:
-    """Bytes that this host can still give out without swapping, as the kernel estimates it."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def open_memory(pid: int, descriptor: int, nbytes: int) -> int:

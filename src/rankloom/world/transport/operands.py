@@ -49,6 +49,12 @@ def expects_gradient(x: Tensor) -> bool:
     return x.grad_fn is not None and x.numel() > 1 and torch.is_grad_enabled()
 
 
+def divided(total: Tensor, count: int) -> Tensor:
+    """`total`, divided in place; it may be a parameter."""
+    total.detach().div_(count)
+    return total
+
+
 def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory is not its values in their order.
 

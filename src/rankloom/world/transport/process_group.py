@@ -323,7 +323,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         if not x.is_cpu:
             raise operands.misplaced(x, self._where(label))
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
-        work.peer = peer
+        work.peers = (peer,)
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
         return self._remember(work, work.handle)
 

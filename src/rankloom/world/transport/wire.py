@@ -185,9 +185,9 @@ class Wire:
                 self.changed.wait_for(lambda: all(peer in self._roll.told or line.gone for peer, line in self._lines.items()), PATIENCE)
             return self._roll.told
 
-    def is_gone(self, peer: int) -> bool:
-        """Whether a rank has ended, or left."""
-        return peer != self.rank and bool(self._lines[peer].gone)
+    def why_gone(self, peer: int) -> int:
+        """LOST where a rank has ended, LEFT where it has left, else FINE."""
+        return FINE if peer == self.rank else self._lines[peer].gone
 
     def leave(self) -> None:
         """Say goodbye, send what is still to be sent if that goes, and close all connections."""
@@ -210,6 +210,7 @@ class Wire:
         self._close()
 
     def _close(self) -> None:
+        _wires.discard(self)   # a child that is forked later has nothing to end here
         self._watch.close()
         for line in self._lines.values():
             line.sock.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import TIMED_OUT
+from rankloom.world.transport.codes import ANYONE, TIMED_OUT
 from rankloom.world.transport.operands import Finish
 
 FOREVER = 1e9    # seconds: the call itself knows its time-out
@@ -82,7 +82,7 @@ class Pending(Work):
     finish: what brings the results to where the caller wants them
     """
 
-    peer: int | None = None   # the other end, if it is a message
+    peers: Sequence[int] = ()   # the other end, if it is a message
     timeout: float | None = None   # seconds that the call itself may take; None: what the group allows
 
     def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
@@ -139,7 +139,7 @@ class Pending(Work):
         with self._lock:
             if self._ended:
                 return
-            error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peer) if why else None
+            error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peers) if why else None
             if error and why == TIMED_OUT and not self._has_ended():
                 raise error   # only this wait is over
             # Brought home only where nobody may still be about to write there. Last of all it has ended: other threads look.
@@ -256,7 +256,7 @@ class PendingMessage(Pending):
     """A message on its way, known by its handle."""
 
     handle = 0
-    peer: int = -1   # anyone
+    peers: Sequence[int] = (ANYONE,)
     _looked = 0.0    # when somebody who polls has last looked whether the other end still lives
 
     def is_completed(self) -> bool:
@@ -274,7 +274,7 @@ class PendingMessage(Pending):
         try:
             return super().wait(datetime.timedelta(seconds=self._channel.timeout))
         except CollectiveTimeout:
-            self._channel.give_up_on(self.peer)
+            self._channel.give_up_on(self.peers[0])
             raise
 
     def get_future(self) -> torch.futures.Future:

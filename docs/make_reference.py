@@ -1,0 +1,211 @@
+"""Write what the documents repeat of the source: docs/reference.md, and the table of files in docs/start.md.
+
+    python docs/make_reference.py
+
+reference.md has every key of a config file, and every public name with its docstring. The table has the first sentence of every file.
+tests/test_docs.py compares both with what this makes.
+"""
+
+import ast
+import inspect
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+import rankloom as rl
+from rankloom.train.schema import Config
+
+MADE_FOR_YOU = ("World", "Group", "Engine")   # by rl.init and rl.prepare
+LONGEST = 60   # letters of a default that is shown
+DOCS = Path(__file__).parent
+PAGE, START = DOCS / "reference.md", DOCS / "start.md"
+SOURCE = DOCS.parent / "src" / "rankloom"
+FLOORS = ("base", "world", "world/transport", "comm", "shard", "parallel", "parallel/tensor", "parallel/pipeline", "checkpoint",
+          "models", "data", "train", "watch", ".")
+BEGIN, END = "<!-- files -->\n", "<!-- end of files -->"
+HEAD = """# Reference
+
+Made by `python docs/make_reference.py` from the source; examples are in [start.md](start.md).
+
+[Keys of a config file](#keys-of-a-config-file) · [Python](#python) · [Errors](#errors)
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Keys of a config file\n", "Each can be given on the command line too: `--section.key value`. `rankloom train` "
+             "refuses what it does not know, and what has no effect beside other keys. A key without a default may be left out.\n"]
+    parts += section_tables(Config)
+    parts += ["## Python\n", "`import rankloom as rl`, in the order of [rankloom/__init__.py](../src/rankloom/__init__.py).\n"]
+    errors = [name for name in rl.__all__ if name in rl._ERRORS]
+    for name in rl.__all__:
+        if name not in ("__version__", *errors):
+            parts += entry(name, getattr(rl, name))
+    parts += ["## Errors\n", "All are a `rl.RankloomError`.\n", "| error | when |\n|---|---|"]
+    parts[-1] += "".join(f"\n| `rl.{name}` | {first_sentence(getattr(rl, name))} |" for name in errors)
+    return "\n".join(parts) + "\n"
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def section_tables(config: type[BaseModel], path: str = "") -> Iterator[str]:
+    """A heading and a table for each section, and for those inside."""
+    for name, field in config.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            continue
+        yield f"### [{path}{name}]\n\n{inspect.getdoc(section)}\n\n| key | values | default | meaning |\n|---|---|---|---|"
+        comments, known = comments_of(section), section.model_json_schema()["properties"]
+        for key, value in section.model_fields.items():
+            if section_of(value.annotation) is None:
+                yield f"| `{key}` | {shown_values(known[key])} | {shown_default(value.default)} | {comments.get(key, '')} |"
+        yield ""
+        yield from section_tables(section, f"{path}{name}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field is, or may be."""
+    for kind in getattr(annotation, "__args__", (annotation,)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def shown_values(known: dict[str, Any]) -> str:
+    """What a key may be, from its JSON schema."""
+    kinds = [kind for kind in known.get("anyOf", [known]) if kind.get("type") != "null"]
+    return " or ".join(shown_kind(kind) for kind in kinds)
+
+
+def shown_kind(kind: dict[str, Any]) -> str:
+    if "enum" in kind:
+        return ", ".join(f"`{json.dumps(value)}`" for value in kind["enum"])
+    if kind.get("type") == "array":
+        return f"[{', '.join(map(shown_kind, kind['prefixItems']))}]"
+    words = {"integer": "whole number", "boolean": "`true`, `false`"}.get(kind["type"], kind["type"])
+    bounds = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
+    limits = [f"{sign} {kind[name]:g}" for sign, name in bounds.items() if name in kind and abs(kind[name]) < 1e6]
+    return " ".join([words, *limits[:1], *(f"and {limit}" for limit in limits[1:])])
+
+
+def shown_default(value: Any) -> str:
+    return "" if value is PydanticUndefined or value is None else f"`{json.dumps(value)}`"
+
+
+def comments_of(section: type) -> dict[str, str]:
+    """key -> the comment at the end of its line."""
+    found: dict[str, str] = {}
+    key = ""
+    for token in tokenize.generate_tokens(StringIO(inspect.getsource(section)).readline):
+        if token.type == tokenize.NAME and token.start[1] == 4:
+            key = token.string
+        if token.type == tokenize.COMMENT and token.start[1] > 4:
+            found.setdefault(key, token.string.lstrip("# "))
+    return found
+
+
+# ---------------------------------------------------------------------- names
+
+
+def entry(name: str, what: Any) -> Iterator[str]:
+    """A heading, the signature, and what the docstring says."""
+    text = inspect.getdoc(what) or ""
+    summary, _, rest = text.partition("\n\n")
+    yield f"### rl.{name}\n\n{summary}\n"
+    if name not in MADE_FOR_YOU:
+        yield f"```python\nrl.{name}{signature(what)}\n```\n"
+    if rest.strip():
+        yield f"```text\n{rest.strip()}\n```\n"
+    if inspect.isclass(what):
+        methods = {key: value for key, value in vars(what).items()
+                   if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property))}
+        lines = [f"| `{key}{'' if isinstance(value, property) else '()'}` | {first_sentence(value)} |" for key, value in methods.items()]
+        if lines:
+            yield "| member | what it is or does |\n|---|---|\n" + "\n".join(lines) + "\n"
+
+
+def signature(what: Any) -> str:
+    """(a, *, b=1) -> c, in one line if it is short, else a line for each argument."""
+    try:
+        found = inspect.signature(what)
+    except (TypeError, ValueError):   # of an exception, or of what C has made
+        return "(...)"
+    arguments, kinds = [], [parameter.kind for parameter in found.parameters.values()]
+    for number, parameter in enumerate(found.parameters.values()):
+        if parameter.kind is parameter.KEYWORD_ONLY and not {parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL} & {*kinds[:number]}:
+            arguments.append("*")
+        default = parameter.default
+        if default is not parameter.empty and len(repr(default)) > LONGEST:
+            parameter = parameter.replace(default=...)
+        arguments.append(plain(str(parameter)))
+    returns = "" if inspect.isclass(what) or found.return_annotation is found.empty else f" -> {plain(annotation(found.return_annotation))}"
+    line = f"({', '.join(arguments)}){returns}"
+    return line if len(line) < 100 else "(\n    " + ",\n    ".join(arguments) + f",\n){returns}"
+
+
+def annotation(kind: Any) -> str:
+    return inspect.formatannotation(kind)
+
+
+def plain(text: str) -> str:
+    """Without modules and addresses."""
+    text = re.sub(r"<(?:function|class) '?(?:\w+\.)*(\w+)'?(?: at 0x\w+)?>", r"\1", text)
+    text = re.sub(r"'(Callable\[.*?\].*?)'", r"\1", text)
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(\w+)", r"\1", text)
+
+
+def first_sentence(what: Any) -> str:
+    text = " ".join((inspect.getdoc(what) or "").split("\n\n")[0].split())
+    return text.replace("|", "\\|")
+
+
+# ---------------------------------------------------------------------- files
+
+
+def table_of_files() -> str:
+    """A heading for each folder, and a line for each file; bold where README.md sends its readers."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    parts = []
+    for floor in FLOORS:
+        folder = SOURCE / floor
+        parts.append(f"### {'rankloom' if floor == '.' else floor}/\n\n{first_sentence_of(folder / '__init__.py', whole=True)}\n\n")
+        parts.append("| file | what it is for |\n|---|---|\n")
+        for file in sorted([*folder.glob("*.py"), *folder.glob("*.c")]):
+            if not file.name.startswith("__"):
+                name = str(file.relative_to(SOURCE))
+                link = f"[{name}](../src/rankloom/{name})"
+                bold = "**" if f"(src/rankloom/{name})" in readme else ""
+                parts.append(f"| {bold}{link}{bold} | {first_sentence_of(file)} |\n")
+        parts.append("\n")
+    return "".join(parts)
+
+
+def first_sentence_of(file: Path, *, whole: bool = False) -> str:
+    """Of its docstring, or of the comment at the top of C. whole: the first paragraph"""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        said = re.sub(r"^ ?\*+/? ?", "", text[2 : text.index("*/")], flags=re.MULTILINE)
+    paragraph = " ".join(said.strip().split("\n\n")[0].split())
+    sentence = paragraph if whole else re.split(r"(?<=[\w`)\"])\.(?= [A-Z`]|$)", paragraph)[0]
+    return sentence.removesuffix(":").replace("|", "\\|")
+
+
+def with_table_of_files(start: str) -> str:
+    """docs/start.md with the table as the source has it."""
+    head, _, rest = start.partition(BEGIN)
+    return head + BEGIN + table_of_files() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    START.write_text(with_table_of_files(START.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,69 @@
+"""In which order gradients come, learned in the first backward; and whether the forward before it has written a parameter."""
+
+from collections.abc import Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import UnitError
+from rankloom.world.group import Group
+
+BEFORE = "Where that gives first values by a batch, run one through the plain model before it is wrapped: all ranks get those of rank 0"
+
+
+class Arrivals(dict[str, None]):
+    """Names of parameters, in the order in which their gradients came. In the first step it also sees which of them the forward wrote.
+
+    A forward that gives a parameter its first values by the rows it sees (ActNorm) gives each rank others. One that does to it what every
+    rank does (a norm of its own) is fine.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]):
+        super().__init__()
+        self._params = dict(params)
+        self._versions: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A forward begins."""
+        if self or not self._versions:   # else no optimizer can have stepped since the last one
+            self._versions = {name: param._version for name, param in self._params.items()}
+
+    def note(self, name: str, param: Tensor, owner: Tensor) -> None:
+        """A gradient has come, for an optimizer that updates `owner`; raises UnitError when that has other values than `param`."""
+        self.setdefault(name)
+        if self._versions and self._versions[name] != param._version and owner is not param and not torch.equal(param, owner.to(param)):
+            raise UnitError(f"{self._told(name)}, and what is trained is a copy in {owner.dtype}: it would be lost. {BEFORE}")
+
+    def end(self) -> None:
+        """The first step has ended."""
+        self._params, self._versions = {}, {}
+
+    def _written(self) -> dict[str, Tensor]:
+        """What has changed since the forward began; by loading, too, which gives all ranks the same."""
+        return {name: self._params[name] for name, version in self._versions.items() if self._params[name]._version != version}
+
+    def digest(self) -> int:
+        """Of the values that have been written; 0 for none."""
+        found = 0
+        for name, param in sorted(self._written().items()):
+            values = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found = crc32(values.numpy().tobytes(), crc32(name.encode(), found))
+        return found
+
+    def expect_alike(self, first: int, group: Group) -> None:
+        """The first backward has ended. Raise UnitError when rank 0 has written other values, whose digest is `first`: on all ranks, if it
+        has written any."""
+        problem, root = None, group.ranks[0]
+        if self.digest() != first:
+            told = (f"{self._told(next(iter(written)))}, to other values than on rank {root}" if (written := self._written()) else
+                    f"the forward of rank {root} has written a parameter that is trained, and the one of this rank has not")
+            problem = f"rank {group.world_rank}: {told}: ranks would part. {BEFORE}"
+        if first:
+            group.agree(problem, error=UnitError, label="written by a forward")
+        elif problem:
+            raise UnitError(problem)
+        self.end()
+
+    def _told(self, name: str) -> str:
+        return f"the forward has written {name}, a parameter that is trained"

@@ -1,0 +1,124 @@
+"""Replicas begin equal: all ranks hold the same tensors before anything is trained, and take the values of rank 0."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.base.expect import expect_type
+from rankloom.base.hooks import keeps
+from rankloom.parallel.buffers import address_of
+from rankloom.world.group import Group
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers of `model`, each once, tied ones under their first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def expect_model_and_group(model: Any, group: Any) -> None:
+    """raises: ConfigError when one of them is something else, or the model is averaged already"""
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
+    expect_not_averaged(model)
+
+
+def expect_not_averaged(model: nn.Module) -> None:
+    """Raise ConfigError when `data_parallel` has wrapped the model or a part of it: two who sum a gradient sum it twice."""
+    for name, module in model.named_modules():
+        if keeps(module):
+            raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and whatever became of the wrapper, its "
+                              "gradients are averaged: take a fresh copy (`copy.deepcopy(model)`)")
+
+
+def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
+    """Check that all ranks hold the same tensors, and give every rank the values of rank 0.
+
+    returns: names of the tensors whose values differed on this rank before; rank 0 warns for all
+    sent:    the model once, from rank 0
+    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for what cannot stay equal
+    """
+    expect_same_tensors(model, group)
+    if group.size == 1:
+        return []
+    changed = []
+    for name, tensor in named_state(model):
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and a NaN is itself
+        theirs = group.broadcast(mine.clone(), label=f"initial {name}")
+        if not torch.equal(theirs, mine):
+            changed.append(name)
+            with torch.no_grad():
+                tensor.copy_(theirs.view(tensor.dtype).view(tensor.shape))
+    everyone = group.all_gather_object(changed, label="who differed")
+    if group.rank == 0 and any(everyone):   # whose words reach the console
+        ranks = [rank for rank, names in zip(group.ranks, everyone) if names]
+        names, root = next(filter(None, everyone)), group.world_rank
+        warnings.warn(f"the models of ranks {ranks} differed from rank {root}'s, that of rank {ranks[0]} in {len(names)} tensors "
+                      f"(first: {names[0]}); rank {root}'s values are used. Seed the model's initialisation the same on all ranks "
+                      "to be rid of this warning.", stacklevel=3)
+    return changed
+
+
+def expect_same_tensors(model: nn.Module, group: Group) -> None:
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError when two ranks have been
+    given one object, or parameters share memory; see `_expect_plain_embeddings` too."""
+    _expect_plain_embeddings(model, group.size)
+    _expect_memory_of_their_own(model)
+    _expect_own(model, group)
+    mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
+        return
+    root = group.all_gather_object(mine if group.rank == 0 else None, label="rank 0's model")[0]
+    first = group.ranks[0]
+    differ = [f"{name}: {mine.get(name, 'missing')} here, {root.get(name, 'missing')} on rank {first}"
+              for name in dict.fromkeys((*root, *mine)) if mine.get(name) != root.get(name)]
+    if not differ and list(mine) != list(root):
+        here, there = next(pair for pair in zip(mine, root) if pair[0] != pair[1])
+        differ = [f"the same tensors in another order, {here} here where rank {first} has {there}"]
+    problem = f"rank {group.world_rank} holds another model than rank {first}: {'; '.join(differ[:3])}" if differ else None
+    group.agree(problem, error=ModelMismatch, label="same model")
+
+
+def _expect_own(model: nn.Module, group: Group) -> None:
+    """Ranks that are threads may hold the same object by accident, and would write over each other's gradients."""
+    holder = vars(model).setdefault("_held_by_rankloom", group.world_rank)   # in one go: the first of the threads
+    try:
+        holders = group.all_gather_object(holder, label="a model for each rank")
+    finally:
+        vars(model).pop("_held_by_rankloom", None)
+    for rank, holder in zip(group.ranks, holders):
+        if rank != holder:
+            raise ConfigError(f"rank {rank} was given the very object that rank {holder} has as its model: ranks of `rl.simulate` are "
+                              "threads, and each needs a model of its own. Make it inside of the body, or copy it there: "
+                              "`copy.deepcopy(model)`")
+
+
+def _expect_memory_of_their_own(model: nn.Module) -> None:
+    """Raise ConfigError for two parameters in one memory: they get others, in flat buffers, and would be trained apart."""
+    found: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if address := address_of(param):
+            first, other = found.setdefault((param.device, address), (name, param))
+            if other is not param and (param.requires_grad or other.requires_grad):
+                raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
+                                  "would be trained apart. Tie them as one parameter: `a.weight = b.weight`")
+
+
+def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
+    """Raise ConfigError for one with sparse gradients, which have no place in a flat buffer; and on several ranks for one whose weight,
+    or whose gradient, depends on which rows meet on a rank.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"{name or 'the model'} is an embedding with sparse=True; leave it out: gradients lie end to end in memory "
+                              "(at stage 0 only the touched rows travel anyway)")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and ranks > 1 and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise ConfigError(f"{name or 'the model'} is an embedding with max_norm or scale_grad_by_freq, which look at the rows of one "
+                              "rank: leave them out, or train it on one rank")

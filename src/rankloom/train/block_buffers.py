@@ -1,0 +1,96 @@
+"""Buffers that the forward of a block changes and may read, too: running statistics, counters, the vectors of spectral norm, codebooks.
+
+Where such a forward runs again, it must find what they held when it ran first, and its changes must not count twice. So it runs on
+copies, which stand in the buffers' places meanwhile: the buffers themselves are not touched, and backward may keep the copies.
+
+    Before(block)     copies all buffers, before a forward
+    changed(...)      after the forward: the copies of those that it has changed, to be kept until backward
+    on_copies(...)    around a forward that runs again, or that is a trial
+
+What is changed without being registered in the block's own modules is not seen.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Values = dict[str, Tensor | None]   # of buffers, by name; None: one that is not set
+
+
+class Before:
+    """What the buffers of a block are before a forward: the tensors, their versions, and copies of them.
+
+    price: a copy of all buffers of the block, until its forward is over
+    """
+
+    def __init__(self, block: nn.Module):
+        self._block = block
+        self._buffers = _buffers(block)
+        self._versions = _versions(self._buffers.values())
+        self.values = _copies(self._buffers)
+
+    def changed(self, known: set[str], compare: bool) -> Values:
+        """After the forward: the values from before it of the buffers that it has changed, and of those `known` to change; adds to these.
+
+        compare: the values too, which waits for the device: torch does not count writes through `.data`
+        """
+        if not self.values:
+            return {}
+        now = _buffers(self._block)
+        for name, value in self.values.items():
+            old, new = self._buffers[name], now.get(name)
+            written = old is not new or (old is not None and self._versions[id(old)] != _version(old))
+            if written or (compare and value is not None and new is not None and not torch.equal(value, new)):
+                known.add(name)
+        known |= statistics(self._block)
+        return {name: value for name, value in self.values.items() if name in known}
+
+
+@contextmanager
+def on_copies(block: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """In here the block has copies of these values for buffers, afterwards the tensors that it has now."""
+    found = [(holder, key, holder[key], name) for name, (holder, key) in _places(block).items() if name in values]
+    copies = _copies(values)
+    for holder, key, _, name in found:
+        holder[key] = copies[name]
+    try:
+        yield
+    finally:
+        for holder, key, buffer, _ in found:
+            holder[key] = buffer
+
+
+def _places(block: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Name -> where the module that has the buffer keeps it, and its key there."""
+    return {_joined(prefix, key): (module._buffers, key) for prefix, module in block.named_modules() for key in module._buffers}
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _buffers(block: nn.Module) -> Values:
+    return {name: holder[key] for name, (holder, key) in _places(block).items()}
+
+
+def _copies(values: Mapping[str, Tensor | None]) -> Values:
+    """One that has two names is copied once, and then has both."""
+    made = {id(value): value.detach().clone() for value in values.values() if value is not None}
+    return {name: None if value is None else made[id(value)] for name, value in values.items()}
+
+
+def _versions(buffers: Iterable[Tensor | None]) -> dict[int, int]:
+    return {id(buffer): _version(buffer) for buffer in buffers if buffer is not None}
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version   # torch counts no writes of what inference mode has made
+
+
+def statistics(block: nn.Module) -> set[str]:
+    """Names of running statistics, which a forward in training changes and does not read. Batch norm's kernels write without counting."""
+    return {_joined(prefix, key) for prefix, module in block.named_modules()
+            if module.training and getattr(module, "track_running_stats", False) for key in module._buffers}

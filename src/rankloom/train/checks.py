@@ -1,0 +1,133 @@
+"""What `rl.prepare` refuses before it has changed anything: every mistake that can be seen in its arguments and in the model.
+
+Which options exclude each other is in rules.py. What only shows when a technique is applied, the technique refuses.
+"""
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankloom.base.compression import expect_exact_steps
+from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_callable, expect_type
+from rankloom.base.hooks import hooks_of
+from rankloom.parallel.context import RING, expect_kind
+from rankloom.parallel.equal_start import expect_not_averaged
+from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.tensor.apply import expect_plan
+from rankloom.parallel.wrapping import Policy, section_names
+from rankloom.parallel.zero import STAGES, expect_counts
+from rankloom.train.batch_size import LOGICAL_SHARDS
+from rankloom.train.blocks import blocks_of, classes_in
+from rankloom.train.engine import Loss, Settings
+from rankloom.train.rules import conflicts
+from rankloom.train.split_model import ROW_AXES, is_split
+from rankloom.world.connect import World
+
+
+def logical_shards(deterministic: bool | int, world: World, accumulate: int) -> int:
+    """How many the option asks for; 0 for none.
+
+    raises: ConfigError for fewer than there are ranks, and for more micro-batches than one a shard
+    """
+    expect_type("deterministic", deterministic, int, "True, False, or a number of logical shards")
+    shards = LOGICAL_SHARDS if deterministic is True else int(deterministic)
+    if shards and not world.size <= shards:
+        raise ConfigError(f"deterministic={shards} logical shards cannot feed {world.size} ranks; give at least one shard for each rank")
+    if shards and accumulate != 1:
+        raise ConfigError(f"accumulate={accumulate} has no meaning with deterministic={shards}: each logical shard is one micro-batch")
+    return shards
+
+
+def check_types(model: Any, world: Any, **functions: Any) -> None:
+    """The model and the world are what they should be, and functions can be called; only the loss must be there."""
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("world", world, World, "what rl.init gives, or what rl.simulate and rl.spawn give their body")
+    for name, function in functions.items():
+        if function is not None or name == "loss":
+            expect_callable(name, function, "a function")
+
+
+def check_numbers(settings: Settings) -> None:
+    """The settings that are numbers are in their ranges."""
+    if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
+        raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
+    expect_type("clip", settings.clip, (int, float, NoneType), "a norm above 0, or None")
+    if settings.clip is not None and not settings.clip > 0:
+        raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
+
+
+def check_model(model: nn.Module, world: World, settings: Settings) -> None:
+    """The model can be trained in this way: it has what to train, is new, and has no module that needs what nobody gives it."""
+    if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
+        raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
+    _expect_all_in_model(settings.loss, model)
+    if getattr(model, "_prepared_by_rankloom", False):
+        raise ConfigError("this model has been prepared before; prepare a fresh copy")
+    expect_not_averaged(model)
+    expect_no_sync_batch_norm(model, world.group(*ROW_AXES).size)
+    if (script := _script_with_parameters(model)) is not None:
+        raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "
+                          "hooks. Prepare the module that it was made of; compile=True makes blocks faster")
+    if settings.logical_shards and any(getattr(module, "track_running_stats", False) for module in model.modules()):
+        raise ConfigError("deterministic training cannot hold running batch statistics equal on any number of ranks; "
+                          "use GroupNorm or LayerNorm in place of BatchNorm")
+    if settings.accumulate > 1 or settings.logical_shards:
+        _expect_no_frequencies(model)
+
+
+def _expect_all_in_model(loss: Loss, model: nn.Module) -> None:
+    """A loss may be a module, or a method of one."""
+    owner, held = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None), set(model.parameters())
+    name = next((name for name, param in owner.named_parameters() if param.requires_grad and param not in held),
+                None) if isinstance(owner, nn.Module) else None
+    if name is not None:
+        raise ConfigError(f"the loss has a parameter of its own, {name}, which nobody would train: make it a part of the "
+                          "model, whose forward computes with it, or freeze it (`requires_grad_(False)`)")
+
+
+def _script_with_parameters(model: nn.Module) -> str | None:
+    """Activations and other functions may be scripts."""
+    return next((name for name, module in model.named_modules()
+                 if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None), None)
+
+
+def _expect_no_frequencies(model: nn.Module) -> None:
+    """On several ranks such an embedding is refused anyway."""
+    name = next((name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False)), None)
+    if name is not None:
+        raise ConfigError(f"{name or 'the model'} has scale_grad_by_freq, which would count the rows of a micro-batch and not of the "
+                          "batch: leave it out, or train on one rank with one micro-batch")
+
+
+def check_options(world: World, settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
+    """Nothing is accepted and then ignored. asked: the options of rules.py, but for `deterministic`"""
+    if isinstance(stage, bool) or stage not in (0, *STAGES):
+        raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
+    expect_exact_steps(asked["compress_after"], asked["compress"])
+    asked = {"deterministic": settings.logical_shards, **asked}
+    for option, reason in conflicts(asked, stage=stage, split=is_split(world), pipe_ranks=world.mesh.pipe):
+        raise ConfigError(f"{option}={asked[option]!r} {reason}; leave it out")
+    expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
+
+
+def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mapping[str, str] | None) -> None:
+    """What is said of the axes context and tensor has a meaning."""
+    expect_kind(context)
+    if context != RING and world.mesh.context == 1:
+        raise ConfigError(f"context={context!r} has no meaning on a mesh without context ranks")
+    if tensor_plan is not None and world.mesh.tensor == 1:   # the same plan may be for other meshes too
+        expect_plan(model, tensor_plan)
+
+
+def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool) -> None:
+    """The blocks and sections that options ask for are found; on a split mesh modules become others first."""
+    if changes_blocks and not is_split(world):
+        blocks_of(model, classes_in(units))
+    if stage and not is_split(world):
+        section_names(model, units)

@@ -1,0 +1,48 @@
+"""Which options of training exclude each other, for `rl.prepare` and for config files: nothing is accepted and then ignored. No torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rankloom.base.compression import BACKEND, EXACT
+
+HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
+    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
+    "units": ("auto", (1, 2, 3)), "offload": (False, (1, 2, 3)),
+    "gradient_memory": (0, (2, 3)), "reshard_after_forward": (True, (3,)), "ahead": (1, (3,))}
+WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
+NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress": "what is lost depends on the number of ranks"}
+
+
+class Conflict(NamedTuple):
+    """An option that cannot be, and why. A caller puts its own words for the option before the reason."""
+
+    option: str
+    reason: str
+
+
+def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int) -> Iterator[Conflict]:
+    """The options in `asked` (name -> value) that exclude others, or that have no effect here. A name that is left out has its default.
+
+    asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None
+    split:      the mesh has ranks along other axes than replicate and shard
+    pipe_ranks: along the axis pipe
+
+    >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
+    ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
+    """
+    deterministic = asked.get("deterministic", 0)
+    if deterministic and split:
+        yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard")
+    if asked.get("pipe") is not None and pipe_ranks == 1:
+        yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
+    for option, (default, stages) in HAS_EFFECT.items():
+        if option not in asked or repr(asked[option]) == repr(default):   # 1 is equal to True, and asks for something else
+            continue
+        if option in NOT_DETERMINISTIC and split:
+            yield Conflict(option, "is for data parallel alone: not on a mesh with other axes than replicate and shard")
+        if option in NOT_DETERMINISTIC and deterministic:
+            yield Conflict(option, f"has no meaning with deterministic: {NOT_DETERMINISTIC[option]}")
+        if option in WITHOUT_PIPE and pipe_ranks > 1:
+            yield Conflict(option, "has no meaning with pipe ranks: stages are gathered before the schedule and reduced after it")
+        if stage not in stages:
+            yield Conflict(option, f"has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")

@@ -1,0 +1,57 @@
+"""Options that exclude each other are refused alike by `rl.prepare` and in config files."""
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.train.config import load_config
+from rankloom.train.rules import HAS_EFFECT, conflicts
+
+OTHER = {"all_reduce": "ring", "compress": "int8", "compress_after": 3, "units": 5, "offload": True, "gradient_memory": 1,
+         "reshard_after_forward": False, "ahead": 2}
+
+
+def found(asked, stage=0, split=False, pipe_ranks=1):
+    return [conflict.option for conflict in conflicts(asked, stage=stage, split=split, pipe_ranks=pipe_ranks)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_option_conflicts_with_the_stages_at_which_it_has_no_effect_and_its_default_with_none(stage):
+    assert OTHER.keys() == HAS_EFFECT.keys()
+    for option, (default, stages) in HAS_EFFECT.items():
+        assert found({option: OTHER[option]}, stage) == ([] if stage in stages else [option])
+        assert found({option: default}, stage) == []
+
+
+def test_one_is_not_taken_for_true():
+    assert found({"reshard_after_forward": 1}, 2) == ["reshard_after_forward"]
+
+
+@pytest.mark.parametrize(("asked", "where", "expected"), [
+    ({"deterministic": 8}, {"split": True}, ["deterministic"]), ({"deterministic": 0}, {"split": True}, []),
+    ({"deterministic": 8, "all_reduce": "ring"}, {}, ["all_reduce"]), ({"deterministic": 8, "compress": "int8"}, {}, ["compress"]),
+    ({"all_reduce": "ring"}, {"split": True}, ["all_reduce"]), ({"offload": True}, {"split": True, "stage": 1}, []),
+    ({"pipe": "1f1b"}, {}, ["pipe"]), ({"pipe": "1f1b"}, {"split": True, "pipe_ranks": 2}, []),
+    ({"ahead": 2}, {"split": True, "pipe_ranks": 2, "stage": 3}, ["ahead"])], ids=str)
+def test_options_conflict_with_others_and_with_axes(asked, where, expected):
+    assert found(asked, **where) == expected
+
+
+@pytest.mark.parametrize(("flags", "options", "reason"), [
+    (["--train.stage=1", "--mesh.shard=2", "--comm.compress=int8"], {"stage": 1, "compress": "int8"},
+     "has no meaning at stage 1, only at stage 0"),
+    (["--train.deterministic=true", "--comm.all_reduce=ring"], {"deterministic": True, "all_reduce": "ring"},
+     "has no meaning with deterministic: it adds in an order of its own"),
+    (["--train.pipe=gpipe"], {"pipe": "gpipe"}, "has no meaning on a mesh without pipe ranks")], ids=str)
+def test_config_files_and_prepare_give_the_same_reason(tmp_path, flags, options, reason):
+    def body(world):
+        rl.prepare(nn.Linear(2, 2), loss=lambda model, x: (model(x).sum(), 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world,
+                   **options)
+
+    (tmp_path / "train.toml").write_text("[train]\nlocal_batch_size = 2\n")
+    option = flags[-1].removeprefix("--").partition("=")[0].partition(".")
+    with pytest.raises(rl.ConfigError, match=rf'\[{option[0]}\] {option[2]} = "\w+" {reason}'):
+        load_config(tmp_path / "train.toml", flags)
+    with pytest.raises(rl.ConfigError, match=rf"{option[2]}='\w+' {reason}; leave it out"):
+        rl.simulate(2, body)

@@ -1,0 +1,38 @@
+"""A process that has nothing to save ends at a signal, whatever it is doing."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rankloom.world.leave import leaving_on_signals
+
+IMPORTS = """
+import signal, sys
+from rankloom.world.leave import leaving_on_signals
+assert "torch" not in sys.modules
+with leaving_on_signals():
+    print("told", end="")
+    try:
+        signal.raise_signal({number})
+    except BaseException:        # as libraries do that try an import
+        raise ImportError("something else")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_an_import_that_swallows_exceptions_ends_the_process_with_its_code(number):
+    done = subprocess.run([sys.executable, "-c", IMPORTS.format(number=int(number))], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "told", "")
+
+
+def test_handlers_from_before_come_back_and_ignored_signals_stay_ignored(monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ours = signal.getsignal(signal.SIGINT)
+        with leaving_on_signals():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and signal.getsignal(signal.SIGINT) is not ours
+        assert signal.getsignal(signal.SIGINT) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)

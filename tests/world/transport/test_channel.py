@@ -1,0 +1,42 @@
+"""Whom the error of a call that timed out names, by what the link says of the ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import ANYONE, TIMED_OUT
+
+
+def told(rank: int, *, blamed: int = -1, arrived: list[int] | None = None, states: str = "SSSS", peers: tuple[int, ...] = ()) -> str:
+    """What rank `rank` of four is told, behind the time-out; their numbers in the world are 10 to 13."""
+    channel = Channel.__new__(Channel)
+    channel.rank, channel.size, channel.ranks, channel.timeout, channel.name = rank, 4, (10, 11, 12, 13), 1.0, "world"
+    status = TIMED_OUT, blamed, arrived or [1] * 4, list(states)
+    channel.link = SimpleNamespace(status=lambda: status)
+    text = str(channel.explain(TIMED_OUT, "call", peers=peers)).partition("timeout of 1 s: ")[2]
+    return text.replace("slow, or it skipped this call", "slow")
+
+
+@pytest.mark.parametrize(("rank", "status", "text"), [
+    (0, {"blamed": 1, "arrived": [5, 4, 5, 4]}, "rank 11 (slow), rank 13 (slow) did not come"),
+    (0, {"blamed": 1, "arrived": [5, 4, 5, 4], "states": "SSST"}, "rank 13 (stopped by a signal) did not come"),
+    (1, {"blamed": 1, "arrived": [5, 4, 5, 4], "states": "SST?"},
+     "rank 12 (stopped by a signal), rank 13 (it does not answer) did not come"),
+    (0, {"blamed": 1, "arrived": [5, 4, 5, 5], "states": "TSSS"}, "rank 11 (slow) did not come"),   # itself was stopped, and goes on
+    (1, {"blamed": 1, "arrived": [5, 4, 5, 5]}, "this rank is the one that was waited for"),
+    (0, {"blamed": -1}, "a rank did not come"),
+    (0, {"blamed": 1, "peers": (1,)}, "rank 11 (slow) did not come"),
+    (1, {"blamed": 1, "peers": (2,)}, "rank 12 (slow) did not come"),   # rank 0 gave up first, on this one
+    (0, {"blamed": 2, "peers": (1, 2)}, "rank 12 (slow) did not come"),   # of the two ends of an exchange
+    (0, {"blamed": 1, "peers": (1,), "states": "SSTS"}, "rank 12 (stopped by a signal) did not come"),
+    (0, {"blamed": 1, "peers": (1,), "states": "SSLS"}, "rank 11 (slow) did not come"),   # who has left may have had nothing more to do
+    (0, {"blamed": 1, "peers": (1,), "states": "SLSS"}, "rank 11 (it has left the group) did not come"),
+    (2, {"peers": (2,)}, "this rank is the one that was waited for"),
+    (0, {"blamed": 4, "peers": (ANYONE,), "states": "SSXS"},
+     "rank 10 waited for a message of anyone, and none came from rank 12 (its process has ended)"),
+    (0, {"blamed": 1, "peers": (ANYONE,)},
+     "rank 10 waited for a message of anyone, and none came from rank 11 (slow), rank 12 (slow), rank 13 (slow)"),
+])
+def test_a_time_out_names_those_that_cannot_come_else_those_that_have_not_and_never_its_own_rank(rank, status, text):
+    assert told(rank, **status) == text
