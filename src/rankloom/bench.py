@@ -1,6 +1,6 @@
 """What `rankloom bench` does apart from printing: start or join ranks, make tables of the results, write them to files.
 
-Read comm/bench.py (how algorithms are timed), comm/fit.py (the model) and comm/bench_results.py (which is fastest, and why) before.
+Read comm/bench.py (how algorithms are timed), comm/fit.py (the model) and comm/bench_results.py (the fastest, and why) first.
 """
 
 import json
@@ -33,14 +33,14 @@ from rankloom.world.launch import cores
 
 MEANINGS = {
     "inside": "inside: on the longest path, in a node", "between": "between: on the longest path, between nodes",
-    "host": "host: of all ranks of a node together", "adding": "adding what was received",
+    "host": "host: all ranks of a node together", "adding": "adding received bytes",
     "backend": "backend: a step of its own", "backend_between": "backend_between: a step of its own, between nodes",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times on one number of ranks, the topology of these ranks, and the backend that carried their bytes."""
+    """The times on one number of ranks, with their topology and backend."""
 
     topology: Topology
     backend: str
@@ -48,7 +48,7 @@ class Measured:
 
 
 def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
-    """The numbers of ranks in `text`, once each fits the cluster file and the backend exists. raises: ConfigError"""
+    """The numbers of ranks in `text`. Checks them against the cluster file, and that the backend exists. raises: ConfigError"""
     numbers = parse_ranks(text)
     resolve_backend(backend, torch.device("cpu"))
     if numbers[0] < 2:
@@ -59,9 +59,9 @@ def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
 
 
 def expect_places(study: Study, folder: Path, save: Path | None) -> None:
-    """Before anything is timed: make the folder for the results, and check that the links can be saved. raises: ConfigError"""
+    """Before timing: make the folder for the results, and check that links can be saved. raises: ConfigError"""
     if save and "all_reduce" not in study.collectives:
-        raise ConfigError(f"--save {save}: what links cost is fitted to all_reduce, "
+        raise ConfigError(f"--save {save}: the cost of links is fitted to all_reduce, "
                           f"which is not in --collective {','.join(study.collectives)}")
     if save and save.suffix != ".json":
         raise ConfigError(f"--save {save}: links are written as JSON; give the file a name that ends in .json")
@@ -74,13 +74,13 @@ def expect_places(study: Study, folder: Path, save: Path | None) -> None:
 
 
 def describe_machine(load: float) -> str:
-    """How many cores there are, and whether others use them. load: the mean number of busy programs in the last minute"""
+    """The number of cores, and whether other programs use them. load: the mean number of busy programs in the last minute"""
     busy = f", and a load of {load:.1f} before this began: expect noise" if load >= 0.5 else ""
     return f"{cores()} core{'s' * (cores() > 1)}{busy}"
 
 
 def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measured | None]:
-    """Run `rankloom bench WORDS` on ranks of this machine: the exit code, and what they measured if that is 0."""
+    """Run `rankloom bench WORDS` on ranks of this machine. Returns the exit code, and the results if it is 0."""
     file = folder / f"ranks-{ranks}.json"
     argv = [sys.executable, "-m", "rankloom", "bench", *words, f"--times={file}"]
     code = launch_ranks(ranks, argv, log_dir=folder / "logs" / f"ranks-{ranks}")
@@ -92,14 +92,14 @@ def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measure
 
 
 def join_launched(study: Study, topology: Path | None, backend: str) -> Measured:
-    """Be one of the ranks that a launcher has started; rank 0 draws the progress."""
+    """Run as one of the ranks that a launcher has started. Rank 0 draws the progress."""
     world = init(topology=topology, backend=backend)
     with BenchProgress(Console(), world.size) as progress:
         sink = progress if world.rank == 0 else _ignore
         carrier = "nccl or gloo" if world.device.type == "cuda" else world.backend
         sink(Notice(world.rank, f"{world.topology}, {world.device.type} tensors, backend {carrier}"))
         times = run_study(study, world, sink)
-    world.barrier(label="bench: done")   # a rank that left early would cut off a slower one
+    world.barrier(label="bench: done")   # a rank that leaves early would disconnect a slower one
     world.close()
     return Measured(world.topology, carrier, times)
 
@@ -115,22 +115,22 @@ def write_measured(measured: Measured, file: Path) -> None:
 
 
 def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path | None) -> Iterator[str | Table]:
-    """Tables with their titles: times, the fastest and why, what links cost. Then the files, as they are written.
+    """Tables with their titles: times, the fastest and why, the cost of links. Then writes the files, with a line for each.
 
-    save:   a further file for the links, as all_reduce on the most ranks found them
-    raises: WrongResult, in the end, when an algorithm gave a wrong result
+    save:   a file for the links, as fitted to all_reduce on the most ranks
+    raises: WrongResult, at the end, when an algorithm gave a wrong result
     """
     found = [one for group in measured for one in find(group.times, group.topology, wide=widening(DTYPES[study.dtype]))]
     backend = measured[0].backend
     how = f"{study.dtype}, backend {backend}"
     for one in found:
         yield from ("", f"{one.collective} on {one.topology.size} ranks, {how}: the time of one call", times_table(one))
-        yield from ("", "the fastest, its GB/s, and what its time is made of by the fit", winners_table(one))
+        yield from ("", "the fastest, its GB/s, and the larger part of its time by the fit", winners_table(one))
         yield from ("", "what links cost by the fit", links_table(one), _off(one), "")
     yield f"saved {write_findings(study, backend, found, folder)}"
     if save:
         write_links(save, [one.fitted.links for one in found if one.collective == "all_reduce"][-1])
-        yield f"saved {save}, as all_reduce on {measured[-1].topology.size} ranks found the links; use it as [comm] topology"
+        yield f"saved {save}, with the links as fitted to all_reduce on {measured[-1].topology.size} ranks; use it as [comm] topology"
     for collective in study.collectives:
         path = folder / f"bench-{collective}.png"
         yield draw_findings([one for one in found if one.collective == collective], path, f"{collective}, {how}")
@@ -157,7 +157,7 @@ def write_findings(study: Study, backend: str, found: Sequence[Findings], folder
 
 
 def draw_findings(found: Sequence[Findings], path: Path, title: str) -> str:
-    """Draw the plot of one collective; returns a line that says where it is, or why there is none."""
+    """Draw the plot of one collective; returns a line with its path, or why there is none."""
     try:
         from rankloom.watch.plots import plot_bench
     except ImportError:
@@ -196,7 +196,7 @@ def winners_table(found: Findings) -> Table:
 
 
 def links_table(found: Findings) -> Table:
-    """What the times say of the links."""
+    """A row for each kind of link: the cost of a message, and its bandwidth, by the fit."""
     table = _table(["link", "message", "bytes"], left=("link",))
     links = found.fitted.links
     for kind in found.fitted.measured:
@@ -207,7 +207,7 @@ def links_table(found: Findings) -> Table:
 
 
 def _off(found: Findings) -> str:
-    """How far the fit is off, for each algorithm."""
+    """The error of the fit, for each algorithm."""
     return "the fit is off by " + ", ".join(f"{name} {error:.0%}" for name, error in found.fitted.errors) + " (median over sizes)"
 
 

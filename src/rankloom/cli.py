@@ -1,10 +1,10 @@
 """The command line: `rankloom train`, `scale`, `bench`, `schedule`, `layout`, `generate`, `presets`. The only file that prints.
 
-Importing it, and `rankloom --help`, imports neither torch nor pydantic: each command imports what it needs when it
-runs. What a command does stands in the floors below; here are arguments, launching, tables and exit codes.
+This module and `rankloom --help` import neither torch nor pydantic: each command imports what it needs when it runs. The floors
+below do the work; this file has arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM, 129 when the terminal was closed or nobody read the output any more.
+143 after SIGTERM, 129 when the terminal or the reader of the output was closed.
 """
 
 import errno
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankloom.train.schema import Config
     from rankloom.watch.scaling import Row
 
-SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while it drew has left it hidden
+SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 app = App(
@@ -45,7 +45,7 @@ app = App(
 
 
 def main() -> None:
-    """Run one command; a mistake of the user is one message and exit code 2, never a traceback."""
+    """Run one command. A user's mistake gives one message and exit code 2, never a traceback."""
     show_any_text()
     try:
         try:
@@ -58,24 +58,24 @@ def main() -> None:
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
-    except Exception as error:   # a mistake of ours, or of user code: its traceback is wanted
+    except Exception as error:   # a bug, ours or in user code: show the traceback
         if _told_the_launcher(error):
             raise SystemExit(1) from None
         if not isinstance(error, BrokenPipeError):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # the reader, such as `| head`, has ended
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _told_the_launcher(error: Exception) -> bool:
-    """Whether this is a rank whose launcher shows the error, beside how the other ranks ended."""
+    """Whether this is a rank whose launcher shows the error, with those of the other ranks."""
     from rankloom.world.launch import record_failure
 
     return record_failure(error)
 
 
 def _report(error: RankloomError) -> None:
-    """The message; with RANKLOOM_DEBUG=1 the traceback before it."""
+    """Print the message; with RANKLOOM_DEBUG=1 the traceback first."""
     from rankloom.world.launch import debug_mode
 
     if debug_mode():
@@ -85,12 +85,12 @@ def _report(error: RankloomError) -> None:
 
 @app.command
 def train(file: Path, /, *overrides: Overrides) -> None:
-    """Train a model as FILE says.
+    """Train a model as described in FILE.
 
-    Started bare, it starts as many ranks as [mesh] asks for, on this machine.
-    Under torchrun or srun it is one of the ranks that those started.
-    Ctrl-C and SIGTERM end all ranks within a step or two, and keep the weights.
-    With --checkpoint.interval N its state is kept, too: --checkpoint.resume runs/NAME goes on from there, on any mesh.
+    Run directly, it starts the ranks of [mesh] on this machine.
+    Under torchrun or srun, each process is one rank.
+    Ctrl-C and SIGTERM end all ranks within a step or two, and save the weights.
+    --checkpoint.interval N saves the whole state every N steps. --checkpoint.resume runs/NAME continues from it, on any mesh.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def train(file: Path, /, *overrides: Overrides) -> None:
 
     with leaving_on_signals():
         config = load_config(file, overrides)
-        if config.checkpoint.resume is not None:   # a wrong path is told before any rank starts
+        if config.checkpoint.resume is not None:   # so that a wrong path is an error before any rank starts
             from rankloom.train.resume import newest_checkpoint
 
             newest_checkpoint(Path(config.checkpoint.resume))
@@ -115,7 +115,7 @@ def train(file: Path, /, *overrides: Overrides) -> None:
 
 
 def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
-    """Start the ranks of a run on this machine, each of them this same command, and wait for them."""
+    """Start the ranks of a run on this machine, each with this same command, and wait for them."""
     from rankloom.train.run_folder import claim_run_folder
     from rankloom.world.agent import launch_ranks
 
@@ -131,13 +131,13 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
         if not code and not concluded:
             raise RankFailed(f"rank 0 ended with exit code 0 before it wrote {summary}", rank=0)
     finally:
-        if not concluded:   # rank 0, which says this at its end, has not come that far; where samples fail there is a summary
+        if not concluded:   # rank 0, which prints this at its end, did not get that far; if only samples failed, there is a summary
             _show([*([SHOW_CURSOR] if os.isatty(1) else []), f"run folder: {run}"])
     raise SystemExit(code)
 
 
 def _be_a_rank(config: "Config") -> None:
-    """Join the other ranks, or be the only one, and train; rank 0 draws."""
+    """Train as one rank: join the others, if there are any. Rank 0 draws the progress."""
     from rankloom.train.config import with_ranks
     from rankloom.train.loop import train as train_loop
     from rankloom.watch.progress import Progress, Screen
@@ -150,7 +150,7 @@ def _be_a_rank(config: "Config") -> None:
         with Progress(Screen(), config.train.steps) as progress:
             summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
     except (KeyboardInterrupt, SystemExit) as stop:
-        # A collective may be on its way that the others will never join: taking the connection down would wait for it.
+        # A collective may be in flight that other ranks will never join. Closing the connection would wait for it.
         leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
     world.close()
     if world.rank == 0:
@@ -164,7 +164,7 @@ def _ignore(event: object) -> None:
 
 
 def _conclude(summary: "Summary") -> None:
-    """Draw the loss, and say in the last lines how it ended and where everything is."""
+    """Draw the loss; print how the run ended, and its folder."""
     run = Path(summary.folder)
     lines = [_draw_loss(run)]
     if summary.stopped_by:
@@ -188,10 +188,9 @@ def scale(
     file: Path, /, *overrides: Overrides, ranks: str = "1,2,4", steps: int = 20, weak: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Measure what more ranks bring: speed-up, efficiency, share of time in communication.
+    """Measure how training scales with ranks: speed-up, efficiency, share of time in communication.
 
-    Trains FILE for a few steps on each number of ranks, then prints a table
-    and writes scale.json and scale.png.
+    Trains FILE for a few steps on each number of ranks. Prints a table, and writes scale.json and scale.png.
 
     Parameters
     ----------
@@ -200,13 +199,13 @@ def scale(
     overrides
         Any key of the file, as --section.key value.
     ranks
-        Numbers of ranks, with commas between them.
+        Numbers of ranks, separated by commas.
     steps
-        Steps of each run; the first 3 are not counted.
+        Steps of each run; the first 3 do not count.
     weak
-        Keep the batch of each rank, so that the global batch grows with the ranks. Else the global batch is the same.
+        Weak scaling: the batch of each rank stays the same. Without it, the global batch does.
     out
-        The folder for the results; runs/scale-<time> when left out.
+        The folder for the results; by default runs/scale-<time>.
     """
     from rankloom.train.config import load_config
     from rankloom.train.scaling_runs import parse_ranks, plan_study
@@ -220,7 +219,7 @@ def scale(
     numbers = parse_ranks(ranks)
     threads = max(1, cores() // numbers[-1])
     plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))   # so that the runs end too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))   # so that SIGTERM also ends the run
     for n, words in plans.items():
         print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
         _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
@@ -229,7 +228,7 @@ def scale(
 
 
 def _run_child(argv: Sequence[str]) -> None:
-    """Run a command to its end; whatever ends this process ends that one first, and a failure of that one, which it has told, this one."""
+    """Run a command to its end. An exception here, such as Ctrl-C, ends it first. If it fails, it has printed why: exit with its code."""
     with subprocess.Popen(argv) as child:
         try:
             code = child.wait()
@@ -273,36 +272,36 @@ def bench(
     dtype: str = "fp32", turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None,
     out: Path | None = None, times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
-    """Time our collectives and the backend's own at many sizes, and say at each size who is fastest, and why.
+    """Time our collectives and the backend's own at many sizes: which is the fastest at each size, and why.
 
-    Every result is checked. The bandwidths are algbw and busbw as nccl-tests defines them.
-    A model of what a message and a byte cost (alpha, beta, gamma) is fitted to the times;
-    bench.json holds all of it, and a plot shows the times beside the model.
-    Started bare, it starts ranks on this machine.
-    Under torchrun or srun it is one of the ranks that those started.
+    Checks every result. Bandwidths are algbw and busbw, as in nccl-tests.
+    Fits a model of the cost of a message and a byte (alpha, beta, gamma).
+    Writes all results to bench.json, and plots the times and the model.
+    Run directly, it starts ranks on this machine.
+    Under torchrun or srun, each process is one rank.
 
     Parameters
     ----------
     ranks
-        Numbers of ranks, with commas between them; 2,4 when left out.
+        Numbers of ranks, separated by commas; by default 2,4.
     collective
-        all_reduce, reduce_scatter, all_gather, broadcast, all_to_all; several with commas between them.
+        One or more of all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, separated by commas.
     algorithm
-        Algorithms by name, with commas between them, such as ring,tree,backend; all of them when left out.
+        Names of algorithms, separated by commas, such as ring,tree,backend; by default all.
     sizes
-        Sizes with commas between them, or first-last for each fourfold from one to the other.
+        Sizes, separated by commas; or FIRST-LAST: from FIRST to LAST, each four times the one before.
     dtype
         fp32, fp64, bf16 or fp16.
     turns
-        How often each algorithm has its turn; fewer where it is slow.
+        How often to time each algorithm at each size; slow ones get fewer turns.
     backend
-        What carries the bytes of CPU tensors: rankloom (shared memory), gloo, or auto.
+        The backend for CPU tensors: rankloom (shared memory), gloo, or auto.
     topology
-        A cluster file that says which ranks share a node; as the launcher says when left out.
+        A cluster file that says which ranks share a node; by default, as the launcher says.
     save
-        Also write what links cost to this file (.json), for [comm] topology in a train.toml.
+        Also write the cost of links to this file (.json), for [comm] topology in a train.toml.
     out
-        The folder for the results; runs/bench-<time> when left out.
+        The folder for the results; by default runs/bench-<time>.
     """
     from rankloom import bench as command
     from rankloom.base.quantities import parse_sizes
@@ -340,7 +339,7 @@ def _show(parts: "Iterable[str | Text | Table]") -> None:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        # Whoever reads has seen enough, as `| head` has, or the terminal was closed.
+        # The reader, such as `| head`, has ended, or the terminal was closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -364,16 +363,16 @@ def _bench_as_rank(study: "Study", topology: Path | None, backend: str) -> "Meas
     try:
         return join_launched(study, topology, backend)
     except KeyboardInterrupt:
-        leave_at_once(128 + signal.SIGINT)   # as in training: the others may never join what is on its way
+        leave_at_once(128 + signal.SIGINT)   # as in training: others may never join a collective in flight
 
 
-schedule = App(name="schedule", help="Pipeline schedules: who computes what, when, and who waits. See `rankloom schedule show --help`.")
+schedule = App(name="schedule", help="Pipeline schedules: what each rank computes, and when it waits. See `rankloom schedule show --help`.")
 app.command(schedule)
 
 
 @schedule.command(name="list")
 def list_schedules() -> None:
-    """List the schedules that are known."""
+    """List the known schedules."""
     from rankloom.schedule import known
 
     _show([known()])
@@ -384,27 +383,27 @@ def show(
     name: str, /, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None, costs: str | None = None,
     svg: Path | None = None, trace: Path | None = None, save: Path | None = None,
 ) -> None:
-    """Draw a schedule, prove that it comes to its end, and say what it costs in waiting and memory.
+    """Draw a schedule, check that it cannot deadlock, and show its bubble and memory.
 
     Parameters
     ----------
     name
-        A name from `rankloom schedule list`; or a .txt file with a line of actions for each rank, such as --save writes.
+        A name from `rankloom schedule list`; or a .txt file with one line of actions for each rank, as --save writes it.
     stages
-        Into how many pieces the model is cut; 4 when left out.
+        The number of stages of the model; by default 4.
     microbatches
-        How many micro-batches a step has; 8 when left out.
+        The number of micro-batches in a step; by default 8.
     chunks
-        How many stages each rank holds; as few as the schedule allows when left out.
+        The number of stages on each rank; by default as few as the schedule allows.
     costs
-        What forward, backward towards the input and towards the weights of a stage take, and a message: 18.5,18.1,9.3,0.6;
-        or a .json file with a list for each. 1,1,1,0 when left out.
+        The times of a stage's forward, backward for the input and backward for the weights, and of a message: 18.5,18.1,9.3,0.6.
+        Or a .json file with a list of each. By default 1,1,1,0.
     svg
-        Also draw to this file.
+        Also write the picture to this file (.svg).
     trace
         Also write a trace for ui.perfetto.dev to this file (.json).
     save
-        Also write the schedule itself to this file (.txt), messages and all, to edit and to show again.
+        Also write the schedule with its messages to this file (.txt). It can be edited, and shown again.
     """
     from rich.console import Console
 
@@ -417,21 +416,21 @@ def show(
 
 @app.command
 def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int | None = None, out: Path | None = None) -> None:
-    """Show which rank of a mesh holds what: its part of the model, of a batch, its peers, its bytes.
+    """Show what each rank of a mesh holds: its part of the model and of a batch, its peers, its bytes.
 
-    Nothing is started: the code of a real run is asked, on ranks without memory.
-    Without a file it is the preset 8B in bf16, at stage 3 where the mesh has an axis shard.
+    Starts no ranks: it runs the code of a real run on ranks without memory.
+    Without a file, the model is preset 8B in bf16, at stage 3 if the mesh has a shard axis.
 
     Parameters
     ----------
     settings
-        A TOML file such as train.toml, or none; then any key of it, as --section.key value: --mesh.pipe 2 --mesh.tensor 2
+        A TOML file such as train.toml, or none; then any of its keys, as --section.key value: --mesh.pipe 2 --mesh.tensor 2
     ranks
-        How many ranks there are; those that the other axes leave go to replicate, or at stages 1 to 3 to shard.
+        The number of ranks. What the other axes leave goes to replicate, or at stages 1 to 3 to shard.
     ranks_per_host
-        How many of them share a host.
+        The number of ranks on each host.
     out
-        Also draw to this file (.svg or .png): a box for each rank.
+        Also draw a picture to this file (.svg or .png): a box for each rank.
     """
     from rankloom.layouts import show_layout
 
@@ -442,22 +441,22 @@ def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int |
 def generate(
     run: Path, /, *, prompt: str = "", max_tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
 ) -> None:
-    """Let a trained model go on with a text.
+    """Continue a text with a trained model.
 
     Parameters
     ----------
     run
         The run folder of the training, such as runs/first.
     prompt
-        The beginning of the text; left out, the model begins.
+        The beginning of the text; by default empty.
     max_tokens
-        How many tokens to write at most.
+        The most tokens to write.
     temperature
         0 always takes the likeliest token; above 1 is wilder than the training text.
     top_k
-        Draw among that many likeliest tokens; 0 for all.
+        Draw among this many likeliest tokens only; 0 for all.
     seed
-        Another seed, another text.
+        Of the random draws: another seed gives another text.
     """
     from rankloom.train.samples import continue_texts
     from rankloom.train.weights import load_model
@@ -476,7 +475,7 @@ def generate(
 
 @app.command
 def presets() -> None:
-    """List the model sizes that [model] preset knows."""
+    """List the model sizes for [model] preset."""
     from rankloom.models.config import PRESETS, parameter_count
 
     for name, shape in PRESETS.items():

@@ -1,6 +1,6 @@
-"""What `rankloom layout` does apart from printing: tables of which rank holds what, and the picture.
+"""What `rankloom layout` does apart from printing: tables of what each rank holds, and the picture.
 
-What is told is not worked out here: `train/paper.py` asks the code of a real run. Read base/ranks.py for the values.
+It computes no layout itself: `train/paper.py` runs the code of a real run. Read base/ranks.py for the values.
 """
 
 import re
@@ -28,21 +28,21 @@ from rankloom.watch.boxes import SHORT, Scene, draw_sheet
 from rankloom.watch.canvas import Sheet, as_svg, write_png
 from rankloom.world.cluster import read_cluster
 
-PRESET, PRECISION = "8B", "bf16"   # where there is no file
-SHOWN = 4                          # parts of a matrix, and groups of an axis, that are listed one by one; of more, fewer
-MANY, MOST = 64, 1024              # ranks: asking this many takes seconds, that many a minute
-TRAVELS = {"pipe": "activations of micro-batches, and back their gradients", "replicate": "gradients, summed",
+PRESET, PRECISION = "8B", "bf16"   # the defaults without a file
+SHOWN = 4                          # the most parts of a matrix, or groups of an axis, that are all listed
+MANY, MOST = 64, 1024              # ranks: MANY take seconds, MOST a minute
+TRAVELS = {"pipe": "activations of micro-batches, and their gradients back", "replicate": "gradients, summed",
            "shard": "gradients, summed and cut; parameters, gathered", "context": "keys and values of attention, around a ring",
            "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
-BYTES = ("bytes between two steps, of ranks with memory of their own (whole: parameters beside a rank's own, to compute with); "
-         "activations, and what is gathered for a moment, come on top")
+BYTES = ("bytes between two steps, if ranks share no memory (whole: parameters to compute with, beside a rank's own); "
+         "activations and temporary gathers come on top")
 NUMBER = re.compile(r"[\d.]+")
 DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was asked for, and what every rank holds."""
+    """The run asked for, and what every rank holds."""
 
     config: Config
     shape: GPTConfig
@@ -56,7 +56,7 @@ class Drawn:
 
     @property
     def axes(self) -> list[str]:
-        """Those with more than one rank."""
+        """The mesh axes with more than one rank."""
         return [axis for axis, n in self.mesh.sizes().items() if n > 1]
 
     @property
@@ -66,7 +66,7 @@ class Drawn:
 
     @property
     def note(self) -> str:
-        """What else decides what a rank holds."""
+        """The other settings that decide what a rank holds."""
         train, batch = self.config.train, self.config.batch()
         cut = f"stage {train.stage}" + (f" ({CUT[train.stage]} cut)" if train.stage else "")
         pipe = f", schedule {train.pipe or '1f1b'}" if self.mesh.pipe > 1 else ""
@@ -75,7 +75,7 @@ class Drawn:
 
 
 def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
-    """All of it, for `rankloom layout`. raises: ConfigError"""
+    """The whole output of `rankloom layout`. raises: ConfigError"""
     if out is not None and out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out {out}: expected a name that ends in .svg or .png")
     if out is not None and not out.parent.is_dir():
@@ -95,13 +95,13 @@ def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int 
         yield table_of_groups(drawn)
         yield table_of_parameters(drawn)
     if config.train.stage and drawn.mesh.shard > 1:
-        yield f"of these parts, laid end to end unit by unit, a rank's optimizer updates 1/{drawn.mesh.shard}: see docs/sharding.md"
+        yield f"each rank's optimizer updates 1/{drawn.mesh.shard} of these parts, a slice of each unit: see docs/sharding.md"
     if out is not None:
         yield save(draw_sheet(Scene(drawn.mesh, drawn.ranks, hosts, config.train.stage < 3, drawn.title, drawn.note)), out)
 
 
 def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
-    """The run that is asked for, all axes known, and the shape of its model. raises: ConfigError"""
+    """The config, with the size of every axis, and the shape of its model. raises: ConfigError"""
     file = Path(words[0]) if words and not words[0].startswith("--") else None
     config = load_config(file, words[1:]) if file else _without_file(words)
     if ranks is not None and ranks < 1:
@@ -111,13 +111,13 @@ def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
     except MeshError as error:
         raise MeshError(f"--ranks {ranks}: {error}") from None
     if (size := config.mesh.as_mesh().size) > MOST:
-        raise ConfigError(f"{config.mesh.as_mesh().product()} = {size} ranks: a table has a row for each, {MOST} at most; make an axis "
-                          "shorter along which ranks hold alike, such as replicate")
+        raise ConfigError(f"{config.mesh.as_mesh().product()} = {size} ranks: a table has a row for each, {MOST} at most; shorten an axis "
+                          "along which ranks hold the same, such as replicate")
     return config, config.gpt(_vocabulary(config, file))
 
 
 def _without_file(words: Sequence[str]) -> Config:
-    """Defaults that let any mesh be asked for alone; a train.toml has others."""
+    """The config without a file: defaults under which --mesh alone is enough. Those of a train.toml differ."""
     flags = parse_overrides(words)
     given = {f"{flag.section}.{flag.key}": flag.text for flag in flags}
     name, pipe, shard = given.get("model.preset", PRESET), given.get("mesh.pipe", "1"), given.get("mesh.shard", "1")
@@ -128,7 +128,7 @@ def _without_file(words: Sequence[str]) -> Config:
 
 
 def _vocabulary(config: Config, file: Path | None) -> int:
-    """Tokens of the tokenizer, so far as a config says it; without a file, those of the preset."""
+    """The vocabulary size, as far as the config tells; without a file, that of the preset."""
     tokenizer = config.data.tokenizer or ""
     if file is None:
         return config.model.vocab_size or preset(config.model.preset).vocab_size
@@ -138,7 +138,7 @@ def _vocabulary(config: Config, file: Path | None) -> int:
 
 
 def find_hosts(config: Config, ranks_per_host: int | None) -> Sequence[Sequence[int]] | None:
-    """The ranks of each host: equally many, or as the cluster file of the config says; None where nobody says. raises: ConfigError"""
+    """The ranks of each host: `ranks_per_host` each, or as in the config's cluster file; None without either. raises: ConfigError"""
     size = config.mesh.as_mesh().size
     if ranks_per_host is not None:
         if ranks_per_host < 1 or size % ranks_per_host:
@@ -154,7 +154,7 @@ def find_hosts(config: Config, ranks_per_host: int | None) -> Sequence[Sequence[
 
 
 def table_of_ranks(drawn: Drawn) -> Table:
-    """A row for each rank: where it stands, what it is given, what it holds."""
+    """A row for each rank: its place on the mesh, its share of the batch, its part of the model, its bytes."""
     columns = {"rank": [str(part.rank) for part in drawn.ranks]}
     if drawn.hosts:
         columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
@@ -179,7 +179,7 @@ def table_of_ranks(drawn: Drawn) -> Table:
 
 
 def table_of_groups(drawn: Drawn) -> Table:
-    """A row for each axis: who talks to whom, about what, and whether between hosts."""
+    """A row for each axis: its groups of ranks, what they exchange, and whether between hosts."""
     rows = []
     for axis in drawn.axes:
         groups = list(dict.fromkeys(drawn.mesh.peers(part.rank, axis) for part in drawn.ranks))
@@ -192,7 +192,7 @@ def table_of_groups(drawn: Drawn) -> Table:
 
 
 def table_of_parameters(drawn: Drawn) -> Table:
-    """A row for each kind of parameter: how it is cut, and its different parts in the order of the ranks that hold them."""
+    """A row for each kind of parameter: how it is cut, and its different parts, in rank order."""
     found: dict[str, list[tuple[RankPart, ParameterPart]]] = {}
     first: dict[str, str] = {}
     for part in drawn.ranks:
@@ -214,7 +214,7 @@ def _parameter_row(kind: str, held: list[tuple[RankPart, ParameterPart]], shape:
 
 
 def layout_of(held: Sequence[tuple[RankPart, ParameterPart]]) -> str:
-    """How a parameter lies on ranks: an axis cuts a dim where ranks that differ along it alone hold other spans of it.
+    """The layout of a parameter: an axis cuts a dim if ranks that differ only along this axis hold different spans of the dim.
 
     raises: AssertionError for a parameter without ranks
     """
@@ -250,7 +250,7 @@ def _span(start: int, stop: int) -> str:
 
 
 def _some(parts: Sequence[str]) -> str:
-    """All of a few; of many the first ones and the last."""
+    """All parts, if they are few; otherwise the first ones and the last."""
     return "  |  ".join(parts if len(parts) <= SHOWN else [*parts[:SHOWN - 2], f"... {len(parts)} in all ...", parts[-1]])
 
 
@@ -259,12 +259,12 @@ def _host(hosts: Sequence[Sequence[int]], rank: int) -> int:
 
 
 def _table(columns: dict[str, list[str]], gap: int = 1) -> Table:
-    """Numbers to the right. gap: spaces between columns, beside the one that is there in any case"""
+    """A table; numbers are right-aligned. gap: spaces between columns, in addition to the one always there"""
     table = Table(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
     for name, cells in columns.items():
         table.add_column(name, overflow="fold", justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
     for row in zip(*columns.values()):
-        table.add_row(*map(Text, row))   # what stands in brackets is no markup
+        table.add_row(*map(Text, row))   # Text, so that brackets are not markup
     return table
 
 
@@ -272,7 +272,7 @@ def _table(columns: dict[str, list[str]], gap: int = 1) -> Table:
 
 
 def save(sheet: Sheet, path: Path) -> str:
-    """Write the picture, and say so. raises: ConfigError"""
+    """Write the picture; returns a line with its path. raises: ConfigError"""
     try:
         if path.suffix == ".svg":
             path.write_text(as_svg(sheet), encoding="utf-8")

@@ -1,7 +1,6 @@
-"""What `rankloom schedule` does apart from printing: make or read a schedule, prove it, price it, draw it, write it down.
+"""What `rankloom schedule` does apart from printing: make or read a schedule, check it, simulate it, draw it, save it.
 
-Nothing here computes on tensors, so nothing imports torch. Read parallel/pipeline/ in the order actions, schedules, passes, check,
-simulate, draw.
+No tensors, so no torch. Read parallel/pipeline/ in the order actions, schedules, passes, check, simulate, draw.
 """
 
 import json
@@ -26,17 +25,17 @@ STAGES, MICROBATCHES = 4, 8
 
 
 def known() -> Table:
-    """Every schedule by name, with how many stages a rank holds under it."""
+    """Every schedule by name, with the number of stages on a rank."""
     table = Table("schedule", "stages a rank", "in short")
     for name, one in SCHEDULES.items():
         table.add_row(name, f"{one.fewest}{'' if one.most else ' or more'}", one.says)
     for name, memory in SEARCHED.items():
-        table.add_row(name, "1", f"made for the costs that are given, with {memory:g} times the memory of 1F1B")
+        table.add_row(name, "1", f"made for the given costs, with {memory:g} times the memory of 1F1B")
     return table
 
 
 def find_schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Schedule:
-    """A known schedule, one made for the costs, or one read from a .txt file; proven. raises: ConfigError"""
+    """A schedule by name, also one made for the costs, or one from a .txt file. It is checked. raises: ConfigError"""
     if not name.endswith(".txt"):
         stages, microbatches = (default if asked is None else asked for asked, default in ((stages, STAGES), (microbatches, MICROBATCHES)))
         schedule = named_schedule(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)
@@ -44,7 +43,7 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
         return schedule
     given = [word for word, value in (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks)) if value is not None]
     if given:
-        raise ConfigError(f"{name} says itself how many stages and micro-batches there are; leave out {', '.join(given)}")
+        raise ConfigError(f"{name} already defines stages and micro-batches; leave out {', '.join(given)}")
     schedule = parse_schedule(_read(Path(name)))
     try:
         check(schedule)
@@ -54,7 +53,7 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
 
 
 def read_costs(text: str | None, stages: int) -> Costs:
-    """F,I,W of one stage, and perhaps a message, with commas between them; or a .json file with a list for each. raises: ConfigError
+    """Parse "F,I,W" or "F,I,W,message", the times of a stage; or a .json file with a list for each. raises: ConfigError
 
     >>> read_costs("2,2,1,0.1", stages=2)
     Costs(forward=(2.0, 2.0), input=(2.0, 2.0), weight=(1.0, 1.0), message=0.1, kept=1.0)
@@ -78,7 +77,7 @@ def read_costs(text: str | None, stages: int) -> Costs:
 
 
 def picture(timeline: Timeline, rows: Callable[[Timeline], Text]) -> Iterator[str | Text | Table]:
-    """The rows, what the colours mean, and the numbers."""
+    """The rows, the legend, and the numbers of each rank."""
     yield rows(timeline)
     yield legend(timeline)
     table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
@@ -93,7 +92,7 @@ def picture(timeline: Timeline, rows: Callable[[Timeline], Text]) -> Iterator[st
 
 
 def as_run(schedule: Schedule, costs: Costs, rows: Callable[[Timeline], Text]) -> Iterator[str | Text]:
-    """The rows and the bubble of how `rl.pipeline` and the engine run a schedule; nothing where they run it as it is."""
+    """The rows and the bubble as `rl.pipeline` and the engine run the schedule; nothing if they run it unchanged."""
     runs = send_gradients_first(schedule)
     if runs == schedule:
         return
@@ -109,7 +108,7 @@ def _waits(timeline: Timeline) -> str:
 
 
 def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
-    """Write the files that are asked for, and say so. raises: ConfigError"""
+    """Write the files asked for, with a line for each. raises: ConfigError"""
     texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.schedule}\n"}
     for path, make in texts.items():
         if path is None:
@@ -123,31 +122,31 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 
 def show_schedule(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
                   coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
-    """All of it, for `rankloom schedule show`, on a terminal of so many columns, with colours or without."""
+    """The whole output of `rankloom schedule show`. columns: width of the terminal"""
     _expect_files(svg, trace, save)
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)
     timeline = simulate_schedule(schedule, of_stages)
-    if not isfinite(timeline.makespan * len(schedule.ranks)):   # the greatest sum that is worked out
+    if not isfinite(timeline.makespan * len(schedule.ranks)):   # the largest sum computed
         raise ConfigError(f"--costs {costs}: together they are more than a number can hold; give them in a larger unit")
     title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
     rows = partial(grid, columns=columns, coloured=coloured)
     yield from picture(timeline, rows)
-    if not name.endswith(".txt"):   # a file says itself what is done first
+    if not name.endswith(".txt"):   # a file is run as written
         yield from as_run(schedule, of_stages, rows)
     yield from written(timeline, title, svg, trace, save)
 
 
 def _expect_files(svg: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Raise ConfigError for files of which one would take another's place, or could not be shown again."""
+    """Raise ConfigError if two files have one path, or --save is not a .txt file."""
     if save is not None and save.suffix != ".txt":
         raise ConfigError(f"--save {save}: expected a name that ends in .txt; `rankloom schedule show` reads no other")
     given = [(flag, path) for flag, path in (("--svg", svg), ("--trace", trace), ("--save", save)) if path is not None]
     for at, (flag, path) in enumerate(given):
         for other, there in given[:at]:
             if path.absolute() == there.absolute():
-                raise ConfigError(f"{other} {there} and {flag} {path} are one file; give each a name of its own")
+                raise ConfigError(f"{other} {there} and {flag} {path} are one file; give each its own name")
 
 
 def _read(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""`import rankloom.transport` makes the backend "rankloom" known to torch.
+"""`import rankloom.transport` registers the backend "rankloom" with torch.
 
-After an install torch does that by itself: pyproject.toml names `register` as a plug-in, which torch calls when it is
-imported. Read world/transport/ for the backend itself.
+If rankloom is installed this is not needed: pyproject.toml names `register` as a plug-in, which torch calls on its own import.
+The backend itself is in world/transport/.
 """
 
 from rankloom.world.transport.backend import create, register

@@ -785,7 +785,7 @@ def test_a_module_put_in_the_place_of_another_after_prepare_is_an_error_if_it_ha
         model[1] = torch.nn.Identity()
         engine.step(rows(4))
         model[0] = Line()
-        with pytest.raises(UnitError, match="0.w came after the model was prepared: nobody sums its gradient"):
+        with pytest.raises(UnitError, match="0.w came after the model was prepared: its gradient is not summed"):
             engine.step(rows(4))
 
     rl.simulate(2, body)
@@ -826,7 +826,7 @@ def test_a_parameter_that_comes_after_prepare_is_an_error_at_every_stage_whereve
         model.watched = torch.nn.Identity()
         engine.step(rows(4))
         model.watched.more = torch.nn.Linear(2, 2)
-        with pytest.raises(UnitError, match="watched.more.weight came after the model was prepared: nobody sums its gradient"):
+        with pytest.raises(UnitError, match="watched.more.weight came after the model was prepared: its gradient is not summed"):
             engine.step(rows(4))
         del model.watched
         engine.step(rows(4))

@@ -11,7 +11,7 @@ from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.checkpoint.files import MANIFEST, read_manifest
 from rankloom.checkpoint.manifest import to_json
-from rankloom.train import loop
+from rankloom.train import loop, run_facts
 from rankloom.train.resume import newest_checkpoint
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
@@ -154,6 +154,15 @@ def test_a_tokenizer_that_has_learned_from_other_text_is_refused_until_that_of_t
         run(table(data=bpe, checkpoint=resume), 2)
     summary, events = run(table(data={"tokenizer": tokenizer}, checkpoint=resume))
     assert summary.steps == 6 and "unlike the run of that checkpoint: train.steps 4 -> 6" in notices(events)
+
+
+def test_the_tokenizer_of_the_run_is_taken_whatever_the_library_that_hashed_it(table, monkeypatch):
+    pytest.importorskip("tokenizers")
+    with monkeypatch.context() as older:   # a release that writes the same tokenizer otherwise
+        older.setattr(run_facts, "tokenizer_hash", lambda tokenizer: "0" * 64)
+        before, _ = run(table(data={"tokenizer": "bpe", "vocab_size": 270}, train={"steps": 4}, checkpoint={"interval": 2}))
+    summary, _ = run(table(data={"tokenizer": f"{before.folder}/tokenizer.json"}, checkpoint={"resume": before.folder}))
+    assert summary.steps_before == 4
 
 
 def test_the_tokenizer_comes_with_the_first_checkpoint_and_not_only_with_the_weights(table):

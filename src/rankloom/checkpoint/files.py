@@ -1,7 +1,7 @@
-"""The files of a checkpoint: a rank writes one, and reads boxes of tensors out of all of them. Read manifest.py first.
+"""The files of a checkpoint: each rank writes one, and reads boxes of tensors from all of them. Read manifest.py first.
 
-A rank's file is in the safetensors format, written tensor by tensor, without a second copy of the state in memory. It is synced to the disk
-before the manifest names it, and hashed meanwhile.
+A rank's file is in the safetensors format, written tensor by tensor, without a second copy of the state in memory. It is synced to the
+disk before the manifest names it, and hashed meanwhile.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
                 file.write(data)
             file.flush()
             with ThreadPoolExecutor(1) as beside:
-                synced = beside.submit(os.fsync, file.fileno())   # mostly waits, so hash meanwhile
+                synced = beside.submit(os.fsync, file.fileno())   # mostly waiting, so hash meanwhile
                 digest = _digest_of(path)
                 synced.result()
         return SavedFile(path.name, path.stat().st_size, digest)
@@ -90,9 +90,9 @@ def _bytes_of(part: Part) -> Any:   # a buffer
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make this the checkpoint in `folder`, by one rename; then remove the files of the one before.
+    """Make this the checkpoint in `folder`, by one rename; then remove the files of the earlier one.
 
-    raises: ConfigError, with the checkpoint before unchanged
+    raises: ConfigError, with the earlier checkpoint unchanged
     """
     try:
         for saved in manifest.files:
@@ -103,14 +103,14 @@ def commit(folder: Path, manifest: Manifest) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
-    # The checkpoint is saved, and an error now would make the caller remove its files. Some network disks cannot sync a folder.
+    # The checkpoint is saved: an error from here on would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)
     _remove_unnamed(folder, {saved.name for saved in manifest.files})
 
 
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
-    """Remove files of the checkpoint before, or of an unfinished one. What cannot be removed is left to the next checkpoint."""
+    """Remove files of an earlier or unfinished checkpoint. If that fails, the next checkpoint tries again."""
     for path in folder.iterdir():
         if OURS.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):

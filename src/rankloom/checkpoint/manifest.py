@@ -33,7 +33,7 @@ class Part:
 
     shape:   of the whole
     values:  of the shape of `box`; loading writes into it
-    is_copy: other ranks hold these elements too, cut in another way, and save them
+    is_copy: other ranks hold these elements too, sharded in another way, and save them
     """
 
     name: str
@@ -53,7 +53,7 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that was saved. Its pieces do not overlap, and together are the whole."""
+    """A saved tensor. Its pieces do not overlap, and together they are the whole tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint. facts: everything but tensors, as JSON"""
+    """A complete checkpoint. facts: everything except tensors, as JSON"""
 
     tensors: dict[str, SavedTensor]
     files: list[SavedFile]
@@ -88,7 +88,7 @@ class AnnouncedPart(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What must be the same of all parts of a tensor, in words."""
+        """What all parts of a tensor must have in common, in words."""
         return f"{self.dtype} {tuple(self.shape)}"
 
     @property
@@ -106,8 +106,8 @@ def announce(parts: Iterable[Part]) -> list[AnnouncedPart]:
 def assign_writers(announced: Sequence[Sequence[AnnouncedPart]]) -> list[list[int]]:
     """Which of its parts each rank writes: each box once, by the holder that has the fewest bytes to write so far.
 
-    announced: by each rank, in rank order. All ranks decide alike, so they need not exchange anything more
-    raises:    ModelMismatch when ranks have other shapes or dtypes of a tensor, or do not have all of it between them
+    announced: the parts of each rank, in rank order. All ranks compute the same answer, so nothing more is exchanged
+    raises:    ModelMismatch when ranks disagree on the shape or dtype of a tensor, or do not hold all of it between them
     """
     holders: dict[tuple[str, str], list[tuple[int, int]]] = {}
     firsts: dict[str, tuple[int, AnnouncedPart]] = {}
@@ -137,7 +137,7 @@ def assemble(announced: Sequence[Sequence[AnnouncedPart]], shares: Sequence[Sequ
              facts: Mapping[str, Any]) -> Manifest:
     """The manifest of a checkpoint.
 
-    files: of each rank, None where it had nothing to write
+    files: one per rank, or None if the rank had nothing to write
     """
     tensors: dict[str, SavedTensor] = {}
     number_of = {rank: number for number, rank in enumerate(rank for rank, file in enumerate(files) if file is not None)}
@@ -154,7 +154,7 @@ def key_of(name: str, box: Box) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest's file: a line for each tensor and file, for human readers, and the SHA-256 of all that in the last line."""
+    """The manifest's file: a line for each tensor and file, for human readers, and the SHA-256 of all these in the last line."""
     tensors = [f"{json.dumps(name)}: {json.dumps(_tensor_fields(saved))}" for name, saved in manifest.tensors.items()]
     files = [json.dumps([file.name, file.nbytes, file.sha256]) for file in manifest.files]
     parts = (f'"format": {FORMAT}', f'"facts": {json.dumps(manifest.facts)}', '"files": [\n' + ",\n".join(files) + "\n]",
@@ -178,8 +178,8 @@ def _tensor_fields(saved: SavedTensor) -> dict[str, Any]:
 def from_json(text: str, where: str) -> Manifest:
     """The inverse of `to_json`.
 
-    where:  for messages
-    raises: DataError when it is no manifest, of another format, damaged, or lacks elements of a tensor
+    where:  the file, for error messages
+    raises: DataError when the text is not a manifest, has another format, is damaged, or lacks elements of a tensor
     """
     try:
         read = json.loads(text)

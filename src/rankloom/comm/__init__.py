@@ -1,1 +1,1 @@
-"""Floor 2: collectives from send and receive. One algorithm is one file: its code and its bill."""
+"""Floor 2: collectives from send and receive. Each algorithm has one file, with its code and its bill."""

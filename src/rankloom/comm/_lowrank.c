@@ -1,7 +1,7 @@
 /* The inner loops of comm/power.py: products of a large matrix with a few columns. Read that file first.
  *
- * Each pass reads the large matrix once, at the speed of memory; the narrow ones stay in the cache. Sums run over LANES partial
- * sums in a fixed order and products are never contracted, so every processor computes the same bits.
+ * Each pass reads the large matrix once, at the speed of memory; the narrow ones stay in the cache. Sums are LANES partial sums,
+ * added in a fixed order, and products are never fused with additions. So every processor computes the same bits.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -23,7 +23,7 @@ enum { LANES = 16, HIGHEST_RANK = 16, PANEL = 4096, STRIP = 512, TOGETHER = 4, L
 static const double NOTHING = 0x1p-40;   /* see comm/power.py */
 typedef Py_ssize_t Size;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
-typedef float Loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));   /* anywhere in memory */
+typedef float Loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));   /* unaligned */
 
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -40,7 +40,7 @@ INLINED void write_past_cache(float *to, const Vector *v) { memcpy(to, v, sizeof
 INLINED void _mm_sfence(void) {}
 #endif
 
-/* Calls `body` with the rank as a constant where that is a usual one, so that the compiler unrolls the loops over it. */
+/* Calls `body` with usual ranks as constants, so that the compiler unrolls the loops over them. */
 #define WITH_RANK(rank, body, ...)                                                                                     \
     switch (rank) {                                                                                                    \
     case 1: body(__VA_ARGS__, 1); break;                                                                               \
@@ -49,7 +49,7 @@ INLINED void _mm_sfence(void) {}
     default: body(__VA_ARGS__, rank);                                                                                  \
     }
 
-/* `count` floats, zeros behind them. What is needed next is fetched already: the processor does not foresee jumps between rows. */
+/* Load `count` floats, padded with zeros. Prefetches the data `ahead`: the processor does not foresee jumps between rows. */
 INLINED void load(Vector *v, const float *from, int count, Size ahead)
 {
     if (count == LANES) {
@@ -71,8 +71,8 @@ INLINED void store(float *to, const Vector *v, int count)
 
 INLINED int step_width(int left) { return left < LANES ? left : LANES; }
 
-/* The next `count` columns of `rows` rows: kept += x - left right, and their products with q are added to sums.
- * near: right's and q's part of these columns, one vector for each row of theirs */
+/* For the next `count` columns of `rows` rows: kept += x - left right; sums += kept times q.
+ * near: these columns of right and of q, one vector for each of their rows */
 INLINED void absorb_step(const float *x, float *kept, Size columns, const float *left, const Vector *near, Vector sums[][HIGHEST_RANK],
                          int count, const int rows, const int rank)
 {
@@ -101,12 +101,12 @@ INLINED float total_of(const Vector *sums)
     return v[0];
 }
 
-/* A panel of `width` columns of some rows; p += their products with q. */
+/* The same for a panel of `width` columns; then p += the sums. */
 INLINED void absorb_panel(const float *x, float *kept, Size columns, const float *left, const Vector *near, float *p, int width,
                           const int rows, const int rank)
 {
     Vector sums[TOGETHER][HIGHEST_RANK];
-    float factors[TOGETHER * HIGHEST_RANK];   /* a copy that no store can change, so it may stay in registers */
+    float factors[TOGETHER * HIGHEST_RANK];   /* a local copy: no store can alias it, so it may stay in registers */
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < rank; k++) {
             sums[r][k] = (Vector){0};
@@ -122,8 +122,8 @@ INLINED void absorb_panel(const float *x, float *kept, Size columns, const float
             p[r * rank + k] += total_of(&sums[r][k]);
 }
 
-/* One panel of columns after the other, whose part of the narrow matrices is brought together before: rows of theirs that lie a
- * power of two apart would push each other out of the cache. */
+/* Panel by panel. First packs the panel's columns of the narrow matrices together: in place, rows a power of two apart would push
+ * each other out of the cache. */
 INLINED void absorb_rows(const float *x, float *kept, const float *left, const float *right, const float *q, float *p, Size rows,
                          Size columns, const int rank)
 {
@@ -153,7 +153,7 @@ CLONED static void absorb(const float *x, float *kept, const float *left, const 
     WITH_RANK(rank, absorb_rows, x, kept, left, right, q, p, rows, columns)
 }
 
-/* `count` columns of `rows` rows: sums += p^T m. The next as many rows are fetched meanwhile. */
+/* For `count` columns of `rows` rows: sums += p^T m. Prefetches the next `rows` rows. */
 INLINED void combine_step(const float *m, Size columns, const float *p, Vector *sums, int count, const int rows, const int rank)
 {
     Vector row[TOGETHER];
@@ -167,7 +167,7 @@ INLINED void combine_step(const float *m, Size columns, const float *p, Vector *
     }
 }
 
-/* out = p^T m, one strip of columns after the other, whose sums stay in the nearest cache; rows in order. */
+/* out = p^T m, strip by strip of columns, so that a strip's sums stay in the nearest cache. Adds rows in order. */
 INLINED void combine_rows(const float *m, const float *p, float *out, Size rows, Size columns, const int rank)
 {
     Vector sums[STRIP / LANES * HIGHEST_RANK];
@@ -201,7 +201,7 @@ CLONED static void combine(const float *m, const float *p, float *out, Size rows
     WITH_RANK(rank, combine_rows, m, p, out, rows, columns)
 }
 
-/* x = p q, the columns of p in order. What is large is written past the cache, which would first read what stood there. */
+/* x = p q, adding the columns of p in order. Writes a large x past the cache, which would first read its old contents. */
 INLINED void spread_rows(const float *p, const float *q, float *x, Size rows, Size columns, const int rank)
 {
     const int past = PAST_CACHE && rows * columns > LARGE && (uintptr_t)x % sizeof(__m128) == 0 && columns % 4 == 0;
@@ -232,7 +232,7 @@ CLONED static void spread(const float *p, const float *q, float *x, Size rows, S
     WITH_RANK(rank, spread_rows, p, q, x, rows, columns)
 }
 
-/* The sum of x y, folded by halves: the order of comm/power.py's `_folded`. room: [n] */
+/* The sum of x y, folded by halves, in the order of comm/power.py's `_folded`. room: [n] */
 INLINED float folded_product(const float *x, const float *y, float *room, Size n)
 {
     Size half = 1;
@@ -248,7 +248,7 @@ INLINED float folded_product(const float *x, const float *y, float *room, Size n
     return room[0];
 }
 
-/* The rows of v become orthonormal, by Gram-Schmidt, twice: what rounding leaves the first time, the second takes away. */
+/* Make the rows of v orthonormal, by Gram-Schmidt, twice: the second time removes the rounding errors of the first. */
 CLONED static void orthonormalise(float *v, float *room, Size rank, Size n)
 {
     for (int round = 0; round < 2; round++)
@@ -270,7 +270,7 @@ CLONED static void orthonormalise(float *v, float *room, Size rank, Size n)
 
 enum { MOST = 6 };
 
-/* The buffers of one call, each expected to hold rows x columns floats. */
+/* The buffers of one call, each checked to hold rows x columns floats. */
 typedef struct {
     Py_buffer held[MOST];
     int count;

@@ -2,8 +2,8 @@
  * a block holds, and its torch code computes the same bits.
  *
  * Every loop runs over one block, which stays in the nearest cache, so memory is read once and written once. Loops are
- * plain: the compiler vectorises them, once for each generation of processors, and the right one is chosen on loading.
- * The interpreter's lock is not held meanwhile.
+ * plain: the compiler vectorises them, once for each generation of processors, and the loader picks the right version.
+ * The interpreter's lock is released meanwhile.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -26,7 +26,7 @@ enum { HEAD = 2, BLOCK8 = 256, BLOCK4 = 128, BLOCK1 = 256, LANES = 16, LARGEST_B
 enum { RECORD8 = HEAD + BLOCK8, RECORD4 = HEAD + BLOCK4 / 2, RECORD1 = HEAD + BLOCK1 / 8 };
 
 static const uint32_t MAGNITUDE = 0x7fffffff, SIGN = 0x80000000, NOT_A_NUMBER = 0x7fc00000;
-static const float TINY = 0x1p-118f;          /* below, one over the step would overflow */
+static const float TINY = 0x1p-118f;          /* below, 1 / step would overflow */
 static const float HUGE = 0x1p118f;           /* from here on, a block counts as not finite */
 static const float TO_WHOLE = 12582912.0f;    /* 1.5 * 2^23: adding it rounds to a whole number, halves to even */
 
@@ -37,7 +37,7 @@ INLINED float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); r
 INLINED void write_step(uint8_t *record, float step) { uint16_t half = bits_of(step) >> 16; memcpy(record, &half, HEAD); }
 INLINED float read_step(const uint8_t *record) { uint16_t half; memcpy(&half, record, HEAD); return float_of((uint32_t)half << 16); }
 
-/* The largest magnitude; NaN is larger than all others. */
+/* The largest magnitude. Compared as integers, so NaN is the largest. */
 INLINED float largest_of(const float *v, int block)
 {
     int32_t largest = 0;
@@ -48,7 +48,7 @@ INLINED float largest_of(const float *v, int block)
     return float_of((uint32_t)largest);
 }
 
-/* The smallest bfloat16 of which `levels` reach the largest magnitude; NaN where a value is huge or not finite. */
+/* The smallest bfloat16 step with step x levels >= the largest magnitude; NaN where a value is HUGE or not finite. */
 INLINED float step_of(const float *v, int block, float levels)
 {
     const float top = largest_of(v, block);
@@ -73,7 +73,7 @@ INLINED float mean_of(const float *v, int count)
     return float_of((bits_of(lane[0] / (float)count) + 0x8000) & 0xffff0000u);
 }
 
-/* Codes of v: whole numbers of steps. `left` gets what they do not say. */
+/* Codes of v: whole numbers of steps. `left` becomes the error. */
 INLINED void whole_steps(const float *v, float step, int block, int8_t *codes, float *left)
 {
     const float per_step = step > 0.0f ? 1.0f / step : 0.0f;
@@ -84,8 +84,8 @@ INLINED void whole_steps(const float *v, float step, int block, int8_t *codes, f
     }
 }
 
-/* Each encoder writes the record of one block, of which `count` values are real, and what it leaves unsaid; it returns whether
- * the block was finite. */
+/* Each encoder writes the record of one block, whose values after the first `count` are padding, and its error, `left`. It returns
+ * whether the block was finite. */
 INLINED int encode8(const float *v, int count, uint8_t *record, float *left)
 {
     (void)count;
@@ -165,7 +165,7 @@ INLINED void add1(const uint8_t *record, float *v)
             v[bit * (BLOCK1 / 8) + i] += float_of(mean | (packed[i] << (31 - bit) & SIGN));
 }
 
-/* The three passes over memory, for one format. `error` may be NULL: then nothing is remembered. */
+/* The three passes over memory, for one format. `error` may be NULL: then no error is kept. */
 #define PASSES(BITS)                                                                                                   \
     CLONED static void quantise##BITS(const float *x, float *error, uint8_t *out, Py_ssize_t n)                        \
     {                                                                                                                  \
@@ -288,7 +288,7 @@ static PyObject *py_fold(PyObject *module, PyObject *args)
     const Py_ssize_t blocks = format ? out.len / format->record : 0;
     int fine = format && optional_buffer(remembered, &error);
     if (fine) {
-        fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* else the bytes expected would wrap */
+        fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* otherwise the number of bytes would overflow */
         if (!fine)
             PyErr_Format(PyExc_ValueError, "there is no inbox of %zd ranks", ranks);
         fine = fine && expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)

@@ -11,7 +11,7 @@
 #define CLONED
 #endif
 
-enum { BLOCK = 32 };   /* most blocks hold no candidate, which their largest magnitude tells */
+enum { BLOCK = 32 };   /* most blocks hold no candidate: their largest magnitude shows it */
 
 static inline int32_t magnitude_of(float value)
 {
@@ -20,8 +20,8 @@ static inline int32_t magnitude_of(float value)
     return bits & 0x7fffffff;
 }
 
-/* x += error; the places of all magnitudes of `bound` or more go to `places`. Magnitudes are compared as whole numbers, of which
- * infinity and NaN are the largest. */
+/* x += error; `places` gets the places of all magnitudes >= bound. Magnitudes are compared as integers, so infinity and NaN are
+ * the largest. */
 CLONED static Py_ssize_t absorb(float *x, const float *error, float bound, int32_t *places, Py_ssize_t n)
 {
     const int32_t least = magnitude_of(bound);

@@ -1,8 +1,8 @@
-"""Every exact collective that needs no map of nodes, in one table; `on_nodes` adds the two-level ones.
+"""A table of every exact collective that needs no map of nodes; `on_nodes` adds the two-level ones.
 
 An entry has the function, its path (what all ranks wait for) and its bill (what one rank sends). In both, n (or `nbytes`) is the
-whole: the longer side of a reduce-scatter or an all-gather, what each rank holds in the other collectives. `wide` is
-`operands.widening(dtype)`: how many times the bytes of an element its partial sums have. The functions take parameters, as `Group`
+whole: the longer side of a reduce-scatter or an all-gather, and the buffer of each rank in other collectives. `wide` is
+`operands.widening(dtype)`: the size of a partial sum over the size of an element. The functions accept parameters, as `Group`
 does, and refuse a tensor with a graph (ConfigError).
 """
 
@@ -58,7 +58,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 """By collective, then by name."""
 
-NEEDS_TAGS = ("double_tree",)   # not for a group whose messages ignore tags (`Group.in_order`), as over NCCL
+NEEDS_TAGS = ("double_tree",)   # cannot run on a group whose messages ignore tags (`Group.in_order`), as over NCCL
 
 
 def on_nodes(nodes: Nodes) -> dict[str, dict[str, Algorithm]]:

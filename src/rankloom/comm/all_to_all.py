@@ -1,7 +1,7 @@
 """All-to-all from send and receive: every rank has some rows for each other rank.
 
-Pairwise: p-1 rounds. In each, every rank sends to one rank and receives from another. Nothing travels twice. Two nodes of s
-ranks exchange s*s messages each way; `comm/hierarchical.py` sends one instead.
+Pairwise: p-1 rounds. In each, every rank sends to one rank and receives from another. Nothing is sent twice. Two nodes of s
+ranks exchange s*s messages each way; `comm/hierarchical.py` sends only one.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from rankloom.world.transport.operands import untouched
 
 def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | None = None,
                         recv_rows: Sequence[int] | None = None, out: Tensor | None = None) -> Tensor:
-    """Deal rows of `x` out: the first send_rows[0] to rank 0, the next send_rows[1] to rank 1, and so on.
+    """Send the first send_rows[0] rows of `x` to rank 0, the next send_rows[1] to rank 1, and so on.
 
-    x:      [sum(send_rows), ...] on each of p ranks -> [sum(recv_rows), ...]: what all dealt to this rank, in rank order
-    rows:   recv_rows[r] here is send_rows of this rank on rank r; both left out, shares are equal
-    out:    where to put it; left out, a new tensor. Where it shares memory with `x`, a copy of `x` is dealt out
+    x:      [sum(send_rows), ...] on each of p ranks -> [sum(recv_rows), ...]: the rows sent to this rank, in rank order
+    rows:   recv_rows[r] must equal rank r's send_rows for this rank; if both are left out, shares are equal
+    out:    where to put them; left out, a new tensor. If it shares memory with `x`, a copy of `x` is sent
     sent:   p-1 messages, all rows but this rank's own
     steps:  p-1
-    raises: NotContiguous; ShapeMismatch when the rows cannot be dealt so
+    raises: NotContiguous; ShapeMismatch when send_rows or recv_rows do not fit
     source: Thakur, Rabenseifner & Gropp 2005
     """
     rank, p, label = group.rank, group.size, "pairwise_all_to_all"

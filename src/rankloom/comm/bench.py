@@ -1,9 +1,9 @@
 """Time every algorithm of a collective, and the backend's own, at many sizes, on the ranks of one group.
 
-For each size, the result of every algorithm is checked. Then the algorithms take turns. A turn is a barrier and then calls in a
-row that last some milliseconds; its time is that of the slowest rank. Turns of different algorithms alternate, in another order
-each time, so that a drift of the machine affects all of them alike. The median over the turns counts.
-Read `comm/algorithms.py` before; `comm/fit.py` fits a model to the times.
+At each size, it first checks the result of every algorithm. Then the algorithms take turns. A turn is a barrier and some
+milliseconds of calls; its time is that of the slowest rank. Every round of turns has another order, so that a drift of the machine
+affects all algorithms alike. The result is the median over the turns.
+Read `comm/algorithms.py` first; `comm/fit.py` fits a model to the times.
 """
 
 import time
@@ -24,21 +24,21 @@ from rankloom.world.group import Group
 
 NAMES = [*dict.fromkeys(name for table in ALGORITHMS.values() for name in table), "hierarchical", BACKEND]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-SECONDS_PER_TURN = 0.003    # so that the barrier before it, and the clock, weigh little
+SECONDS_PER_TURN = 0.003    # so that the barrier and the clock weigh little
 CALLS_PER_TURN = 100        # at most
 SECONDS_PER_SIZE = 1.0      # for one algorithm; then fewer turns, but
 FEWEST_TURNS = 3
 WARM_UP = 3                 # calls
 QUARTILES = torch.tensor([0.25, 0.5, 0.75])
-FIXED_BYTES = 1 << 20       # what a small size takes beside its bytes, for the share that is done
+FIXED_BYTES = 1 << 20       # counted for each size beside its bytes, to estimate progress
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What to time. Made by `plan_study`."""
+    """What to time. Made by `plan_bench`."""
 
     collectives: tuple[str, ...]
-    algorithms: tuple[str, ...]   # by name; those that a collective lacks are left out
+    algorithms: tuple[str, ...]   # names; a collective without one of them skips it
     sizes: tuple[int, ...]        # bytes, of the longer side
     dtype: str
     turns: int
@@ -49,7 +49,7 @@ class Study:
 
 
 def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Sequence[int], dtype: str, turns: int) -> Study:
-    """Check the names and the number of turns. No algorithms means all of them. raises: ConfigError"""
+    """Check the names and the number of turns. An empty list of algorithms means all. raises: ConfigError"""
     if not collectives:
         raise ConfigError(f"there is no collective to time; name one or more of {', '.join(ALGORITHMS)}")
     for what, names, known in (("collective", collectives, ALGORITHMS), ("algorithm", algorithms, NAMES), ("dtype", [dtype], DTYPES)):
@@ -97,7 +97,7 @@ def _tell(sink: Sink, group: Group, what: str, done: float, share: float, part: 
 
 
 def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Callable[[float], None]) -> list[Timed]:
-    """Check, then time the algorithms of one collective at one size. tell: called with the share that is done, 0 to 1"""
+    """Check, then time the algorithms of one collective at one size. tell: called with the fraction done, 0 to 1"""
     names, dtype = study.subjects(collective, group.topology), DTYPES[study.dtype]
     if not study.algorithms and group.in_order:
         names = [name for name in names if name not in NEEDS_TAGS]
@@ -114,7 +114,7 @@ def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Ca
 
 
 def take_turns(calls: Sequence[Callable[[], object]], turns: int, group: Group, tell: Callable[[float], None]) -> list[list[float]]:
-    """The seconds of one call in each turn, of each of `calls`; fewer turns than asked for where calls are slow."""
+    """For each of `calls`, the seconds of one call in each turn. Slow calls get fewer turns than asked for."""
     for call in calls:
         _seconds(call, WARM_UP, group)
     pace = [seconds for (seconds,) in _slowest([[_seconds(call, 1, group)] for call in calls], group)]
@@ -132,7 +132,7 @@ def take_turns(calls: Sequence[Callable[[], object]], turns: int, group: Group, 
 
 
 def _seconds(call: Callable[[], object], count: int, group: Group) -> float:
-    """The time of one of `count` calls on this rank, after all ranks have come here."""
+    """A barrier, then the mean time of `count` calls on this rank."""
     group.barrier(label="bench")
     begin = time.perf_counter()
     for _ in range(count):
@@ -143,7 +143,7 @@ def _seconds(call: Callable[[], object], count: int, group: Group) -> float:
 
 
 def _slowest(seconds: list[list[float]], group: Group) -> list[list[float]]:
-    """The largest over the ranks of each number."""
+    """The maximum of each number over the ranks."""
     return group.all_reduce(torch.tensor(seconds, dtype=torch.float64).to(group.device), "max", label="bench: times").tolist()
 
 
@@ -151,20 +151,20 @@ def _slowest(seconds: list[list[float]], group: Group) -> list[list[float]]:
 
 
 def algorithm(collective: str, name: str, topology: Topology) -> Callable[[Tensor, Group], Tensor]:
-    """The function (x, group) that does it."""
+    """The function (x, group) of a collective's algorithm."""
     if name != BACKEND:
         return algorithms_on(collective, topology)[name].run
     return lambda x, group: getattr(group, collective)(x)
 
 
 def elements(collective: str, nbytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """The elements of the longer side in `nbytes`; a multiple of the ranks where it is cut over them; at least one for each rank."""
+    """How many elements of the longer side fit in `nbytes`: at least one for each rank; a multiple of the ranks where they share it."""
     n = nbytes // dtype.itemsize
     return max(1, n) if collective in ("all_reduce", "broadcast") else max(1, n // ranks) * ranks
 
 
 def distinct_sizes(collective: str, study: Study, ranks: int) -> list[int]:
-    """The sizes of a study without those that are rounded to the same number of elements as an earlier one."""
+    """The sizes of a study, without those that round to the same number of elements as an earlier one."""
     first: dict[int, int] = {}
     for size in study.sizes:
         first.setdefault(elements(collective, size, DTYPES[study.dtype], ranks), size)
@@ -172,13 +172,13 @@ def distinct_sizes(collective: str, study: Study, ranks: int) -> list[int]:
 
 
 def operand(collective: str, n: int, dtype: torch.dtype, group: Group) -> Tensor:
-    """What this rank brings: small whole numbers, whose sums every dtype holds exactly."""
+    """This rank's input: small whole numbers, whose sums are exact in every dtype."""
     mine = n // group.size if collective == "all_gather" else n
     return _numbers(group.rank, mine, group.device).to(dtype)
 
 
 def expected(collective: str, n: int, dtype: torch.dtype, group: Group) -> Tensor:
-    """What this rank must get, computed alone."""
+    """The correct result on this rank, computed without communication."""
     rank, p, device = group.rank, group.size, group.device
     if collective == "broadcast":
         return _numbers(0, n, device).to(dtype)
@@ -198,7 +198,7 @@ def _numbers(rank: int, n: int, device: torch.device) -> Tensor:
 
 
 def wrong_elements(run: Callable[[Tensor, Group], Tensor], collective: str, n: int, dtype: torch.dtype, group: Group) -> int:
-    """How many elements of the result are wrong, on all ranks together."""
+    """How many elements of the result are wrong, summed over all ranks."""
     result, right = run(operand(collective, n, dtype, group), group), expected(collective, n, dtype, group)
     same_shape = result.shape == right.shape and result.dtype == right.dtype
     wrong = int((result != right).sum()) if same_shape else right.numel()

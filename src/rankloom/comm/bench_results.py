@@ -1,6 +1,6 @@
-"""The results of a bench: at each size, which algorithm is fastest and why; what links cost; and all of it as JSON.
+"""The results of a bench: the fastest algorithm at each size and why, what links cost, and all of it as JSON.
 
-Pure: from times to values. `cli.py` prints them, `watch/plots.py` draws them.
+Pure functions from times to values. `cli.py` prints them, `watch/plots.py` draws them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from rankloom.comm.price import Price, price, route
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One size: the times of all right results, the fastest first, and their prices by the fit."""
+    """One size: the times of all algorithms with a right result, the fastest first, and their prices by the fit."""
 
     bytes: int
     times: tuple[Timed, ...]
@@ -29,22 +29,22 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """Which of latency and bandwidth weighs more in the winner's price."""
+        """Whether latency or bandwidth is the larger part of the winner's price."""
         return self.prices[0].reason
 
     @property
     def expected(self) -> str:
-        """The algorithm that is fastest by the fit, which "auto" would take."""
+        """The fastest algorithm by the fit: the one that "auto" would take."""
         return min(zip(self.prices, self.times), key=lambda pair: pair[0].seconds)[1].algorithm
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found of one collective on one number of ranks."""
+    """The results of one collective on one number of ranks."""
 
     collective: str
-    topology: Topology         # with the links as before
-    times: tuple[Timed, ...]   # wrong results too
+    topology: Topology         # with the links from before the fit
+    times: tuple[Timed, ...]   # also those of wrong results
     fitted: Fitted
     sizes: tuple[Finding, ...]
     wide: int                  # see comm/algorithms.py
@@ -56,7 +56,7 @@ class Findings:
         return [(size, self.price(algorithm, size).seconds) for size in [*(size for size in sizes if size < largest), largest]]
 
     def price(self, algorithm: str, nbytes: int) -> Price:
-        """The time that it should take, by the fit."""
+        """The time an algorithm should take, by the fit."""
         return price(route(self.collective, algorithm, nbytes, self.topology, wide=self.wide), self.fitted.links)
 
     def as_table(self) -> dict[str, Any]:

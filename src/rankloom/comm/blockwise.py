@@ -1,10 +1,10 @@
-"""All-reduce of quantised blocks, in two rounds, so that a value is rounded exactly twice, whatever the world size:
+"""All-reduce of quantised blocks in two rounds: it rounds a value exactly twice, on any number of ranks.
 
-    1. cut the buffer in p chunks, quantise them, deal them out          all-to-all
-    2. add the p parts of the own chunk in fp32, quantise the sum        all-gather, and everybody writes it down
+    1. cut the buffer in p chunks, quantise them, send chunk r to rank r          all-to-all
+    2. add the p versions of this rank's chunk in fp32, quantise the sum          all-gather, then dequantise
 
-All ranks write down the same records, the owner of a chunk too, so all end with the same bits. The buffer goes in pieces: while
-some travel, the next is quantised and an earlier one is written down. Both rounds have errors, and both are remembered.
+All ranks dequantise the same records, the owner of a chunk too, so all end with the same bits. The buffer goes in pieces: while
+some travel, the next is quantised and an earlier one dequantised. The errors of both rounds are kept for the next step.
 
 Read comm/quantize.py and comm/lossy.py first.
 """
@@ -27,9 +27,9 @@ ENDED = object()
 class Blockwise(Compressed):
     """The all-reduce of this file, in one format.
 
-    piece:  values that travel together; left out, as many as make PIECE_BYTES of records
-    sent:   2(p-1) records for every p blocks, begun ones included; 2(p-1) messages for each piece
-    memory: the errors: n + n/p fp32 where the format remembers; on the way, five pieces in the format
+    piece:  values sent together; left out, as many as make PIECE_BYTES of records
+    sent:   2(p-1) messages for each piece; 2(p-1) records for every p blocks, the last ones rounded up
+    memory: n + n/p fp32 errors, where the format keeps errors; during the all-reduce, five pieces in the format
     source: Seide et al. 2014 (error feedback); Tang et al. 2021, 1-bit Adam (in both rounds); Wang et al. 2023, ZeRO++ (all-to-all)
     """
 
@@ -37,7 +37,7 @@ class Blockwise(Compressed):
         super().__init__()
         self.form, self._piece = form, piece or PIECE_BYTES // form.record * form.block
         self._own: Tensor | None = None    # [n] the errors of this rank's values
-        self._sums: Tensor | None = None   # [n/p] the errors of the sums of its chunks, one piece after the other
+        self._sums: Tensor | None = None   # [n/p] the errors of the sums of this rank's chunks, piece by piece
 
     def _sum(self, values: Tensor, group: Group) -> None:
         self.remember(len(values), group)
@@ -45,21 +45,21 @@ class Blockwise(Compressed):
         staggered([self.stages(at, values[at : at + step], group) for at in range(0, len(values), step)])
 
     def remember(self, n: int, group: Group) -> None:
-        """Make room for the errors of n values, the first time."""
+        """On the first call, allocate the errors of n values."""
         if self.form.remembers and self._own is None:
             chunk = group.size * self.form.block
             self._own = torch.zeros(n, device=group.device)
             self._sums = torch.zeros(-(-n // chunk) * self.form.block, device=group.device)
 
     def stages(self, at: int, x: Tensor, group: Group) -> Iterator[None]:
-        """Sum the piece that begins at value `at`, in three stages; each of the first two starts what the next waits for."""
+        """Sum the piece that begins at value `at`, in three stages. Each of the first two starts messages that the next waits for."""
         p, form = group.size, self.form
         blocks = -(-len(x) // form.block)
         each = -(-blocks // p)   # blocks of one rank
         own = None if self._own is None else self._own[at : at + len(x)]
         sums = None if self._sums is None else self._sums[at // p :][: each * form.block]
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
-        records[blocks:] = 0   # nobody reads these, but old memory is not for others
+        records[blocks:] = 0   # padding: no rank reads it, but uninitialised memory must not be sent
         form.quantise(x, own, records[:blocks])
         dealt = start_all_to_all(records.view(p, each, form.record), group, label=LABEL)
         yield
@@ -70,11 +70,11 @@ class Blockwise(Compressed):
         form.dequantise(gathered().view(p * each, form.record)[:blocks], x)
 
     def step(self, p: int) -> int:
-        """The values of a piece: so many that the chunks of all but the last one are whole blocks."""
+        """Values in a piece: a number that cuts every piece but the last in chunks of whole blocks."""
         return max(1, self._piece // (p * self.form.block)) * p * self.form.block
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered."""
+        """Multiply the errors."""
         for error in (self._own, self._sums):
             if error is not None:
                 error.mul_(factor)
@@ -90,7 +90,7 @@ class Blockwise(Compressed):
 
 
 def staggered(pieces: Sequence[Iterator[None]]) -> None:
-    """Run all to their ends, each one two turns behind the one before it: so all ranks start their messages in one order."""
+    """Run all pieces to their ends, each two turns behind the one before. So all ranks start their messages in one order."""
     waiting, running = list(pieces), list[Iterator[None]]()
     while waiting or running:
         if waiting:
@@ -99,7 +99,7 @@ def staggered(pieces: Sequence[Iterator[None]]) -> None:
 
 
 def _every_other_turn(stages: Iterator[None]) -> Iterator[None]:
-    """What a stage has sent has a turn to arrive in before the next one waits for it."""
+    """Leave a turn between two stages, in which the messages of the first can arrive."""
     for _ in stages:
         yield
         yield

@@ -1,8 +1,8 @@
 """Broadcast from send and receive: along a binomial tree for short buffers, down a chain in blocks for long ones.
 
-In the tree the ranks that have the buffer double in every round, so the last one waits for log2 p messages of the whole
-buffer. In the chain every rank hands one block on while it receives the next: all links work at once, and the time of a
-long buffer is that of sending it once, however many ranks there are; but the first block must pass p-1 ranks.
+Tree: the number of ranks that have the buffer doubles in every round, so the last one waits for log2 p messages of the whole
+buffer. Chain: every rank sends one block on while it receives the next. All links work at once, and a long buffer takes
+little more than sending it once, on any number of ranks. But the first block must pass p-1 ranks.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from rankloom.base.cost import Bill, Path
 from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
 
-BLOCK = 1 << 18   # bytes: large beside what a message costs in itself, small beside a buffer worth cutting
+BLOCK = 1 << 18   # bytes: large beside the fixed cost of a message, small beside a buffer worth cutting
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where one rank stands in a tree: sums go up to its parent, results come down to its children."""
+    """One rank's neighbours in a tree: sums go up to the parent, results come down to the children."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
 def binomial_tree(rank: int, p: int, root: int = 0) -> Tree:
-    """The parent differs in the lowest bit that is set, counted from the root; small subtrees come first.
+    """Number the ranks from the root: a rank's parent is the rank without its lowest set bit. Children with small subtrees come first.
 
     >>> binomial_tree(0, 8), binomial_tree(6, 8)
     (Tree(parent=None, children=(1, 2, 4)), Tree(parent=4, children=(7,)))
@@ -40,7 +40,7 @@ def binomial_broadcast(x: Tensor, group: Group, root: int = 0) -> Tensor:
     """Overwrite `x` on every rank with rank `root`'s.
 
     x:      any shape, contiguous, the same shape and dtype on each of p ranks
-    sent:   a message of the whole for each child in the tree, log2 p for the root
+    sent:   the whole buffer to each child in the tree; log2 p messages from the root
     steps:  log2 p, rounded up
     raises: NotContiguous
     source: Johnsson & Ho 1989; Thakur, Rabenseifner & Gropp 2005
@@ -55,11 +55,11 @@ def binomial_broadcast(x: Tensor, group: Group, root: int = 0) -> Tensor:
 
 
 def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOCK) -> Tensor:
-    """Overwrite `x` on every rank with rank `root`'s, block after block from each rank to the next.
+    """Overwrite `x` on every rank with rank `root`'s. Each rank passes it on to the next, block by block.
 
     x:      any shape, contiguous, the same shape and dtype on each of p ranks
     block:  bytes of a block; the same on each rank
-    sent:   one message for each of b blocks, n elements in all; the last rank of the chain nothing
+    sent:   b messages, one for each block, n elements in all; the last rank of the chain sends nothing
     steps:  p - 2 + b
     raises: NotContiguous
     source: Watts & van de Geijn 1995
@@ -79,7 +79,7 @@ def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOC
 
 
 def block_count(n: int, itemsize: int, block: int) -> int:
-    """In how many pieces of at most `block` bytes n elements are cut: at least 1, and no piece smaller than an element."""
+    """How many blocks of at most `block` bytes n elements make: at least 1, and a block has at least one element."""
     return max(min(-(-n * itemsize // block), n), 1)
 
 
@@ -103,7 +103,7 @@ def binomial_broadcast_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
 
 
 def chain_broadcast_path(nbytes: int, p: int, *, block: int = BLOCK, wide: int = 1) -> Path:
-    """What all wait for in `chain_broadcast` of `nbytes`: the first block's way, and the others behind it."""
+    """What all wait for in `chain_broadcast` of `nbytes`: the first block passes p-1 links, the others follow it."""
     if p == 1:
         return Path()
     blocks = block_count(nbytes, 1, block)

@@ -1,18 +1,19 @@
-"""An all-reduce whose every bit is the same for any number of ranks.
+"""An all-reduce that gives the same bits on any number of ranks.
 
-Floating-point addition depends on its order, and the order of an ordinary all-reduce depends on the number of ranks. Here
-the summands are not ranks but L logical shards, fixed for the run. They are added along one binary tree, whichever rank
-computed them:
+Floating-point sums depend on their order, and the order of an ordinary all-reduce depends on the number of ranks. Here each
+summand belongs to one of L logical shards, not to a rank, and L is fixed for the run. The sum follows one binary tree over
+the shards, its leaves. Which rank computed a leaf makes no difference:
 
     level 3               (0..7)
     level 2       (0..3)          (4..7)
     level 1    (0,1)   (2,3)   (4,5)   (6,7)
     level 0    0   1   2   3   4   5   6   7
 
-Every rank owns a contiguous run of leaves and adds what it can alone: the largest whole subtrees inside its run (its
-*nodes*). Then the vector is cut in p chunks, every rank sends its nodes of chunk c to rank c (all-to-all), rank c adds them
-along the rest of the tree, and the finished chunks are gathered. Where p divides L and both are powers of two a rank has one
-node, and the traffic is that of a ring.
+1. Every rank owns a contiguous run of leaves. It adds up the largest whole subtrees inside its run: its *nodes*.
+2. The vector is cut in p chunks. Every rank sends chunk c of its nodes to rank c (all-to-all).
+3. Rank c adds them along the rest of the tree. The finished chunks are gathered (all-gather).
+
+Where p and L are powers of two (p <= L), each rank has one node, and sends as many bytes as in a ring.
 """
 
 from dataclasses import dataclass, field
@@ -28,14 +29,14 @@ from rankloom.world.group import Group
 
 @dataclass(frozen=True, slots=True, order=True)
 class Node:
-    """The subtree over leaves [first, first + 2**level), cut off at the last leaf there is."""
+    """The subtree over leaves [first, first + 2**level); those past the last leaf do not exist."""
 
     first: int
     level: int
 
     @property
     def end(self) -> int:
-        """One past the last leaf it may cover."""
+        """first + 2**level."""
         return self.first + (1 << self.level)
 
     def is_left(self) -> bool:
@@ -48,7 +49,7 @@ class Node:
 
 
 def owned_leaves(rank: int, ranks: int, leaves: int) -> range:
-    """The contiguous run of leaves that `rank` computes; the first ranks own one more where it does not divide.
+    """The contiguous run of leaves that `rank` computes. Where `ranks` does not divide `leaves`, the first ranks own one more.
 
     >>> [list(owned_leaves(r, 3, 8)) for r in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -65,7 +66,7 @@ def owned_nodes(run: range, leaves: int) -> list[Node]:
     [Node(first=3, level=0), Node(first=4, level=1)]
     """
     nodes, at = [], run.start
-    end = run.stop if run.stop < leaves else 1 << leaves.bit_length()   # the last run owns the empty rest of the tree
+    end = run.stop if run.stop < leaves else 1 << leaves.bit_length()   # the last run also covers the missing leaves
     while at < run.stop:
         level = 0
         while at % (2 << level) == 0 and at + (2 << level) <= end and (1 << level) < leaves:
@@ -77,7 +78,7 @@ def owned_nodes(run: range, leaves: int) -> list[Node]:
 
 @dataclass(slots=True)
 class Fold:
-    """Adds nodes of one tree as they come, left to right, and keeps only those whose sibling has not come yet.
+    """Adds the nodes of one tree, pushed from left to right. Keeps only nodes whose sibling is still missing.
 
     memory: at most log2(leaves) + 1 tensors
     """
@@ -86,7 +87,7 @@ class Fold:
     kept: list[tuple[Node, Tensor]] = field(default_factory=list)
 
     def push(self, node: Node, value: Tensor) -> None:
-        """Take `value`, which now belongs to this fold and may be added to in place."""
+        """Add a node. The fold takes over `value`, and may change it in place."""
         self.kept.append((node, value))
         self._climb()
 
@@ -98,12 +99,12 @@ class Fold:
                 left = self.kept.pop()[1]
                 self.kept.append((node.parent(), left.add_(value)))
             elif node.is_left() and node.end >= self.leaves > 1 << node.level:
-                self.kept[-1] = (node.parent(), value)   # its sibling has no leaves: it is its parent
+                self.kept[-1] = (node.parent(), value)   # its sibling has no leaves, so its parent has the same sum
             else:
                 return
 
     def nodes(self) -> list[Node]:
-        """What is kept, left to right."""
+        """The nodes kept, left to right."""
         return [node for node, _ in self.kept]
 
     def values(self) -> list[Tensor]:
@@ -111,18 +112,19 @@ class Fold:
         return [value for _, value in self.kept]
 
     def total(self) -> Tensor:
-        """The sum of all leaves, once they have all been pushed."""
+        """The sum of all leaves. raises: ShapeMismatch before all have been pushed"""
         if len(self.kept) != 1:
             raise ShapeMismatch(f"the tree over {self.leaves} leaves is not whole: it holds {self.nodes()}")
         return self.kept[0][1]
 
 
 def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
-    """Sum over all leaves along the canonical tree; every rank gets the same bits, whatever p is.
+    """Sum over all leaves along the tree. Every rank gets the same bits, for any p.
 
     partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order; on one rank they are
               added up in place
-    sent:     (k+1) n(p-1)/p elements for a rank with k nodes (n rounded up to a multiple of p), 2(p-1) messages; a complex number is two
+    sent:     2(p-1) messages, (k+1) n(p-1)/p elements for a rank with k nodes, n rounded up to a multiple of p; a complex number
+              counts as two elements
     raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
     p, partials = group.size, [require_contiguous(partial, group, label) for partial in partials]
@@ -133,7 +135,7 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
         raise ShapeMismatch(f"{group.where(label)}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
     if p == 1:
         return _fold(held[0], partials, leaves)
-    if partials[0].is_complex():   # gloo deals out no complex numbers; pairs of real ones are added alike
+    if partials[0].is_complex():   # gloo has no all-to-all of complex numbers; pairs of real ones add up to the same
         pairs = [torch.view_as_real(partial).flatten() for partial in partials]
         return torch.view_as_complex(canonical_all_reduce(pairs, group, leaves, label=label).view(-1, 2))
     n = partials[0].numel()
@@ -145,7 +147,7 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
 
 
 def _by_chunk(partials: list[Tensor], p: int, chunk: int) -> Tensor:
-    """[p * k, chunk]: for each rank in turn, its chunk of each of the k partial sums; the tail is padded with zeros."""
+    """[p * k, chunk]: for each rank in turn, its chunk of each of the k partial sums. Zeros pad the last chunk."""
     out = partials[0].new_zeros(len(partials), p * chunk)
     for row, partial in zip(out, partials):
         row[: partial.numel()].copy_(partial)

@@ -1,9 +1,9 @@
-"""Which all-reduce sums the gradients: the one of a name, or the one that should be fastest for a size on a topology.
+"""Choose the all-reduce for gradients: by name, or the one that should be fastest for a size on a topology ("auto").
 
 A program may add its own: `register_all_reduce("name", algorithm)`, then `rl.prepare(..., all_reduce="name")` or
-`rl.data_parallel(..., all_reduce="name")`. A config file knows the built-in names only. "auto" takes for each buffer the one with
-the lowest price (comm/price.py). A decision is a pure function of bytes, topology and links. These are equal on all ranks, so all
-ranks decide the same without a message.
+`rl.data_parallel(..., all_reduce="name")`. A config file knows the built-in names only. "auto" takes the cheapest for each buffer
+(comm/price.py). Its choice is a pure function of bytes, topology and links. These are equal on all ranks, so all ranks choose the
+same without a message.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An algorithm and the time that it should take."""
+    """An algorithm and the time it should take."""
 
     name: str
     price: Price
@@ -38,7 +38,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Every all-reduce that could sum so many bytes on a topology, the cheapest first."""
+    """All candidates for a number of bytes on a topology, the cheapest first."""
 
     nbytes: int
     candidates: tuple[Candidate, ...]
@@ -55,7 +55,7 @@ class Decision:
 
 @lru_cache(maxsize=4096)
 def decide(nbytes: int, topology: Topology, *, wide: int = 1) -> Decision:
-    """The price of each all-reduce of `nbytes` on all ranks of `topology`. wide: see comm/algorithms.py
+    """Price every all-reduce of `nbytes` over all ranks of `topology`. wide: see comm/algorithms.py
 
     >>> [decide(n, Topology.even(1, 8)).winner.price.reason.split()[0] for n in (1 << 10, 1 << 26)]
     ['latency', 'bandwidth']
@@ -66,7 +66,7 @@ def decide(nbytes: int, topology: Topology, *, wide: int = 1) -> Decision:
 
 
 def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
-    """Which all-reduce "auto" takes up to which size, in a line.
+    """One line: which all-reduce "auto" takes, up to which size.
 
     >>> describe_decisions(Topology.even(1, 1))
     'backend at any size'
@@ -80,14 +80,14 @@ def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
 
 
 def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over the group, in place, by the all-reduce that should be fastest for its size. x: any shape, contiguous"""
+    """Sum `x` over the group, in place, with the all-reduce that should be fastest for its size. x: any shape, contiguous"""
     candidates = [one.name for one in decide(x.nbytes, group.topology, wide=widening(x.dtype)).candidates]
     algorithm = all_reduce_named(next(name for name in candidates if not (name in NEEDS_TAGS and group.in_order)))
     return group.all_reduce(x) if algorithm is None else algorithm(x, group)
 
 
 def in_two_levels(between: AllReduce = ring_all_reduce) -> AllReduce:
-    """The hierarchical all-reduce over the nodes of the group's topology, with `between` as the all-reduce between nodes."""
+    """The hierarchical all-reduce over the nodes of the group's topology. between: the all-reduce between nodes"""
     return lambda x, group: hierarchical_all_reduce(x, group, group.topology.nodes, between=between)
 
 
@@ -98,7 +98,7 @@ _ALGORITHMS: dict[str, AllReduce | None] = {
 
 
 def register_all_reduce(name: str, algorithm: AllReduce) -> None:
-    """Make `algorithm` known as `name`, on every rank that will use it.
+    """Make `algorithm` known as `name`. Every rank that uses it must call this.
 
     raises: ConfigError for a name that is in use
     """
@@ -108,7 +108,7 @@ def register_all_reduce(name: str, algorithm: AllReduce) -> None:
 
 
 def all_reduce_named(name: str) -> AllReduce | None:
-    """The algorithm of that name; None is the backend's own, which runs in the background. raises: ConfigError for an unknown name"""
+    """The algorithm `name`; None means the backend's own, which runs in the background. raises: ConfigError for an unknown name"""
     if name not in _ALGORITHMS:
         raise ConfigError(f"there is no all-reduce {name!r}. {did_you_mean(name, _ALGORITHMS)}")
     return _ALGORITHMS[name]

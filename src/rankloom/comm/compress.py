@@ -1,14 +1,14 @@
-"""Compressed all-reduces by name: the sum of a buffer over a group with fewer bytes on the wire.
+"""Compressed all-reduces by name: they sum a buffer over a group, and send fewer bytes.
 
-    bf16, fp16    2x     carried in 16 bits, summed in fp32                  comm/blockwise.py
-    int8          3.97x  blocks of 256 values with a step of their own       comm/blockwise.py
-    int4          7.76x  blocks of 128                                       comm/blockwise.py
+    bf16, fp16    2x     sent in 16 bits, summed in fp32                     comm/blockwise.py
+    int8          3.97x  blocks of 256 values, each with its own step        comm/blockwise.py
+    int4          7.76x  the same, blocks of 128                             comm/blockwise.py
     1bit          30x    signs, and the mean magnitude of 256 values         comm/blockwise.py
     topk                 the largest hundredth of the values                 comm/sparse.py
     powersgd             matrices as products of rank 4                      comm/power.py
     powersgd:16          ... of rank 16
 
-All remember what they have lost and add it to the next buffer (error feedback), so each buffer has its own object.
+All keep the compression error and add it to the next values of the buffer (error feedback). So each buffer has its own object.
 """
 
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
 
 
 class Summing:
-    """How the gradients of one run are summed: all by one all-reduce; or compressed, each buffer by one of its own.
+    """How a run sums its gradients: exactly, by one all-reduce for all buffers; or compressed, by one object for each buffer.
 
-    What a compressed buffer loses is added to the next one, so all must be in one unit: those of a run with micro-batches of any size
-    are means over the items of their step. `factor` makes them so.
-    after:  steps in which sums are exact before they are compressed
-    factor: every gradient is multiplied by it before it is summed
-    raises: ConfigError when there is no such all-reduce or compression, or they do not go together
+    A compressed all-reduce adds its error to the next step's gradients, so both must have the same unit. Where micro-batches differ
+    in size, gradients are therefore means over the items of their step; `factor` makes them so.
+    after:  steps with exact sums before compression starts
+    factor: multiplies every gradient before it is summed
+    raises: ConfigError for an unknown all-reduce or compression, and for two that do not go together
     """
 
     def __init__(self, all_reduce: str, compress: str, after: int = 0, factor: float = 1.0):
@@ -67,36 +67,36 @@ class Summing:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether sums differ from the exact ones by what is remembered."""
+        """Whether this run compresses gradients."""
         return self.compress != EXACT
 
     @property
     def in_python(self) -> bool:
-        """Whether it is more than one call of the backend, which runs by itself."""
+        """Whether sums need Python. If not, each is one call of the backend, which runs in the background."""
         return self.is_compressed or self._exact is not None
 
     @property
     def is_exact_now(self) -> bool:
-        """Whether the sums of this step are exact."""
+        """Whether this step's sums are exact."""
         return not self.is_compressed or self._exact_steps > 0
 
     def end_step(self) -> None:
-        """All sums of a step are there. Every rank says so after every step, so all change over in the same one."""
+        """Every rank calls this after every step, when all sums are done. So all start to compress in the same step."""
         self._exact_steps = max(0, self._exact_steps - 1)
 
     def now(self, algorithm: AllReduce | None) -> AllReduce | None:
-        """What sums a buffer in this step: its own `algorithm`, or the exact one."""
+        """The all-reduce for a buffer in this step: the buffer's own `algorithm`, or the exact one."""
         return self._exact if self.is_exact_now else algorithm
 
     def lossy(self, parts: BufferParts) -> Compressed | None:
-        """A new compressed all-reduce, for one buffer over the whole group; None where sums are exact."""
+        """A new compressed all-reduce for one buffer over the whole group; None if this run does not compress."""
         if not self.is_compressed:
             return None
         self._lossy.append(compressed_all_reduce(self.compress, parts))
         return self._lossy[-1]
 
     def algorithm(self, parts: BufferParts) -> AllReduce | None:
-        """What sums one buffer, in which tensors lie as `parts` say; None means the backend's own all-reduce."""
+        """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie"""
         lossy = self.lossy(parts)
         if lossy is None:
             return self._exact
@@ -105,7 +105,7 @@ class Summing:
         return TwoLevels(lossy) if isinstance(lossy, Blockwise) else in_two_levels(between=lossy)
 
     def begin_anew(self) -> None:
-        """Another run goes on here: nothing is owed to its gradients, and its exact steps come first."""
+        """Another run continues on these buffers: forget the errors, and start with its exact steps."""
         for lossy in self._lossy:
             lossy.rescale(0.0)
         self._exact_steps = self._after

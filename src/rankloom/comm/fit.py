@@ -2,12 +2,12 @@
 
     time = alpha * steps + beta * bytes + gamma * added
 
-There is one alpha and one beta for each kind of link that the measured collectives used; none is below zero. The fit makes the
-sum of the squared relative errors least. All algorithms made of messages share the constants, so these also predict an algorithm
-at a size or on a number of ranks that was not measured. The backend's own collectives have constants of their own.
+There is one alpha and one beta for each kind of link that the measured collectives used; none is below zero. The fit minimises
+the sum of squared relative errors. All algorithms made of messages share these constants. So the fit also predicts sizes and numbers
+of ranks that were not measured. The backend's own collectives have their own constants.
 
-Some constants cannot be told apart: in an fp32 all-reduce every second byte that travels is also added, so only a mixture of beta
-and gamma can be measured. The time that the fit predicts for a size does not depend on how they share it.
+Times do not determine all constants: in an fp32 all-reduce, half of the bytes sent are also added, so only a combination of beta
+and gamma can be measured. The predicted times do not depend on how it is split between the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ from rankloom.base.topology import Link, Links, Topology
 from rankloom.comm.price import Route, price, route
 
 ADDED = ("adding", "gamma")
-NOTHING = 1e-12   # of |b|: a fit with further constants is taken only where it misses by so much less
+NOTHING = 1e-12   # of |b|: a fit with more constants must reduce the error by at least this
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The links that fit measured times, and how far off they are."""
+    """The links fitted to measured times, and the errors of the fit."""
 
     links: Links
-    measured: tuple[str, ...]               # names of the links that were; the others are as before
+    measured: tuple[str, ...]               # names of the links that were fitted; the others are unchanged
     errors: tuple[tuple[str, float], ...]   # by algorithm, the median over sizes of |predicted / measured - 1|
 
     @property
@@ -41,14 +41,14 @@ class Fitted:
 
 
 def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> Fitted:
-    """The links that fit the times on one topology best; those that no measured collective used are as they were.
+    """The links that best fit the times on one topology. Links that no measured collective used stay as they were.
 
-    raises: ConfigError when there is nothing to fit
+    raises: ConfigError without times
     """
     if not times or topology.size == 1:
         raise ConfigError("there are no times to fit")
     routes = [route(timed.collective, timed.algorithm, timed.bytes, topology, wide=wide) for timed in times]
-    # Of two that the times cannot tell apart the first is taken: where every byte that travels is also added, beta is, not gamma.
+    # Of two constants that the times cannot tell apart, take the first: beta, not gamma, where every byte sent is also added.
     unknowns = sorted({key for way in routes for key in _amounts(way)}, key=lambda key: (key == ADDED, key))
     amounts = np.array([[_amounts(way).get(key, 0.0) for key in unknowns] for way in routes])
     seconds = np.array([timed.seconds for timed in times])
@@ -62,7 +62,7 @@ def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> F
 
 
 def _amounts(way: Route) -> dict[tuple[str, str], float]:
-    """(kind of link, constant) -> how often a route pays it; those that it never pays are left out."""
+    """(kind of link, constant) -> how often a route pays it, if it does at all."""
     amounts: dict[tuple[str, str], float] = {}
     for kind, path in way.parts:
         amounts |= {(kind, "alpha"): float(path.steps), (kind, "beta"): float(path.bytes)}
@@ -71,7 +71,7 @@ def _amounts(way: Route) -> dict[tuple[str, str], float]:
 
 
 def _with(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
-    """`links` with the constants that were found."""
+    """`links` with the fitted constants."""
     for kind in {kind for kind, _ in found}:
         if kind == "adding":
             links = replace(links, adding_gbps=Link.of(0.0, found[ADDED]).bandwidth_gbps)
@@ -83,7 +83,7 @@ def _with(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least |a x - b|: tries every choice of the unknowns that may differ from zero.
+    """The x >= 0 with the least |a x - b|. Tries every subset of the unknowns; those outside it are zero.
 
     a: [m, n]   b: [m] -> [n], n up to about ten
 
@@ -94,7 +94,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     best, least = np.zeros(n), float(np.linalg.norm(b))
     for chosen in chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1)):
         columns = a[:, chosen]
-        scale = np.linalg.norm(columns, axis=0)   # seconds per byte are a million times smaller than seconds per message
+        scale = np.linalg.norm(columns, axis=0)   # beta is about a millionth of alpha
         x = np.linalg.lstsq(columns / scale, b, rcond=None)[0] / scale
         miss = float(np.linalg.norm(columns @ x - b))
         if (x >= 0).all() and miss < least - NOTHING * float(np.linalg.norm(b)):

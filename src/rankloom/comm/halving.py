@@ -1,8 +1,9 @@
 """Recursive halving and doubling: the bytes of a ring in log2 p steps.
 
-Halving: pairs of ranks far apart swap halves of what they hold, and each adds up its own half. Then pairs half as far apart swap
-quarters, and so on, until every rank has the sum of one chunk. Doubling runs the same pairs backwards, with finished chunks.
-Such pairs need a power of two of ranks. Of any other number, some ranks are guests: the rank to their right does their part.
+Halving (reduce-scatter): ranks p/2 apart swap halves of the buffer, and each adds up its own half. Then ranks p/4 apart swap
+quarters, and so on, until every rank has the sum of one chunk. Doubling (all-gather) runs the same pairs backwards, with finished
+chunks. The pairs need a power of two of ranks. With any other number, some ranks are guests: the rank to their right, their host,
+does their part.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from rankloom.world.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """Which ranks take part. There are as many seats as the largest power of two up to p. Each rank more than that is a guest of the
-    rank to its right and has no seat: ranks 0, 2, 4 ..., as many as are needed.
+    """Which ranks take part: those with a seat. The number of seats is the largest power of two up to p. The other ranks are guests of
+    the rank to their right: ranks 0, 2, 4 ..., as many as needed.
 
     >>> [(Seats(6).seat(rank), Seats(6).guest_of(rank)) for rank in range(6)]
     [(None, None), (0, 0), (None, None), (1, 2), (2, None), (3, None)]
@@ -48,11 +49,11 @@ class Seats:
         return 2 * seat + 1 if seat < self.guests else seat + self.guests
 
     def guest_of(self, rank: int) -> int | None:
-        """The guest whose part this rank does too."""
+        """The guest of this rank, if it has one."""
         return rank - 1 if rank % 2 and rank < 2 * self.guests else None
 
     def row_cuts(self, rows: int) -> list[int]:
-        """Where the rows of each seat begin when tensor_split cuts them over ranks: a guest's lie right before its host's."""
+        """Where each seat's rows begin, when tensor_split cuts the rows over ranks. A seat's rows include its guest's, which come first."""
         starts = cuts(rows, self.ranks)
         return [starts[self.rank(seat) - (seat < self.guests)] for seat in range(self.count)] + [rows]
 
@@ -61,8 +62,8 @@ def halving_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place. Every rank ends with the same bits.
 
     x:      any shape of n elements, contiguous, the same on each of p ranks; p need not divide n
-    sent:   2 log2 p messages, 2n(p-1)/p elements per rank, half of them in fp32 where x is narrower; where p is no power of two,
-            log2 p is rounded down, a guest sends n once, its host n more
+    sent:   2 log2 p messages, 2n(p-1)/p elements per rank, the first half in fp32 where x is narrower. If p is no power of two,
+            log2 p is rounded down, a guest sends n elements, and its host n more than others
     steps:  2 log2 p, rounded down; 2 more where p is no power of two
     raises: NotContiguous; ConfigError for bool
     source: Rabenseifner 2004; Thakur, Rabenseifner & Gropp 2005
@@ -83,8 +84,8 @@ def halving_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks of this rank's rows of `x`, which is not changed.
 
     x:      [p*n, ...] on each of p ranks -> [n, ...]; where p does not divide the rows, rank r gets those of tensor_split
-    sent:   log2 p messages, n(p-1) rows per rank, in fp32 where x is narrower; where p is no power of two, log2 p is rounded
-            down, a guest sends p*n rows once, its host n more
+    sent:   log2 p messages, n(p-1) rows per rank, in fp32 where x is narrower. If p is no power of two, log2 p is rounded down,
+            a guest sends p*n rows, and its host n more than others
     steps:  log2 p, rounded down; 2 more where p is no power of two
     raises: NotContiguous; ShapeMismatch for a tensor without rows; ConfigError for bool
     source: Thakur, Rabenseifner & Gropp 2005
@@ -107,9 +108,9 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
     """All ranks' `x` in rank order, by recursive doubling.
 
     x:      [n, ...] on each of p ranks -> [p*n, ...]
-    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it. `x` may lie in it
-    sent:   log2 p messages, n(p-1) rows per rank; where p is no power of two, log2 p is rounded down, a guest sends n rows,
-            its host p*n more
+    out:    where to put them. Its rows may be uneven: then `x` has the rows that tensor_split gives this rank. `x` may be a view of it
+    sent:   log2 p messages, n(p-1) rows per rank. If p is no power of two, log2 p is rounded down, a guest sends n rows, and its
+            host p*n more than others
     steps:  log2 p, rounded down; 2 more where p is no power of two
     raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
     source: Thakur, Rabenseifner & Gropp 2005
@@ -127,7 +128,7 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
 
 
 def _halve(sums: Tensor, starts: list[int], seats: Seats, group: Group, label: str) -> Tensor:
-    """Add up `sums` so that each seat has the total from its own start to the next; all else is left with partial sums."""
+    """Reduce-scatter over seats: each seat ends with the total of its own span of `sums`. The rest of `sums` is left as partial sums."""
     seat, guest = seats.seat(group.rank), seats.guest_of(group.rank)
     if seat is None:
         group.send(sums, group.rank + 1, label=f"{label}: to the host")
@@ -143,7 +144,7 @@ def _halve(sums: Tensor, starts: list[int], seats: Seats, group: Group, label: s
 
 
 def _double(whole: Tensor, starts: list[int], seats: Seats, group: Group, label: str) -> None:
-    """Spread what each seat has from its own start to the next, until all ranks have all."""
+    """All-gather over seats: each brings its own span of `whole`, and every rank ends with all of it."""
     seat, guest = seats.seat(group.rank), seats.guest_of(group.rank)
     if seat is None:
         group.recv(whole, group.rank + 1, label=f"{label}: from the host")
@@ -161,7 +162,7 @@ def _distances(seats: Seats) -> list[int]:
 
 
 def _sides(seat: int, distance: int, starts: list[int]) -> tuple[slice, slice]:
-    """The span of the `distance` seats around this one, and that of the equally many seats around its partner."""
+    """The span of this seat's block of `distance` seats, and the span of its partner's block."""
     mine = seat & -distance
     theirs = mine ^ distance
     return slice(starts[mine], starts[mine + distance]), slice(starts[theirs], starts[theirs + distance])
@@ -232,12 +233,12 @@ def doubling_all_gather_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
 
 
 def _halve_path(starts: list[int], seats: Seats, wide: int) -> Path:
-    there = _double_path(starts, seats)   # the same messages, backwards
+    there = _double_path(starts, seats)   # the same messages in reverse
     return Path(steps=there.steps, bytes=there.bytes * wide, added=there.bytes * wide)
 
 
 def _double_path(starts: list[int], seats: Seats) -> Path:
-    """In every round all wait for the rank that has most; and guests for the whole."""
+    """Every round takes as long as its largest message; guests then wait for the whole."""
     longest = [max(_length(_sides(seat, distance, starts)[0]) for seat in range(seats.count)) for distance in _distances(seats)]
     longest += [starts[-1]] if seats.guests else []
     return Path(steps=len(longest), bytes=sum(longest))

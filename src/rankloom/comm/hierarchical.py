@@ -1,12 +1,14 @@
 """Collectives in two levels: inside a node, where links are fast, and between nodes, where they are slow.
 
-All-reduce: reduce-scatter inside the node, so that each of its s ranks has the node's sum of one slice; all-reduce of each slice
-over the ranks with the same place in every node, all slices at once; all-gather inside. Between nodes travels 1/s of what a
-flat ring over all ranks would send from each rank, and the algorithm there may be any other, a compressed one for instance.
-Where nodes differ in size, the first rank of each sums for its node.
+All-reduce, with s ranks in a node:
+1. reduce-scatter inside the node: each rank has the node's sum of one slice;
+2. all-reduce of each slice over the ranks at the same place in every node, all slices at once;
+3. all-gather inside the node.
+Each rank sends 1/s as much between nodes as in a flat ring. Step 2 may use any all-reduce, a compressed one for instance.
+Where nodes differ in size, the first rank of each node sums for its node.
 
-All-to-all: the ranks of a node first collect all that goes to one other node, one message carries it, and the ranks there
-deal it out: everything travels twice inside nodes, but a pair of nodes exchanges one message each way.
+All-to-all: one rank of a node collects all that the node sends to one other node, and sends it as one message. A rank there deals it
+out. All bytes are sent twice inside nodes, but a pair of nodes exchanges only one message each way.
 Read `comm/subgroup.py` first.
 """
 
@@ -72,13 +74,13 @@ def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
 
 
 def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
-    """Deal equal shares of the rows of `x` out, one message for each pair of nodes.
+    """Send each rank an equal share of the rows of `x`, with one message each way between two nodes.
 
-    x:      [p*n, ...] on each of p ranks -> [p*n, ...]: what all dealt to this rank, in rank order
+    x:      [p*n, ...] on each of p ranks -> [p*n, ...]: the rows sent to this rank, in rank order
     nodes:  the ranks of each node; the same on each rank
-    sent:   inside a node 2(s-1) messages from each of its s ranks; between m nodes one each way for each pair, of s*s*n rows,
-            spread over the ranks of a node
-    steps:  2(s-1), and between nodes (m-1)/s, rounded up, or not quite twice as many where messages meet at a rank
+    sent:   inside a node 2(s-1) messages from each of its s ranks; between nodes one each way for each pair of the m nodes, of s*s*n
+            rows, spread over the ranks of a node
+    steps:  2(s-1), and between nodes (m-1)/s, rounded up, or a little less than twice that where several messages meet at one rank
     raises: NotContiguous; ShapeMismatch when p does not divide the rows; ConfigError when `nodes` does not name each rank once
     source: Traff & Rougier 2014, "MPI collectives and datatypes for hierarchical all-to-all communication"
     """
@@ -92,16 +94,16 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     blocks = x.view(p, x.numel() // p)   # [to rank, what]
     partners = [_partners(nodes, here, at) for at in range(len(node))]
 
-    # Inside: each rank collects what all ranks here have for the nodes that it writes to.
+    # Inside: each rank collects the blocks of this node's ranks for the nodes that it sends to.
     targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
     collected = peers.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
                                 recv_rows=[len(targets[place])] * len(node), label=label)
-    mine = partners[place]   # the nodes to which this rank writes
+    mine = partners[place]   # the nodes to which this rank sends
     by_node = collected.view(len(node), len(targets[place]), blocks.shape[1]).split([len(nodes[there]) for there in mine], dim=1)
-    # Between: [from rank, to rank, what] there and back.
+    # Between: bundles [from rank, to rank, block], exchanged with each of those nodes.
     contacts = [nodes[there][here % len(nodes[there])] for there in mine]
     arrived = _swap(group, list(zip(contacts, by_node)), label)
-    # Inside: to each rank here what has come for it, and this rank's own.
+    # Inside: pass to each rank of this node what arrived for it, and this rank's own block for it.
     to_deal: list[Tensor] = []
     for at, rank in enumerate(node):
         to_deal += [*(bundle[:, at] for bundle in arrived), blocks[rank].unsqueeze(0)]
@@ -114,9 +116,9 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
 
 
 def _swap(group: Group, bundles: Sequence[tuple[int, Tensor]], label: str) -> list[Tensor]:
-    """Send each bundle [mine, theirs, ...] to its rank; what those send here, [theirs, mine, ...], in the same order."""
+    """Send each bundle [mine, theirs, ...] to its rank; returns the bundles received, [theirs, mine, ...], in the same order."""
     inboxes = [bundle.new_empty((bundle.shape[1], bundle.shape[0], bundle.shape[2])) for _, bundle in bundles]
-    if group.in_order:   # what two ranks send each other must be one call there, and all ranks make theirs in one order
+    if group.in_order:   # there, two ranks must exchange bundles in one call, and all ranks must make their calls in one order
         for (rank, bundle), inbox in sorted(zip(bundles, inboxes), key=lambda each: each[0][0]):
             group.exchange(bundle.contiguous(), rank, inbox, rank, label=label)
         return inboxes
@@ -133,7 +135,7 @@ def _partners(nodes: Nodes, here: int, place: int) -> list[int]:
 
 
 def _node_of(group: Group, nodes: Nodes) -> int:
-    """Which node this rank is in."""
+    """The number of this rank's node. raises: ConfigError unless `nodes` names each rank once"""
     if sorted(rank for node in nodes for rank in node) != list(range(group.size)) or not all(nodes):
         raise ConfigError(f"{group.where('nodes')}: {nodes} must name each of ranks 0..{group.size - 1} exactly once, by node, none empty")
     return next(at for at, node in enumerate(nodes) if group.rank in node)
@@ -170,7 +172,7 @@ def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int 
 
 
 def hierarchical_all_reduce_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
-    """What all wait for in `hierarchical_all_reduce` of `nbytes`: inside nodes, and between them, for their links differ."""
+    """What all wait for in `hierarchical_all_reduce` of `nbytes`: the path inside nodes, and the path between them."""
     largest = max(map(len, nodes))
     if not _are_even(nodes):
         up_and_down = tree_reduce_path(nbytes * wide, largest) + binomial_broadcast_path(nbytes, largest)
@@ -180,7 +182,7 @@ def hierarchical_all_reduce_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -
 
 
 def hierarchical_all_to_all_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
-    """What all wait for in `hierarchical_all_to_all` of `nbytes` on each rank: inside nodes, and between them, at most."""
+    """What all wait for in `hierarchical_all_to_all` of `nbytes` on each rank: at most these paths inside nodes and between them."""
     largest, share = max(map(len, nodes)), -(-nbytes // sum(map(len, nodes)))
     by_rank = [_partners(nodes, here, place) for here, node in enumerate(nodes) for place in range(len(node))]
     carried = max(sum(len(nodes[there]) for there in partners) for partners in by_rank)

@@ -1,8 +1,9 @@
-"""What all compressed all-reduces share: one object for each buffer, called with that buffer only, because it remembers.
+"""What all compressed all-reduces share: error feedback, and the checks of their input.
 
-What compression loses of a buffer (its *error*) is kept on this rank and added to the next one, so over many steps nothing is
-lost, only late. Both must be in one unit: means, where batches differ in size. A buffer that holds a NaN or an infinity must come out
-non-finite, and leave nothing non-finite behind.
+Compression makes an *error*: values minus what was sent. Each rank keeps its error and adds it to the values of the next step, so over
+many steps nothing is lost, only late. So there is one object for each buffer, and it is called with that buffer only. The
+values of all steps must have the same unit: means, where batches differ in size. A NaN or infinity in the input must make the result
+non-finite, but must not stay in the error.
 """
 
 from abc import ABC, abstractmethod
@@ -18,16 +19,16 @@ LABEL = "compressed all-reduce"
 
 
 class Compressed(ABC):
-    """A compressed all-reduce of one buffer, and what it remembers of it."""
+    """A compressed all-reduce of one buffer, with the buffer's error."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, int] | None = None   # values, ranks
 
     def __call__(self, x: Tensor, group: Group) -> Tensor:
-        """Sum `x` over the group, in place, but for what is remembered; every rank ends with the same bits.
+        """Sum `x` over the group, in place, up to the error. Every rank ends with the same bits.
 
         x:      any shape, floating and contiguous; computed in fp32
-        raises: NotContiguous; ConfigError where x is not floating; ShapeMismatch for another length or group than the last time's
+        raises: NotContiguous; ConfigError where x is not floating; ShapeMismatch when length or group size differ from the first call's
         """
         flat = summand(x, group, LABEL)
         if not x.is_floating_point():
@@ -38,7 +39,7 @@ class Compressed(ABC):
         if self._seen != (x.numel(), group.size):
             raise ShapeMismatch(f"{group.where(LABEL)}: {x.numel()} values on {group.size} ranks, but it remembers the errors of "
                                 f"{self._seen[0]} values on {self._seen[1]}; make one for each buffer")
-        values = flat.float()   # itself where it is fp32
+        values = flat.float()   # no copy where it is fp32
         self._sum(values, group)
         if values is not flat:
             flat.copy_(values)
@@ -46,7 +47,7 @@ class Compressed(ABC):
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered, when the unit of the values has changed: a loss scale, for instance."""
+        """Multiply the error, when the unit of the values has changed: by a new loss scale, for instance."""
 
     @abstractmethod
     def bill(self, n: int, group: Group) -> Bill:

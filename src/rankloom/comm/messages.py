@@ -1,8 +1,8 @@
-"""All-to-all and all-gather as messages that all start at once; the caller waits for them later.
+"""All-to-all and all-gather from messages that start at once; the caller waits for them later.
 
-A slow link carries such messages at its full rate in both directions; gloo's own all-to-all and all-gather reach 70 to 85 % of it.
-On a GPU the backend's own collectives are called, since its messages are no faster. world/pairwise.py does the same below `Group`,
-for gloo's gathers and reduce-scatters; here each message has a label and is counted in the ledger.
+On a slow link such messages reach the full rate in both directions; gloo's own all-to-all and all-gather reach 70 to 85 % of it.
+On a GPU this calls the backend's own collectives, since messages are no faster. world/pairwise.py does the same below `Group`, for
+gloo's gathers and reduce-scatters; here each message has a label and is counted in the ledger.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ def start_all_gather(x: Tensor, group: Group, *, label: str) -> Arrival:
 
 
 def post(out: Sequence[Tensor], into: Sequence[Tensor], group: Group, *, label: str) -> Callable[[], None]:
-    """Start sending out[r] to each other rank r, and receiving into[r] from it. An empty tensor is not sent. Call the result to wait.
+    """Start sending out[r] to each other rank r, and receiving into[r] from it. Empty tensors are not sent. Call the result to wait.
 
-    Two ranks must post what they send each other in the same order. Not over NCCL.
+    Any two ranks must make their calls in the same order. Not over NCCL.
     """
     others = [(group.rank + hop) % group.size for hop in range(1, group.size)]
     under_way = [group.recv(into[rank], rank, label=label, async_op=True) for rank in others if into[rank].numel()]

@@ -1,7 +1,7 @@
-"""All-reduce through a root: the simplest there is, and what the others are measured against.
+"""All-reduce through a root: the simplest algorithm, the baseline for the others.
 
-Every rank sends its whole buffer to rank 0, which adds them in rank order and sends the sum back. All bytes pass
-the root's one link, so the time grows with the number of ranks; for two or three ranks and few bytes nothing is faster.
+Every rank sends its whole buffer to rank 0, which adds them in rank order and sends the sum back. All bytes pass the root's
+link, so the time grows with the number of ranks. For two or three ranks and few bytes it is the fastest.
 """
 
 import torch

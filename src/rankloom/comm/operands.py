@@ -1,8 +1,7 @@
-"""What the algorithms of this folder ask of their tensors: no gaps, cut as `tensor_split` cuts, summed in at least 32 bits.
+"""Rules for the tensors of all algorithms in this folder: contiguous, cut as `tensor_split` does, summed in at least 32 bits.
 
-Formats narrower than fp32 are added in fp32 all the way: partial sums travel as fp32, and only the finished sum is rounded,
-once. So a 16-bit sum is as exact as its format allows, for any number of ranks, and its partial sums cost `widening` times
-the bytes of its elements.
+Floats narrower than fp32 are summed in fp32: partial sums are sent as fp32, and only the finished sum is rounded, once. So a
+16-bit sum is as exact as its format allows, on any number of ranks, and its partial sums take `widening` times the bytes.
 """
 
 from itertools import accumulate
@@ -16,30 +15,30 @@ from rankloom.world.transport.operands import expect_operand
 
 
 def require_contiguous(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x` detached: the same memory, so a parameter may be written to. Raises before any rank has sent anything.
+    """`x` detached, in the same memory, so that a parameter can be written to. Raises before any rank has sent anything.
 
-    raises: NotContiguous; ConfigError for a tensor with a graph, since no gradient goes back through a collective
+    raises: NotContiguous; ConfigError for a tensor with a graph, since collectives have no backward
     """
     expect_operand(x, group.device, group.where(label))
     return x.detach()
 
 
 def require_rows(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x` detached, contiguous and with a first dim to cut. raises: as `require_contiguous`; ShapeMismatch"""
+    """As `require_contiguous`, for a tensor that is cut along its first dim. raises: also ShapeMismatch for one without dims"""
     if x.dim() == 0:
         raise ShapeMismatch(f"{group.where(label)}: a tensor without dims has no rows, expected [rows, ...]; pass x.view(1)")
     return require_contiguous(x, group, label)
 
 
 def summand(x: Tensor, group: Group, label: str) -> Tensor:
-    """`x` detached and laid flat. [...] -> [n], the same memory   raises: as `require_contiguous`; ConfigError for bool"""
+    """`x` detached and flattened, in the same memory: [...] -> [n]. raises: as `require_contiguous`; ConfigError for bool"""
     if x.dtype == torch.bool:
         raise ConfigError(f"{group.where(label)}: the sum of torch.bool is not of that dtype; sum x.int()")
     return require_contiguous(x, group, label).view(-1)
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a dtype is added in.
+    """The dtype in which elements of `dtype` are summed.
 
     >>> summing_dtype(torch.bfloat16), summing_dtype(torch.float64), summing_dtype(torch.int8)
     (torch.float32, torch.float64, torch.int8)
@@ -48,7 +47,7 @@ def summing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widening(dtype: torch.dtype) -> int:
-    """How many times the bytes of an element its partial sums have: the `wide` of bills and paths.
+    """Bytes of a partial sum over bytes of an element: the `wide` of bills and paths.
 
     >>> widening(torch.float8_e4m3fn), widening(torch.float16), widening(torch.float32), widening(torch.int8)
     (4, 2, 1, 1)
@@ -57,7 +56,7 @@ def widening(dtype: torch.dtype) -> int:
 
 
 def chunk_sizes(n: int, p: int) -> list[int]:
-    """How `tensor_split` cuts n in p: the first n % p chunks are one longer.
+    """The sizes of the p chunks in which `tensor_split` cuts n: the first n % p are one longer.
 
     >>> chunk_sizes(8, 3)
     [3, 3, 2]
@@ -66,7 +65,7 @@ def chunk_sizes(n: int, p: int) -> list[int]:
 
 
 def cuts(n: int, p: int) -> list[int]:
-    """Where the p chunks of n begin, and where the last one ends.
+    """Where each of the p chunks of n begins, then where the last one ends.
 
     >>> cuts(8, 3)
     [0, 3, 6, 8]

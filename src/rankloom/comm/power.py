@@ -1,14 +1,16 @@
-"""PowerSGD: all-reduce of matrices by their most important directions.
+"""PowerSGD: an all-reduce that sends matrices as products of low rank.
 
-A matrix M of a x b becomes P Q with P of a x r and Q of r x b. One step of subspace iteration, begun where the last one ended:
+A matrix M [a, b] is sent as P Q, with P [a, r] and Q [r, b]. Each training step does one step of subspace iteration. It starts from
+the Q of the training step before:
 
-    M = gradient + error                      in one pass with the next
-    P = M Q^T                                 all-reduce: P of all matrices, and all that is no matrix, uncompressed
-    P orthonormalised; own = P^T M            all-reduce: Q = the sum of `own`; each rank for itself, to the same bits
+    M = gradient + error
+    P = M Q^T                     all-reduce of P, together with all values that are in no matrix, which are not compressed
+    orthonormalise P              on every rank, to the same bits
+    own = P^T M                   all-reduce: Q is the sum of `own` over the ranks
     gradient = P Q; error = M - P own
 
-Both rounds are sums, so what is sent does not grow with the ranks, and errors of all ranks together are the error of the sum.
-The error is not written down: M is kept, and P own is subtracted in the next step's first pass.
+Both messages are sums, so their size does not grow with the number of ranks. The errors of all ranks add up to the error of the sum.
+The error is not stored: M is, and the next step's first pass over it subtracts P own.
 
 The passes over M are in C (_lowrank.c); where that was not built, and on a GPU, torch does the same.
 Read comm/lossy.py first.
@@ -35,30 +37,30 @@ except ImportError:   # there was no compiler when this was installed
 
 NATIVE = _lowrank is not None
 RANK = 4
-IN_C = 16   # the highest rank whose sums stay in registers and nearest caches; above it, products are torch's
+IN_C = 16   # up to this rank, sums stay in registers and the nearest caches; above it, torch multiplies
 SMALL = 1e-30
-NOTHING = 2.0**-40   # what is left of a column, squared, for each of its values of 1 at most: below, it is only what was rounded
+NOTHING = 2.0**-40   # a column (scaled to a maximum of 1) whose mean square falls below this is only rounding error
 
 BufferParts = Sequence[tuple[int, Sequence[int]]]
-"""The tensors in a flat buffer: where each begins, and its shape."""
+"""The tensors in a flat buffer: the first element and the shape of each."""
 
 
 @dataclass(slots=True)
 class Matrix:
-    """A matrix in the buffer, and what is kept of it: all fp32."""
+    """A matrix in the buffer, and its state between steps, in fp32."""
 
     start: int
-    kept: Tensor      # [a, b]   M of the last step
+    kept: Tensor      # [a, b]   the last step's M
     p: Tensor         # [a, r]   orthonormal columns
     own: Tensor       # [r, b]   P^T M; the error is kept - p own
-    q: Tensor         # [r, b]   where the next step begins: equal on all ranks
+    q: Tensor         # [r, b]   from which the next step starts; equal on all ranks
 
     def of(self, values: Tensor) -> Tensor:
-        """This matrix in the flat buffer, as a view."""
+        """The view of this matrix in the flat buffer."""
         return values[self.start : self.start + self.kept.numel()].view_as(self.kept)
 
     def absorb(self, x: Tensor) -> Tensor:
-        """kept = x + error. Returns M Q^T [a, r], up to a factor that is equal on all ranks."""
+        """kept = M = x + error. Returns M Q^T [a, r], times a factor that is equal on all ranks."""
         p, q = torch.empty_like(self.p), self.q / self.q.abs().amax().clamp(min=SMALL)   # so that no product overflows
         if NATIVE and x.device.type == "cpu" and len(q) <= IN_C:
             _lowrank.absorb(*_arrays(x, self.kept, self.p, self.own, q, p), *self.kept.shape, len(q))
@@ -67,7 +69,7 @@ class Matrix:
         return torch.mm(self.kept, q.t(), out=p)
 
     def turn(self, p: Tensor) -> Tensor:
-        """Take the sum of all ranks' P; returns `own`, whose sum is the next Q."""
+        """p: the sum of P over all ranks. Returns `own`, whose sum over all ranks is the next Q."""
         self.p = orthonormal(p)
         if NATIVE and p.device.type == "cpu" and len(self.q) <= IN_C:
             _lowrank.combine(*_arrays(self.kept, self.p, self.own), *self.kept.shape, len(self.q))
@@ -76,7 +78,7 @@ class Matrix:
         return self.own
 
     def spread(self, x: Tensor) -> None:
-        """x = P Q, term by term in one order, so that C and torch agree on every bit."""
+        """x = P Q. C and torch add the terms in the same order, so they give the same bits."""
         if NATIVE and x.device.type == "cpu":
             _lowrank.spread(*_arrays(self.p, self.q, x), *x.shape, len(self.q))
             return
@@ -85,27 +87,27 @@ class Matrix:
             x += torch.outer(column, row)
 
     def revive(self) -> None:
-        """A direction in which there was nothing begins anew: from zero it would stay there, without end."""
+        """Replace rows of Q that are all zero by random ones: they would stay zero for ever."""
         dead = ~self.q.any(1)
         if dead.any():
             self.q = torch.where(dead[:, None], first_directions(self.start, *self.q.shape).to(self.q.device), self.q)
 
     def restore(self, x: Tensor) -> None:
-        """After `absorb`: back to the error as it was before x; zero where x was not finite."""
+        """Undo `absorb`: the error is again what it was before x; zero where x was not finite."""
         self.kept.sub_(x).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.own.zero_()
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """An orthonormal basis of what the columns of `p` span. p: [a, r], finite -> [a, r]; a column that comes to nothing stays zero
+    """An orthonormal basis of the span of the columns of `p`. p: [a, r], finite -> [a, r]; a column that depends on others becomes zero
 
-    Every rank computes it for itself, of equal sums, and all must get the same bits. On the CPU, torch's QR rounds by the number of
-    threads, and ranks may have different numbers; so there it is Gram-Schmidt, with sums in one order. On a GPU it is QR, which gives
-    the same bits on cards of one kind.
+    Every rank computes it from the same sums, and all must get the same bits. On the CPU, the rounding of torch's QR depends on the
+    number of threads, which may differ between ranks. So the CPU uses Gram-Schmidt, with a fixed order of sums. A GPU uses QR, which
+    gives the same bits on cards of one kind.
     """
     if p.device.type != "cpu":
         return torch.linalg.qr(p).Q.contiguous()
-    rows = p.t() / p.abs().amax(0).clamp(min=SMALL)[:, None]   # so that no square overflows, or comes to nothing
+    rows = p.t() / p.abs().amax(0).clamp(min=SMALL)[:, None]   # so that squares neither overflow nor underflow
     rows = rows.contiguous()
     if NATIVE:
         _lowrank.orthonormalise(*_arrays(rows, torch.empty_like(rows[0])), *rows.shape)
@@ -115,15 +117,15 @@ def orthonormal(p: Tensor) -> Tensor:
 
 
 def _gram_schmidt_twice(rows: Tensor) -> None:
-    """The same bits as in C. rows: [r, a]"""
+    """As in C, to the same bits. rows: [r, a]"""
     for k in (*range(len(rows)), *range(len(rows))):
         square = _folded(rows[k] * rows[k]).item()
-        rows[k] *= 1.0 / sqrt(square) if square > NOTHING * rows.shape[1] else 0.0   # torch's square root is not rounded as IEEE says
+        rows[k] *= 1.0 / sqrt(square) if square > NOTHING * rows.shape[1] else 0.0   # torch's square root does not round as IEEE demands
         rows[k + 1 :] -= _folded(rows[k + 1 :] * rows[k])[:, None] * rows[k]
 
 
 def _folded(products: Tensor) -> Tensor:
-    """The sum over the last dim, by halves: an order that does not depend on threads. [..., n] -> [...]"""
+    """The sum over the last dim, by halves, so that its order does not depend on threads. [..., n] -> [...]"""
     while (n := products.shape[-1]) > 1:
         half = 1 << (n - 1).bit_length() - 1
         products[..., : n - half] += products[..., half:]
@@ -134,11 +136,12 @@ def _folded(products: Tensor) -> Tensor:
 class PowerSGD(Compressed):
     """The all-reduce of this file.
 
-    parts:  the tensors in the buffer; those of two dims or more are matrices, first dim by all others
-    rank:   directions that pass in a step; docs/design.md says how many training needs
-    sent:   an all-reduce of r(a+b) values for each matrix of a x b where that is at most half, and of all other values; 4(p-1) messages
+    parts:  the tensors in the buffer; one of two dims or more is a matrix, its first dim by all others
+    rank:   r, the rank of the products; docs/design.md says how high training needs it
+    sent:   4(p-1) messages: an all-reduce of r(a+b) values for each matrix [a, b] where that is at most half of it, and of all other
+            values
     memory: n + 3r(a+b) fp32
-    raises: ConfigError without parts, for then nothing would be compressed
+    raises: ConfigError without parts: nothing would be compressed
     source: Vogels, Karimireddy & Jaggi 2019
     """
 
@@ -152,7 +155,7 @@ class PowerSGD(Compressed):
         self._matrices: list[Matrix] = []
 
     def _plain(self, n: int) -> list[slice]:
-        """All that is in no matrix, in a buffer of n."""
+        """The parts of a buffer of n values that are in no matrix."""
         starts, ends = [start for start, _, _ in self._shapes], [start + a * b for start, a, b in self._shapes]
         return [slice(end, start) for end, start in zip([0, *ends], [*starts, n])]
 
@@ -165,7 +168,7 @@ class PowerSGD(Compressed):
         products = [matrix.absorb(matrix.of(values)) for matrix in self._matrices]
         first = torch.cat([p.view(-1) for p in products] + [values[part] for part in plain])
         group.all_reduce(first, label=LABEL)
-        if not first.isfinite().all():   # of the sum, so all ranks see it
+        if not first.isfinite().all():   # a test of the sum, so all ranks agree
             for matrix in self._matrices:
                 matrix.restore(matrix.of(values))
             values.fill_(torch.nan)
@@ -177,18 +180,18 @@ class PowerSGD(Compressed):
             self._spread([total.view_as(p) for total, p in zip(sums, products)], values, group)
 
     def _spread(self, ps: list[Tensor], values: Tensor, group: Group) -> None:
-        """The second round, from the sums of all matrices' P."""
+        """The second all-reduce. ps: the sums of P of all matrices"""
         second = torch.cat([matrix.turn(p).view(-1) for matrix, p in zip(self._matrices, ps)])
         group.all_reduce(second, label=LABEL)
         for matrix, q in zip(self._matrices, second.split([matrix.q.numel() for matrix in self._matrices])):
             matrix.q = q.view_as(matrix.q)
             matrix.spread(matrix.of(values))
             matrix.revive()
-        if not second.isfinite().all():   # the sum overflowed, and with it the directions for the next step
+        if not second.isfinite().all():   # the sum overflowed, so Q is of no use for the next step
             self._matrices = []
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered."""
+        """Multiply the errors."""
         for matrix in self._matrices:
             matrix.kept.mul_(factor)
             matrix.own.mul_(factor)
@@ -203,13 +206,13 @@ class PowerSGD(Compressed):
 
 
 def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:
-    """Nothing remembered yet, and random directions, the same on all ranks."""
+    """A matrix at its first step: no error, and a random Q, the same on all ranks."""
     q = first_directions(start, rank, b).to(device)
     return Matrix(start, torch.zeros(a, b, device=device), torch.zeros(a, rank, device=device), torch.zeros(rank, b, device=device), q)
 
 
 def first_directions(start: int, rank: int, b: int) -> Tensor:
-    """Random, of the matrix that begins at value `start`: the same on all ranks. [r, b]"""
+    """A random Q [r, b] for the matrix at `start`: the same on all ranks."""
     return torch.randn(rank, b, generator=stream(0, "powersgd", start))
 
 

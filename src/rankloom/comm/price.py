@@ -1,11 +1,11 @@
-"""What a collective should take: the way its bytes go over the links of a topology, times what links cost.
+"""The time a collective should take: its route over the links of a topology, times what links cost.
 
-Two things make a rank wait: the longest chain of messages (a Path), and the work of all ranks of its node, which share its cores
-and its memory (the Bills of them all, over the link that is called `host`). Where ranks are more than cores, work is all that counts.
+A rank waits for two things: the longest chain of messages (a Path), and the work of all ranks of its node, which share cores
+and memory (the sum of their Bills, over the link `host`). With more ranks than cores, work is nearly all of the time.
 
 A flat algorithm on several nodes is priced as if its whole path went between nodes: at every step some rank waits for a slow
-link. The bandwidth between nodes is that of a whole node; where all of its ranks send to other nodes at once, they share it.
-Read `base/topology.py` and `comm/algorithms.py` before.
+link. The bandwidth between nodes is that of a whole node; its ranks share it where all send to other nodes at once.
+Read `base/topology.py` and `comm/algorithms.py` first.
 """
 
 from dataclasses import dataclass
@@ -19,31 +19,31 @@ from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
 from rankloom.comm.hierarchical import hierarchical_all_reduce_paths, hierarchical_all_to_all_paths
 
 LEVELS = {"all_reduce": hierarchical_all_reduce_paths, "all_to_all": hierarchical_all_to_all_paths}
-CROWDED = ("halving", "doubling", "pairwise")   # in which all ranks of a node send to other nodes at once
+CROWDED = ("halving", "doubling", "pairwise")   # algorithms in which all ranks of a node send to other nodes at once
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The path of a collective, by the kind of link it takes: names of `Links`. What it adds is in the paths too."""
+    """The paths of a collective, each with its kind of link (a name in `Links`). Paths also count the bytes added."""
 
     parts: tuple[tuple[str, Path], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds: of messages that wait for each other, and of bytes that travel and are added."""
+    """Seconds for messages that wait for each other (latency), and for bytes sent and added (bandwidth)."""
 
     latency: float
     bandwidth: float
 
     @property
     def seconds(self) -> float:
-        """Both together."""
+        """The sum of both."""
         return self.latency + self.bandwidth
 
     @property
     def reason(self) -> str:
-        """Which of both weighs more, and how much.
+        """The larger of the two, and its share.
 
         >>> Price(latency=3e-4, bandwidth=1e-4).reason
         'latency 75 %'
@@ -53,7 +53,7 @@ class Price:
 
 
 def algorithms_on(collective: str, topology: Topology) -> dict[str, Algorithm]:
-    """The algorithms of a collective by name; those in two levels only where there are two.
+    """The algorithms of a collective by name; two-level ones only if the topology has several nodes of several ranks.
 
     raises: ConfigError for a collective that does not exist
     """
@@ -64,7 +64,7 @@ def algorithms_on(collective: str, topology: Topology) -> dict[str, Algorithm]:
 
 
 def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: int = 1) -> Route:
-    """How `nbytes` go when algorithm `name` does a collective on all ranks of a topology. wide: see comm/algorithms.py"""
+    """The route of `nbytes` in a collective by algorithm `name` over all ranks of a topology. wide: see comm/algorithms.py"""
     several, p = len(topology.nodes) > 1, topology.size
     if name == BACKEND:
         return Route((("backend_between" if several else "backend", least_path(collective, nbytes, p)),))
@@ -81,7 +81,7 @@ def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: 
 
 
 def least_path(collective: str, nbytes: int, ranks: int) -> Path:
-    """The fewest steps and bytes that any algorithm needs: what a backend's own is charged, since what it does is not ours to know.
+    """The fewest steps and bytes that any algorithm needs. A backend's own collectives count as this, since we do not know them.
 
     >>> least_path("all_reduce", 1000, 4)
     Path(steps=4, bytes=1500, added=0)
@@ -91,7 +91,7 @@ def least_path(collective: str, nbytes: int, ranks: int) -> Path:
 
 
 def _shared(path: Path, ranks: int) -> Path:
-    """A path whose bytes go over a link that so many ranks use at once."""
+    """The path when `ranks` ranks share its link."""
     return Path(path.steps, path.bytes * ranks, path.added)
 
 

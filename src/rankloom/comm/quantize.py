@@ -1,4 +1,4 @@
-"""fp32 to 8, 4 or 1 bits in blocks, and back; what one message loses is remembered and added to the next.
+"""Quantise fp32 to 8, 4 or 1 bits in blocks, and back, with error feedback.
 
 A block of values becomes a record: a step in bf16, then a code for each value.
 
@@ -6,10 +6,10 @@ A block of values becomes a record: a step in bf16, then a code for each value.
     int4    2 + 64 bytes for 128 values     -7 to 7, two in a byte: value i and value i + 64
     1bit    2 + 32 bytes for 256 values     a sign; the step is the mean magnitude. Byte j holds values j, j + 32, j + 64 ...
 
-The step is the upper half of an fp32, so step x code is exact, and so is what is left of a value afterwards: nothing is lost
-between what is sent and what is remembered, and no processor rounds otherwise than another.
-A block with a NaN or an infinity comes out as NaN, whole, and what was remembered of it stays as it was. So does one with a value of
-2**118 or more: near the top of fp32 a step times a code, or a sum of magnitudes, is infinite, and so would be what is remembered.
+The step is the upper half of an fp32, so step x code is exact in fp32, and so is the error, value - step x code. So what is sent
+and the error add up to the value exactly, and all processors get the same bits.
+A block with a NaN or an infinity comes out as all NaN, and its error stays as it was. The same holds for a block with a value of
+2**118 or more: near the top of fp32 a step times a code, or a sum of magnitudes, is infinite, and the error would be, too.
 
 Each pass reads memory once and writes it once. On the CPU the passes are in C (_quantize.c); where that was not built, and on a
 GPU, torch computes the same bits here.
@@ -28,14 +28,14 @@ except ImportError:   # there was no compiler when this was installed
 
 NATIVE = _quantize is not None
 HEAD = 2             # bytes of the step
-TINY = 2.0**-118     # below, one over the step would overflow: such a block is sent as zeros
+TINY = 2.0**-118     # a block whose largest magnitude is below is sent as zeros: 1 / step would overflow
 HUGE = 2.0**118
-LANES = 16           # partial sums of the mean magnitude: their order is part of the format
-MAGNITUDE = 0x7FFFFFFF   # of the bits of an fp32
+LANES = 16           # partial sums of the mean magnitude; the order of the sum is part of the format
+MAGNITUDE = 0x7FFFFFFF   # the bits of an fp32 without the sign
 
 
 class Format(Protocol):
-    """How fp32 values travel: in records of `record` bytes, each for `block` values; a last one is filled up with zeros."""
+    """How fp32 values are sent: in records of `record` bytes, each for `block` values. Zeros pad the last block."""
 
     @property
     def block(self) -> int:
@@ -47,22 +47,22 @@ class Format(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """Whether what is lost is to be kept for the next time."""
+        """Whether the error is kept for the next step."""
 
     def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
-        """Write `x + error` to `out` in records; `error` becomes what they do not say.
+        """Write the records of `x + error` to `out`; `error` becomes the new error, x + error - the dequantised records.
 
-        x, error: [n] fp32; no error: nothing is remembered   out: uint8 [records, record]
+        x, error: [n] fp32; without `error` none is kept   out: uint8 [records, record]
         """
 
     def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
-        """Sum the records of all ranks, in rank order and in fp32, and write the sum + error to `out` in records.
+        """Sum the records of all ranks, in rank order and in fp32, and write the records of the sum + error to `out`.
 
         inbox: uint8 [p, records, record]   error: [records * block] fp32, as in `quantise`   out: uint8 [records, record]
         """
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
-        """Overwrite `x` with what the records say. wire: uint8 [records, record]   x: [n] fp32"""
+        """Overwrite `x` with the values of the records. wire: uint8 [records, record]   x: [n] fp32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Blocks:
         if NATIVE and x.device.type == "cpu":
             _quantize.dequantise(self.bits, _array(wire), _array(x))
             return
-        x.copy_((_decode(wire, self.bits) + 0.0).view(-1)[: x.numel()])   # no zero is negative, as in C
+        x.copy_((_decode(wire, self.bits) + 0.0).view(-1)[: x.numel()])   # -0.0 becomes 0.0, as in C
 
 
 INT8, INT4, ONE_BIT = Blocks(8, 256), Blocks(4, 128), Blocks(1, 256)
@@ -111,7 +111,7 @@ INT8, INT4, ONE_BIT = Blocks(8, 256), Blocks(4, 128), Blocks(1, 256)
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """Every value in a float format of its own, summed in fp32."""
+    """Every value in a narrower float format, summed in fp32."""
 
     dtype: torch.dtype
     block: int = 128
@@ -123,7 +123,7 @@ class Floats:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything is lost: fp32 is what values come in."""
+        """Whether there is an error: not if the format is fp32."""
         return self.dtype.itemsize < torch.float32.itemsize
 
     def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
@@ -135,7 +135,7 @@ class Floats:
             return
         wanted = x + error
         left = wanted.sub_(sent.copy_(wanted).float())
-        if x.device.type != "cpu" or not left.sum().isfinite():   # to choose for each value takes a CPU ten times as long as all else
+        if x.device.type != "cpu" or not left.sum().isfinite():   # on a CPU, the choice by value takes ten times as long as all the rest
             left = torch.where(left.isfinite(), left, error)
         error.copy_(left)
 
@@ -165,7 +165,7 @@ def _padded(x: Tensor, block: int) -> Tensor:
 
 
 def _encode(v: Tensor, count: int, bits: int, out: Tensor) -> Tensor:
-    """Write the records of v [blocks, block], of which `count` values are real; returns what they leave unsaid."""
+    """Write the records of v [blocks, block], whose values after the first `count` are padding; returns the error."""
     if not len(v):
         return v
     step = (_mean_magnitude(v, count) if bits == 1 else _step(v, 2.0 ** (bits - 1) - 1))[:, None]
@@ -175,7 +175,7 @@ def _encode(v: Tensor, count: int, bits: int, out: Tensor) -> Tensor:
         out[:, HEAD:] = sum(eighth.to(torch.uint8) << bit for bit, eighth in enumerate(negative.chunk(8, dim=1)))
         return v - torch.where(negative, -step, step)
     per_step = torch.where(step > 0, step.reciprocal(), 0.0)
-    codes = torch.where(step.isfinite(), (v * per_step).round() + 0.0, 0.0)   # no zero is negative, as in C
+    codes = torch.where(step.isfinite(), (v * per_step).round() + 0.0, 0.0)   # -0.0 becomes 0.0, as in C
     if bits == 8:
         out[:, HEAD:] = codes.to(torch.int8).view(torch.uint8)
     else:
@@ -196,19 +196,19 @@ def _decode(records: Tensor, bits: int) -> Tensor:
 
 
 def _step(v: Tensor, levels: float) -> Tensor:
-    """The smallest bf16 of which `levels` reach the block's largest magnitude; NaN where a value is HUGE or not finite."""
+    """The smallest bf16 step with step x levels >= the block's largest magnitude; NaN where a value is HUGE or not finite."""
     top = _largest(v)
     step = ((top / levels).view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)
     return torch.where(top < TINY, 0.0, torch.where(top < HUGE, step, torch.nan))
 
 
 def _largest(v: Tensor) -> Tensor:
-    """The largest magnitude of each block, compared by bits, as in C: NaN is larger than all others."""
+    """The largest magnitude of each block. Compared as integers, as in C, so NaN is the largest."""
     return (v.view(torch.int32) & MAGNITUDE).amax(1).view(torch.float32)
 
 
 def _mean_magnitude(v: Tensor, count: int) -> Tensor:
-    """Over the real values, rounded to bf16; added up in LANES partial sums, then by halves. NaN where a value is HUGE or not finite."""
+    """Of each block without padding, rounded to bf16: LANES partial sums, added by halves. NaN where a value is HUGE or not finite."""
     lanes = v.new_zeros(len(v), LANES)
     for piece in v.abs().split(LANES, dim=1):
         lanes += piece

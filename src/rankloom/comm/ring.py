@@ -1,8 +1,8 @@
 """Ring all-reduce, and its two halves, from send and receive.
 
-The buffer is cut in p chunks. Each chunk travels once around the ring while every rank adds its own part
-(reduce-scatter), then once more, finished, so that all can copy it (all-gather). Every rank sends and
-receives in every hop, so no link is idle and no rank is a bottleneck.
+The buffer is cut in p chunks. Each chunk travels around the ring once, and every rank adds its own part (reduce-scatter).
+Then the finished chunk travels around once more, and every rank copies it (all-gather). Every rank sends and receives in
+every hop, so no link is idle and no rank is a bottleneck.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def ring_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place. Every rank ends with the same bits.
 
     x:      any shape of n elements, contiguous, the same on each of p ranks; p need not divide n
-    sent:   2(p-1) messages, 2n(p-1)/p elements per rank: nearly independent of p; half of them in fp32 where x is narrower
+    sent:   2(p-1) messages, 2n(p-1)/p elements per rank: nearly independent of p; the first half in fp32 where x is narrower
     steps:  2(p-1)
     raises: NotContiguous; ConfigError for bool
     source: Patarasuk & Yuan 2009; Baidu 2017
@@ -47,7 +47,7 @@ def ring_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     rank, p = group.rank, group.size
     rows = require_rows(x, group, "ring_reduce_scatter").tensor_split(p)
     flat = [summand(piece, group, "ring_reduce_scatter") for piece in rows]
-    # Numbered from the last one on, so that the ring, which ends with chunk r+1 on rank r, ends with piece r.
+    # The ring ends with chunk r+1 on rank r. Piece r must end there, so chunk r+1 is piece r.
     total = _reduce_around([flat[-1], *flat[:-1]], group, "ring_reduce_scatter") if p > 1 else flat[0].clone()
     return total.to(x.dtype).view(rows[rank].shape)
 
@@ -56,7 +56,7 @@ def ring_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -> Te
     """All ranks' `x` in rank order.
 
     x:      [n, ...] on each of p ranks -> [p*n, ...]
-    out:    where to put them; its rows may be uneven, then each rank brings those that tensor_split gives it. `x` may lie in it
+    out:    where to put them. Its rows may be uneven: then `x` has the rows that tensor_split gives this rank. `x` may be a view of it
     sent:   p-1 messages, n(p-1) rows per rank
     steps:  p-1
     raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
@@ -82,7 +82,7 @@ def gathering(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[
 
 
 def _reduce_around(chunks: Sequence[Tensor], group: Group, label: str) -> Tensor:
-    """The full sum of chunk rank+1, in the dtype of sums. The chunks are only read."""
+    """The full sum of chunk rank+1, in the dtype of sums. Does not change the chunks."""
     rank, p, dtype = group.rank, group.size, summing_dtype(chunks[0].dtype)
     longest = max(chunk.numel() for chunk in chunks)
     inboxes = [torch.empty(longest, dtype=dtype, device=chunks[0].device) for _ in range(2)]   # one fills while the other is sent
@@ -94,7 +94,7 @@ def _reduce_around(chunks: Sequence[Tensor], group: Group, label: str) -> Tensor
 
 
 def _gather_around(chunks: Sequence[Tensor], first: int, group: Group, label: str) -> None:
-    """Pass the finished chunks on until every rank has all; this rank begins with chunk `first`, its left one with the one before."""
+    """Pass finished chunks on until every rank has all. This rank sends chunk `first` first, its left neighbour chunk `first - 1`."""
     for hop in range(group.size - 1):
         _shift(chunks[(first - hop) % group.size], chunks[(first - hop - 1) % group.size], group, label)
 

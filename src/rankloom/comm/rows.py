@@ -1,9 +1,9 @@
-"""Sum a matrix of which every rank has touched only a few rows: the gradient of an embedding.
+"""Sum a matrix that has few non-zero rows on every rank: the gradient of an embedding.
 
-A batch of t tokens gives an embedding of v rows a gradient with at most t rows that are not zero. Dense, all v rows
-travel; here only the touched ones do, with their numbers: all ranks gather them and add them in rank order. The
-result is the same sum, and the same bits on every rank. Which rows are touched is read from the gradient, not
-guessed from the model, so a weight that is also used elsewhere (tied) is simply found to be dense.
+A batch of t tokens gives an embedding of v rows a gradient with at most t non-zero rows. A dense all-reduce sends all v rows.
+This one gathers only the non-zero ("touched") rows with their numbers, and every rank adds them in rank order. The sum is the
+same, with the same bits on every rank. Touched rows are found in the gradient itself, so a weight that is used elsewhere, too
+(tied), is found to be dense.
 """
 
 import torch
@@ -16,15 +16,15 @@ BITS = {torch.float32: torch.int32, torch.float64: torch.int64}   # whole number
 
 
 def touched_rows(x: Tensor) -> Tensor:
-    """The numbers of the rows of `x` that hold anything but zeros, NaN included. x: [v, d] -> [k], ascending."""
-    # Eight times as fast as x.any(dim=1), which is not vectorised; a norm would lose rows to underflow.
+    """The numbers of the rows of `x` that are not all zero (NaN is not zero). x: [v, d] -> [k], ascending."""
+    # Eight times as fast as x.any(dim=1), which is not vectorised. A norm would miss rows by underflow.
     return ((x.amax(dim=1) != 0) | (x.amin(dim=1) != 0)).nonzero().view(-1)
 
 
 def rows_are_cheaper(rows: int, x: Tensor, ranks: int, *, dense: Bill | None = None) -> bool:
     """Whether gathering `rows` rows from each rank sends fewer bytes than an all-reduce of all of `x`.
 
-    dense: what that all-reduce costs, where it is not a plain one
+    dense: the bill of that all-reduce, where it is not a plain one
     """
     return sum_rows_bill(rows, x.shape[1], ranks, x.itemsize).sent < (dense or all_reduce_bill(x.nbytes, ranks)).sent
 
@@ -34,8 +34,8 @@ def sum_rows(x: Tensor, touched: Tensor, rows: int, group: Group, *, scale: floa
 
     x:       [v, d] on each of p ranks, fp32 or fp64
     touched: [k] this rank's `touched_rows(x)`; k may differ between ranks
-    rows:    the largest k of any rank, the same on all: shorter lists are filled up with zeros for row 0
-    sent:    p-1 messages, rows (d + 1)(p-1) elements: a row's number travels in its own bits as one more element
+    rows:    the largest k of any rank, the same on all; ranks with fewer rows add zeros to row 0
+    sent:    p-1 messages, rows (d + 1)(p-1) elements: the bits of a row's number are sent as one more element
     """
     packed = x.new_zeros(rows, x.shape[1] + 1)
     torch.mul(x[touched], scale, out=packed[: len(touched), :-1])

@@ -1,11 +1,11 @@
-"""All-reduce of the largest values only: every rank sends the top hundredth of its buffer, the rest waits for the next time.
+"""All-reduce of the largest values only: every rank sends the top hundredth of its buffer, and keeps the rest as its error.
 
-Communication plan: each rank picks its k values of largest magnitude (error added), all gather all ranks' values and
-their places, and add them up in rank order, so all end with the same bits. The ranks pick different places, so a sum is up
-to p times as dense as what one rank sends. Unlike a sum, a gather grows with p: this is for few ranks on slow links.
+Communication plan: each rank adds its error and picks the k values of largest magnitude. All ranks gather these values with their
+places, and add them in rank order, so all end with the same bits. The ranks pick different places, so a sum is up to p times as
+dense as one rank's values. What a rank sends grows with p, so this is for few ranks on slow links.
 
-Finding the k largest of a large buffer is slow, so a sample first says below which magnitude none of them lies, most likely; what
-is above is searched, and where the sample was wrong, everything. The pass that finds it is in C (_sparse.c), or in torch.
+Finding the k largest of a large buffer is slow. So a sample first gives a lower bound that most likely holds for all of them. Only
+values above it are searched; if too few are, the whole buffer. The pass that finds them is in C (_sparse.c), or in torch.
 
 Read comm/lossy.py first.
 """
@@ -23,16 +23,16 @@ except ImportError:   # there was no compiler when this was installed
     _sparse = None
 
 NATIVE = _sparse is not None
-ONE_IN = 100         # values is sent, rounded up
-SAMPLED = 1 << 16    # values of a sample, at least
+ONE_IN = 100         # one in so many values is sent, rounded up
+SAMPLED = 1 << 16    # least values in a sample
 MARGIN = 1.25
 
 
 class TopK(Compressed):
     """The all-reduce of this file.
 
-    sent:   p-1 messages, 8 bytes for each of k = n/100, rounded up, values, to p-1 ranks
-    memory: the errors: n fp32
+    sent:   p-1 messages of 8k bytes, with k = n/100, rounded up
+    memory: n fp32 errors
     source: Aji & Heafield 2017; Stich et al. 2018 (error feedback)
     """
 
@@ -45,14 +45,14 @@ class TopK(Compressed):
             self._error = torch.zeros_like(values)
         places = absorb(values, self._error, _count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
-        if values[places].isfinite().all():   # else some places hold what is not finite, and what was remembered stays
+        if values[places].isfinite().all():   # otherwise the error stays as it was
             self._error.copy_(values)[places] = 0.0
         values.zero_()
         for where, what in group.all_gather(message, label=LABEL).view(group.size, 2, -1):
             values.index_add_(0, where, what.view(torch.float32))
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered."""
+        """Multiply the error."""
         if self._error is not None:
             self._error.mul_(factor)
 
@@ -66,7 +66,7 @@ def _count(n: int) -> int:
 
 
 def absorb(x: Tensor, error: Tensor, k: int) -> Tensor:
-    """x += error. Returns the places of the k values of largest magnitude, in any order; what is not finite is the largest.
+    """x += error. Returns the places of the k values of largest magnitude, in any order. Values that are not finite are the largest.
 
     x, error: [n] fp32 -> [k]
     """

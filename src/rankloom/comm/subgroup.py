@@ -1,7 +1,7 @@
-"""A part of a group that is a group itself: ranks renumbered, connection and ledger those of the whole.
+"""A subgroup: some ranks of a group as a group of their own, renumbered, with the connection and ledger of the whole group.
 
-So every algorithm of this folder also runs on the ranks of one node, or on one rank of each node, and no further
-process group is needed. The collectives of a part are made of messages: ring and pairwise.
+So every algorithm of this folder also runs on the ranks of one node, or on one rank of each node, without another process
+group. The collectives of a subgroup are made of messages: ring, tree and pairwise.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from rankloom.world.transport.operands import divided
 
 
 class Subgroup(Group):
-    """The ranks `members` of `whole`, in that order; made on each of them, and on no other.
+    """The ranks `members` of `whole`, in this order. Each of them makes one; no other rank does.
 
-    Its collectives are those of `Group`, except that they block: with `async_op=True` the handle comes back finished.
+    It has the collectives of `Group`, but they block: with `async_op=True` they return a finished handle.
     """
 
     def __init__(self, whole: Group, members: Sequence[int]):
@@ -33,11 +33,11 @@ class Subgroup(Group):
         self.ledger, self.whole, self.members = whole.ledger, whole, tuple(members)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Send `x` to rank `to` of this part."""
+        """Send `x` to rank `to` of this subgroup."""
         return self.whole.send(x, self.members[self._peer(to)], tag=tag, label=label, async_op=async_op)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Fill `into` with what rank `frm` of this part sends."""
+        """Receive `into` from rank `frm` of this subgroup."""
         return self.whole.recv(into, self.members[self._peer(frm)], tag=tag, label=label, async_op=async_op)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
@@ -46,7 +46,7 @@ class Subgroup(Group):
         return self.whole.exchange(out, to, into, frm, tag=tag, label=label, async_op=async_op)
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
-        """Sum or mean of `x` over the part, in place, by the ring."""
+        """Sum or mean of `x` over the subgroup, in place, by the ring."""
         if op not in ("sum", "mean"):
             raise ConfigError(f"{self.where(label or 'all_reduce')}: op {op!r} is not one of sum, mean; gather, then combine")
         if op == "mean" and not (x.is_floating_point() or x.is_complex()):
@@ -66,7 +66,7 @@ class Subgroup(Group):
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:
-        """The sum over ranks of this rank's slice of `x`, by the ring, which has no use for `scratch`. [p*n, ...] on each -> [n, ...]"""
+        """The sum over ranks of this rank's slice of `x`, by the ring; `scratch` is not used. [p*n, ...] on each -> [n, ...]"""
         mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
         if self.size > 1:
             total = ring_reduce_scatter(x, self)
@@ -75,7 +75,7 @@ class Subgroup(Group):
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
-        """Deal rows of `x` out, pairwise; what all dealt to this rank."""
+        """Send rows of `x` to every rank, pairwise; returns the rows sent to this rank."""
         dealt = pairwise_all_to_all(x, self, send_rows=send_rows, recv_rows=recv_rows, out=out)
         return self._done(dealt, label, async_op)
 

@@ -1,9 +1,9 @@
-"""All-reduce along trees: sums climb to a root, the result comes down again.
+"""All-reduce along trees: sums go up to a root, the result comes down again.
 
 The binomial tree waits for 2 log2 p messages of the whole buffer: best where a message costs more than its bytes. Half of its
-ranks are leaves, which send once and receive once, and are idle otherwise. The double tree uses two trees, such that the leaves of
-one are inner ranks of the other. Each tree adds one half of the buffer, both at the same time and in blocks, so all links are
-busy: nearly the bytes of a ring, in a logarithmic number of steps.
+ranks are leaves, which send once, receive once, and idle otherwise. The double tree uses two trees; the leaves of one are
+inner ranks of the other. Each tree sums one half of the buffer, in blocks, at the same time as the other. So all links are busy:
+it sends nearly the bytes of a ring, in a logarithmic number of steps.
 Read `comm/broadcast.py` first.
 """
 
@@ -46,10 +46,10 @@ def tree_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def tree_reduce(sums: Tensor, group: Group) -> Tensor:
-    """Sum `sums` over the group into rank 0's; on the other ranks it is left with a partial sum.
+    """Sum `sums` over the group into rank 0's. Other ranks end with a partial sum.
 
-    sums:   any shape of n elements, contiguous, in a dtype to add in
-    sent:   1 message, n elements; the root nothing
+    sums:   any shape of n elements, contiguous, in the dtype of sums
+    sent:   1 message, n elements; the root sends nothing
     steps:  log2 p, rounded up
     """
     tree = binomial_tree(group.rank, group.size)
@@ -62,13 +62,13 @@ def tree_reduce(sums: Tensor, group: Group) -> Tensor:
 
 
 def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Tensor:
-    """Sum `x` over the group, in place, each half along a tree of its own. Every rank ends with the same bits.
+    """Sum `x` over the group, in place, each half along its own tree. Every rank ends with the same bits.
 
     x:      any shape of n elements, contiguous, the same on each of p ranks
-    block:  bytes of a block of elements; the same on each rank
+    block:  bytes of a block; the same on each rank
     sent:   n elements up and at most n down, in blocks; up in fp32 where x is narrower
     steps:  about 4(log2 p + b) with b blocks in each half, log2 p rounded down
-    raises: NotContiguous; ConfigError for bool, and where messages come in the order of sending whatever their tags say, as over NCCL
+    raises: NotContiguous; ConfigError for bool, and on a group whose messages ignore tags, as over NCCL
     source: Sanders, Speck & Traeff 2009
     """
     if group.in_order:
@@ -79,8 +79,8 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     lanes = [_Lane(half.tensor_split(blocks), tree, tag, group)
              for tag, (half, tree) in enumerate(zip(halves, double_tree(group.rank, group.size)))]
     leaf, inner = sorted(lanes, key=lambda lane: len(lane.tree.children))
-    # This rank is a leaf of one tree, and nothing in its other tree depends on the leaf's messages. So the leaf works ahead on the
-    # way up, and behind on the way down, by as many blocks as the trees have levels: it delays none of the other tree's messages.
+    # This rank is a leaf of one tree, and may be an inner rank of the other. On the way up it handles the leaf's blocks earlier, on the way
+    # down later, by as many blocks as the trees have levels. So the leaf's messages delay none of the inner rank's.
     ahead = group.size.bit_length() - 1
     if group.size > 1:
         for at in range(blocks + ahead):
@@ -104,7 +104,7 @@ class _Lane:
         self.sent: list[Handle] = []
 
     def climb(self, at: int) -> None:
-        """Add what the children send to block `at`, and hand it to the parent; the root has the sum then. No block, no work."""
+        """Add the children's sums to block `at`, and send it to the parent; at the root it is finished. Ignores `at` out of range."""
         if not 0 <= at < len(self.blocks):
             return
         arrived = self.arriving or self._expect(at)
@@ -117,7 +117,7 @@ class _Lane:
             self._send(self.sums[at], self.tree.parent)
 
     def descend(self, at: int) -> None:
-        """Take the finished block `at` from the parent and pass it to the children. No block, no work."""
+        """Receive the finished block `at` from the parent, and send it to the children. Ignores `at` out of range."""
         if not 0 <= at < len(self.blocks):
             return
         if self.tree.parent is not None:
@@ -134,10 +134,10 @@ class _Lane:
 
 
 def double_tree(rank: int, p: int) -> tuple[Tree, Tree]:
-    """Where `rank` stands in two binary trees; it has children in at most one of them.
+    """The parent and children of `rank` in two binary trees. It has children in at most one of them.
 
-    In an in-order tree every other place is a leaf. The second tree is the first one mirrored, or moved on by one where p is
-    odd, which swaps odd and even places.
+    In an in-order tree every even place is a leaf. The second tree is the first one with odd and even places swapped: mirrored where
+    p is even, shifted by one where p is odd.
 
     >>> double_tree(0, 4), double_tree(3, 4)
     ((Tree(parent=1, children=()), Tree(parent=None, children=(2,))), (Tree(parent=None, children=(1,)), Tree(parent=2, children=())))
@@ -155,11 +155,11 @@ def _in_order_tree(place: int, p: int) -> Tree:
 
 
 def _in_order_parent(place: int, p: int) -> int | None:
-    """Counted from 1, a place with k zeros at the end of its bits stands k levels above the leaves."""
+    """Counted from 1, a place whose bits end in k zeros is k levels above the leaves."""
     number = place + 1
     low = number & -number
     above = (number ^ low) | low << 1
-    if above > p:   # there is no such place: the subtree hangs below the one to its left
+    if above > p:   # there is no such place: this subtree is the right child of the place to its left
         above = number - low
     return above - 1 if above else None
 
@@ -196,8 +196,8 @@ def tree_reduce_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
 
 
 def double_tree_all_reduce_path(nbytes: int, p: int, *, block: int = BLOCK, wide: int = 1) -> Path:
-    """What all wait for in `double_tree_all_reduce` of `nbytes`, a little over: a turn for each level and for each block, in which an
-    inner rank takes in two messages on the way up, or sends two on the way down."""
+    """An upper bound of what all wait for in `double_tree_all_reduce` of `nbytes`: a turn for each level and for each block. In a turn
+    an inner rank receives two messages on the way up, or sends two on the way down."""
     if p == 1:
         return Path()
     half = -(-nbytes // 2)

@@ -1,8 +1,8 @@
-"""Compressed between nodes, exact inside: the pieces of comm/blockwise.py, with a round inside the node before and after.
+"""A compressed all-reduce in two levels: exact inside a node, comm/blockwise.py between nodes.
 
-    inside     send every rank of the node its slice of the piece; add up what comes, in fp32
-    between    the stages of comm/blockwise.py, on this rank's slice, with the ranks at the same place in the other nodes
-    inside     send the finished slice to every rank of the node
+    inside     reduce-scatter in fp32: this rank has the node's sum of its slice of the piece
+    between    the stages of comm/blockwise.py on this slice, with the ranks at the same place in the other nodes
+    inside     all-gather of the finished slices
 
 While one piece travels between nodes, the next travels inside, so the slow link is never idle. Where nodes differ in size, and on
 a GPU, comm/hierarchical.py does the same without overlap.
@@ -25,7 +25,7 @@ class TwoLevels(Compressed):
     """The all-reduce of this file, over the nodes of the group's topology.
 
     sent:   inside a node of s ranks 2(s-1) messages for each piece, 2n(s-1)/s fp32 values; between nodes as `between`, of n/s values
-    memory: the errors of n/s values
+    memory: the errors, as `between` keeps them for n/s values
     source: Jia et al. 2018, "Highly scalable deep learning training system with mixed-precision"; see comm/blockwise.py
     """
 
@@ -46,7 +46,7 @@ class TwoLevels(Compressed):
         staggered([self._stages(at * step, slices, inside, across) for at, slices in enumerate(pieces)])
 
     def _stages(self, at: int, slices: list[Tensor], inside: Group, across: Group) -> Iterator[None]:
-        """Sum one piece, cut in slices, of which this rank's begins at value `at` of all its slices."""
+        """Sum one piece, cut in slices. at: where this rank's slice begins among all its slices"""
         mine = slices[inside.rank]
         inbox = list(mine.new_empty(inside.size, len(mine)))
         arrived = post(slices, inbox, inside, label=LABEL)
@@ -61,7 +61,7 @@ class TwoLevels(Compressed):
         arrived()
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered."""
+        """Multiply the errors."""
         self.between.rescale(factor)
 
     def bill(self, n: int, group: Group) -> Bill:
@@ -79,7 +79,7 @@ class TwoLevels(Compressed):
 
 
 def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
-    """n values in pieces of s slices of `step` each: where the slices begin and end. Those of the last piece may be short, or empty.
+    """Cut n values in pieces of s slices of `step` values: where each slice begins and ends. The last piece's may be short or empty.
 
     >>> cut_in_pieces(10, step=2, s=3)
     [[(0, 2), (2, 4), (4, 6)], [(6, 8), (8, 10), (10, 10)]]

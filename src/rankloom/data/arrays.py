@@ -12,7 +12,7 @@ from rankloom.base.errors import DataError
 from rankloom.data.text import disk
 
 Tokens = NDArray[Any]
-Progress = Callable[[str, float], None]     # what is being done, and how much of it is done: 0 .. 1
+Progress = Callable[[str, float], None]     # (what is being done, fraction done: 0 .. 1)
 
 _BLOCK = 1 << 22
 
@@ -23,10 +23,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def open_tokens(path: str | Path, vocab_size: int | None = None, *, progress: Progress | None = None) -> Tokens:
-    """Map a token array into memory [n]: .npy, or .bin with the dtype in `<path>.json`, uint16 without one.
+    """Map a token array [n] into memory: .npy, or .bin. The dtype of a .bin is in `<path>.json`; without that it is uint16.
 
-    vocab_size: every token is checked against it, a block at a time
-    raises: DataError for a file that is missing, empty, damaged, not whole numbers, or not of this vocabulary
+    vocab_size: every token must be below it; they are checked a block at a time
+    raises: DataError for a file that is missing, empty, damaged, not whole numbers, or has tokens outside the vocabulary
     """
     path = Path(path)
     with disk(path, "open the token array"):

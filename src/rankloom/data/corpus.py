@@ -1,7 +1,7 @@
-"""A source, tokenised once and kept on disk; training and validation text that do not overlap.
+"""Tokenise a source once, and cache its tokens on disk: training and validation parts that do not overlap.
 
-The cache is keyed by contents: the text, the split and the tokenizer. Files appear whole or not at all, the small
-.json last, so ranks may race and a crash leaves nothing half-made. Read text.py, tokenizer.py and arrays.py first.
+The cache key is a hash of the text, the split and the tokenizer. Files are replaced atomically, the small .json last. So ranks
+may race, and a crash leaves no half-written file. Read text.py, tokenizer.py and arrays.py first.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from rankloom.data.order import permute
 from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
-FORMAT = 2                       # of the cache; a new number makes old files invisible
-FEW = 20                         # documents: below this each gives its own tail to validation
+FORMAT = 2                       # of the cache; part of the key, so a new number ignores old files
+FEW = 20                         # with fewer documents, validation takes the tail of each
 BPE_CHARACTERS = 100_000_000     # of training text that BPE learns from
-PIECE = 1 << 20                  # characters encoded at a time: longer documents are cut at a line end
+PIECE = 1 << 20                  # characters encoded at a time; longer documents are cut, at a line end
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens for training and for validation, mapped from disk, and the tokenizer that made them (none for arrays)."""
+    """Tokens for training and for validation, mapped from disk, and their tokenizer (None for arrays, unless one was named)."""
 
     source: str
     train: Tokens
@@ -41,7 +41,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which text is kept for validation: whole documents by number, or without any the tail of each document."""
+    """Which text is kept for validation: the documents `held_out`, by number; if there are none, the tail of each document."""
 
     fraction: float
     held_out: frozenset[int]
@@ -59,14 +59,14 @@ class Split:
 def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_size: int = 4096,
                    validation: float = 0.05, cache: str | Path | None = None, seed: int = 0,
                    progress: Progress | None = None) -> Corpus:
-    """The tokens of a source, from the cache where they are already there.
+    """The tokens of a source. They are read from the cache, or made and kept there.
 
     source:     "stdlib", "shakespeare", a text file, a folder, a .jsonl file; or tokens as .npy or .bin
     tokenizer:  "bpe" (trained on the training part), "bytes", or the path of a saved one
-    vocab_size: for BPE how many tokens to learn; for token arrays the limit that they are checked against
-    validation: share of the text kept for validation: whole documents drawn by `seed`, or, of fewer than 20
-                documents, or where these are too large for half of it, the last part of each
-    cache:      a folder, ~/.cache/rankloom when left out
+    vocab_size: BPE: how many tokens to learn; token arrays: every token must be below it
+    validation: the share kept for validation: whole documents, drawn by `seed`. With fewer than 20 documents, or where whole
+                documents would give less than half of this share, the tail of each document
+    cache:      a folder; left out, ~/.cache/rankloom
     raises:     DataError, ConfigError
     """
     if not 0 < validation < 1:
@@ -83,8 +83,8 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
 
 
 def choose_split(known: Survey, fraction: float, seed: int) -> Split:
-    """Draw documents for validation until they are `fraction` of the text. Few documents give tails instead, and so do those of which
-    hardly one is as small as that.
+    """Draw whole documents for validation, up to `fraction` of the text. With fewer than FEW documents, or where most are larger than
+    that and less than half of it is reached, take the tail of each document instead.
     """
     asked = target = fraction * sum(known.sizes)
     held: list[int] = []
@@ -117,7 +117,7 @@ def _split_key(known: Survey, split: Split) -> tuple[object, ...]:
 
 def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, cut: tuple[Survey, Split],
                progress: Progress | None) -> Tokenizer:
-    """The tokenizer asked for; BPE is trained once, and every rank reads what the first one wrote."""
+    """The tokenizer asked for. BPE is trained once; every rank reads the first file written."""
     if str(wanted) == "bytes":
         return ByteTokenizer()
     if str(wanted) != "bpe":
@@ -136,7 +136,7 @@ def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: 
 
 
 def _training_text(source: str | Path, split: Split) -> Iterator[str]:
-    """The text BPE learns from: never validation text, and no more than BPE_CHARACTERS of it."""
+    """The text BPE learns from: training text only, at most BPE_CHARACTERS."""
     left = BPE_CHARACTERS
     for number, document in enumerate(documents(source)):
         text = split.cut(number, document.text)[0][:left]
@@ -148,7 +148,7 @@ def _training_text(source: str | Path, split: Split) -> Iterator[str]:
 
 def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[Survey, Split],
             progress: Progress | None) -> tuple[Tokens, Tokens]:
-    """Training and validation tokens, encoded unless the cache has them whole."""
+    """Training and validation tokens; encodes them if the cache lacks any."""
     name = tokenizer_hash(tokenizer)
     base = folder / "tokens" / _key(*_split_key(*cut), name)
     paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
@@ -165,13 +165,13 @@ def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[S
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """SHA-256 of what a tokenizer does."""
+    """SHA-256 of a tokenizer's contents."""
     text = tokenizer.inner.to_str() if hasattr(tokenizer, "inner") else type(tokenizer).__name__
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _complete(note: Path, paths: tuple[Path, Path]) -> bool:
-    """Whether both arrays are there and as long as the note says."""
+    """Whether both arrays exist, and are as long as the note says."""
     if not note.exists():
         return False
     entry = read_json(note)
@@ -217,7 +217,7 @@ def _batches(every: Iterator[Document]) -> Iterator[list[tuple[int, Document]]]:
 
 
 def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
-    """Append the tokens of some documents, each followed by end of text; returns how many."""
+    """Append the tokens of some documents, each followed by the end-of-text token; returns how many tokens."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eot], dtype=dtype)
     cut = [list(text_pieces(text)) for text in texts]
@@ -231,7 +231,7 @@ def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
 
 
 def text_pieces(text: str) -> Iterator[str]:
-    """A text in parts of about PIECE characters, cut after a line end where there is one."""
+    """A text in parts of at most PIECE characters, cut after a line end where there is one."""
     start = 0
     while start < len(text):
         stop = min(len(text), start + PIECE)

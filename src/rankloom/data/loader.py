@@ -1,7 +1,7 @@
-"""This rank's batches, made by a thread that runs ahead of the step. Read order.py first.
+"""This rank's batches, made by a thread ahead of the step. Read order.py first.
 
-The position of a loader is one number, the step. The thread holds no more than `ahead` batches; it ends when the
-loader is closed or forgotten, and what goes wrong in it is raised where the batch is asked for.
+The position of a loader is one number, the step. The thread makes at most `ahead` batches in advance. It ends when the loader is
+closed or garbage-collected. An error in the thread is raised where its batch is asked for.
 """
 
 import threading
@@ -22,20 +22,20 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Samples(Protocol):
-    """Things that can be trained on, by number."""
+    """A data set whose samples have numbers."""
 
     def __len__(self) -> int:
         """How many there are."""
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        """Inputs and targets of some samples, rows in the order of `ids`."""
+        """Inputs and targets of the samples `ids`, one row each, in this order."""
 
 
 class TokenSamples:
-    """Cuts a stream of tokens in samples of `seq_len` that do not overlap.
+    """Cuts a stream of tokens in samples of `seq_len` (T) that do not overlap.
 
-    Sample i reads tokens[iT : iT+T] and is asked for tokens[iT+1 : iT+T+1]; every token but the first is
-    a target at most once. A tail shorter than a sample is left out.
+    Sample i has inputs tokens[iT : iT+T] and targets tokens[iT+1 : iT+T+1]. So no token is a target twice. A last part too short
+    for a sample is left out.
     """
 
     def __init__(self, tokens: NDArray[Any], seq_len: int, vocab_size: int | None = None):
@@ -59,17 +59,17 @@ class TokenSamples:
 
 
 class Loader:
-    """Iterates over the steps from `start_step`; each gives this rank's rows of the global batch, in rank order.
+    """Iterates over steps, from `start_step` on. Each gives this rank's contiguous rows of the global batch.
 
-    steps:   how many steps there are in the run as a whole; endless when left out
-    ahead:   batches made before they are asked for
-    device:  where batches go; towards a GPU through pinned memory, without waiting
+    steps:   the number of steps in the whole run, those before `start_step` included; left out, it never ends
+    ahead:   batches made in advance
+    device:  of the batches; copies to a GPU use pinned memory, and do not block
 
         with Loader(samples, global_batch=64, rank=world.rank, ranks=world.size, seed=0) as loader:
             for tokens, targets in loader: ...
 
-    raises: BatchError when the global batch is smaller than the ranks; while iterating, a DataError that
-            names the step and the sample that could not be made
+    raises: BatchError when the global batch has fewer rows than there are ranks; while iterating, a DataError that names the step
+            and the sample that failed
     """
 
     def __init__(self, samples: Samples, *, global_batch: int, rank: int = 0, ranks: int = 1, seed: int = 0,
@@ -102,7 +102,7 @@ class Loader:
         return tokens, targets
 
     def close(self) -> None:
-        """End the thread; closing twice is fine."""
+        """End the thread. May be called twice."""
         self._finalizer()
         self._thread.join()
 
@@ -114,7 +114,7 @@ class Loader:
 
 
 class _Work:
-    """What the thread needs, and no more: a reference to the loader would keep it alive for ever."""
+    """All that the thread refers to. A reference to the loader would keep the loader alive for ever."""
 
     def __init__(self, samples: Samples, global_batch: int, rows: range, seed: int, steps: range | None, *,
                  ahead: int, pin: bool):
@@ -125,12 +125,12 @@ class _Work:
         self.stopped = threading.Event()
 
     def stop(self) -> None:
-        """Wake and end the thread, wherever it waits."""
+        """End the thread, also where it waits for a slot."""
         self.stopped.set()
         self.slots.release()
 
     def run(self, step: int) -> None:
-        """The thread: a free slot, a batch, the next step."""
+        """The thread: wait for a free slot, make a batch, go to the next step."""
         try:
             while self.steps is None or step in self.steps:
                 self.slots.acquire()
@@ -139,7 +139,7 @@ class _Work:
                 self.items.put(self.make(step))
                 step += 1
             self.items.put(StopIteration())
-        except BaseException as error:      # whatever it is, the thread that asks for batches must hear of it
+        except BaseException as error:      # raised again in `__next__`, whatever its type
             self.items.put(error)
 
     def make(self, step: int) -> Batch:
@@ -153,7 +153,7 @@ class _Work:
 
 
 def blame(samples: Samples, ids: Sequence[int]) -> str:
-    """Which of some samples cannot be made: each is tried alone."""
+    """Find the first sample that fails by itself."""
     for i in ids:
         try:
             samples.batch([i])
@@ -164,11 +164,10 @@ def blame(samples: Samples, ids: Sequence[int]) -> str:
 
 def evaluation_batches(samples: Samples, *, rows: int, rank: int = 0, ranks: int = 1,
                        device: torch.device | str = "cpu") -> Iterator[Batch]:
-    """This rank's batches of an evaluation: each sample once over all ranks.
+    """This rank's batches of an evaluation. All ranks together get each sample once.
 
-    The samples are cut in batches of `rows`, the last one shorter, and whole batches are dealt to ranks: so which samples
-    share a batch, and with it every bit of a batch's loss, does not depend on the number of ranks.
-    Some ranks may have fewer batches than others, or none.
+    Samples are cut in batches of `rows` (the last may be shorter), and whole batches are dealt to ranks. So a batch has the same
+    samples, and its loss the same bits, on any number of ranks. Some ranks may have fewer batches than others, or none.
     """
     for batch in share(rank, ranks, -(-len(samples) // rows)):
         ids = range(batch * rows, min((batch + 1) * rows, len(samples)))

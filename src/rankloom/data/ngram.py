@@ -1,8 +1,8 @@
-"""The baseline to beat: a trigram model of the same training tokens, with modified Kneser-Ney smoothing.
+"""A baseline for the loss: a trigram model of the same training tokens, with modified Kneser-Ney smoothing.
 
-Counts are sorted arrays, so millions of tokens take seconds. Kneser-Ney is the best of the classical smoothings:
-a model that ends above it has learned less than counting. It sees the two tokens before the one it predicts,
-across document ends, as the language model does.
+Counts are sorted arrays, so millions of tokens take seconds. Kneser-Ney is the best of the classical smoothings: a model with a
+higher loss has learned less than counting gives. A token is predicted from the two before it, across document ends, as in the
+language model.
 source: Chen & Goodman 1999, "An empirical study of smoothing techniques for language modeling"
 """
 
@@ -24,7 +24,7 @@ LARGEST_VOCABULARY = 1 << 21      # a trigram is one 63-bit number
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the trigram model reached, and on how much: it says so when it read only part of the training text."""
+    """The trigram model's loss, and how many tokens it counted and predicted: fewer than there are, where the text is long."""
 
     loss: float                # nats per token of the validation text
     train_tokens: int          # read for counting
@@ -36,10 +36,10 @@ class Level:
     """The counts of one n-gram length. An n-gram and its context are whole numbers in base `vocab`."""
 
     grams: Counts          # [n] sorted
-    counts: Counts         # [n] of each: how often, or, below the top, after how many different tokens
+    counts: Counts         # [n] trigrams: how often each occurs; shorter ones: after how many different tokens
     contexts: Counts       # [m] sorted
     totals: Weights        # [m] sum of the counts in each context
-    saved: Weights         # [m] what discounting took from each context, given to the shorter n-gram
+    saved: Weights         # [m] the probability that discounts took from each context, for the shorter n-gram
     discounts: Weights     # [4] by min(count, 3)
 
 
@@ -47,8 +47,8 @@ def trigram_loss(train: NDArray[Any], validation: NDArray[Any], vocab_size: int,
                  progress: Callable[[str, float], None] | None = None) -> Baseline:
     """Cross-entropy, in nats per token, of a trigram model of `train` on `validation`.
 
-    max_tokens: only so many are read from the beginning of each, about 40 bytes of memory a token
-    raises: DataError when there are too few tokens, or the vocabulary is above 2**21
+    max_tokens: the most tokens read, from the beginning of each; about 40 bytes of memory per token
+    raises: DataError for too few tokens, or a vocabulary above 2**21
     """
     if len(train) < 3 or len(validation) < 3:
         raise DataError(f"a trigram model needs 3 tokens or more, got {len(train)} to train on "
@@ -68,7 +68,7 @@ def trigram_loss(train: NDArray[Any], validation: NDArray[Any], vocab_size: int,
 
 
 def count_levels(tokens: Counts, vocab: int) -> tuple[Level, Level, Level]:
-    """Unigrams, bigrams and trigrams of a text [n]. The shorter ones count how many different tokens they follow."""
+    """Unigrams, bigrams and trigrams of a text [n]. For the shorter ones, a count is the number of different tokens before them."""
     trigrams, times = np.unique((tokens[:-2] * vocab + tokens[1:-1]) * vocab + tokens[2:], return_counts=True)
     bigrams, before = np.unique(trigrams % (vocab * vocab), return_counts=True)
     unigrams, before_that = np.unique(bigrams % vocab, return_counts=True)
@@ -84,9 +84,9 @@ def _level(grams: Counts, counts: Counts, vocab: int) -> Level:
 
 
 def _discounts(counts: Counts) -> Weights:
-    """How much to take from counts of 1, 2 and 3 or more, from how many n-grams have each count.
+    """The discounts of counts 1, 2 and 3 or more, estimated from how many n-grams have each count.
 
-    Texts too short for the estimate get at least 0.1, so that what was never seen keeps some probability.
+    At least 0.1, where a text is too short for the estimate, so that unseen n-grams keep some probability.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6).astype(np.float64)
     y = n[1] / max(1.0, n[1] + 2 * n[2])
@@ -95,7 +95,7 @@ def _discounts(counts: Counts) -> Weights:
 
 
 def probability(levels: tuple[Level, Level, Level], a: Counts, b: Counts, c: Counts, vocab: int) -> Weights:
-    """P(c after a, b), elementwise: discounted counts, and what they leave goes to the shorter context."""
+    """P(c after a, b), elementwise: from discounted counts; the rest of the probability comes from the shorter context."""
     odds = np.full(len(c), 1.0 / vocab)
     for level, context in zip(levels, (np.zeros_like(c), b, a * vocab + b), strict=True):
         odds = _refine(level, context, context * vocab + c, odds)
@@ -111,6 +111,6 @@ def _refine(level: Level, context: Counts, gram: Counts, shorter: Weights) -> We
 
 
 def _find(keys: Counts, wanted: Counts) -> tuple[Counts, NDArray[np.bool_]]:
-    """Where each wanted number stands in sorted keys, and whether it does."""
+    """The index of each wanted number in sorted keys, and whether it is there."""
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return place, keys[place] == wanted

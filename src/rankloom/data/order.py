@@ -1,8 +1,8 @@
-"""Which sample comes when, and to whom: pure functions of (seed, epoch, index), and of nothing that was done before.
+"""The order of samples, and each rank's share of a batch: pure functions of seed and step, with no state.
 
-An epoch is a pseudo-random permutation that is computed point by point and never stored: a Feistel network shuffles
-a power of two, and a result that falls outside the samples is shuffled again until it falls inside ("cycle
-walking"). So the position of a run is one number, the step, on any number of ranks.
+An epoch is a pseudo-random permutation, computed index by index and never stored. A Feistel network permutes a power of
+two; a result that is no sample's number is permuted again until it is one ("cycle walking"). So the position of a run is one
+number, the step, on any number of ranks.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ from rankloom.base.rng import key_to_seed
 
 Ids = NDArray[np.int64]
 
-ROUNDS = 8     # 4 make a permutation that no cheap test tells from a random one; 8 leave room for tiny domains
+ROUNDS = 8     # 4 look random to any cheap test; 8 leave a margin for tiny domains
 
 
 def permute(index: Ids, n: int, key: int) -> Ids:
-    """Where a pseudo-random permutation of n things sends each `index`.
+    """A pseudo-random permutation of 0 .. n-1, applied to each `index`.
 
     index: [k], each in 0 .. n-1 -> [k]. O(k) time and memory, whatever n is.
     source: Luby & Rackoff 1988 (Feistel); Black & Rogaway 2002 (cycle walking)
@@ -33,7 +33,7 @@ def permute(index: Ids, n: int, key: int) -> Ids:
 
 
 def _feistel(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of 0 .. 2**bits - 1: the halves take turns at being mixed with a hash of the other."""
+    """A permutation of 0 .. 2**bits - 1: in turn, each half is XORed with a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
     high, low = x >> low_bits, x & low_mask
@@ -53,7 +53,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_at(position: Ids, n_samples: int, seed: int) -> Ids:
-    """The sample at each position of the endless run: epoch after epoch, each with an order of its own.
+    """The sample at each position of an endless run: epoch after epoch, each in its own order.
 
     position: [k] -> ids [k], each in 0 .. n_samples-1
     raises: DataError when there are no samples
@@ -79,7 +79,7 @@ def samples_of_step(step: int, global_batch: int, n_samples: int, seed: int) -> 
 
 
 def share(rank: int, ranks: int, n: int) -> range:
-    """The contiguous part of n things that is this rank's: disjoint, complete, sizes differing by at most one.
+    """This rank's contiguous share of n things. Shares are disjoint and complete; their sizes differ by at most one.
 
     >>> [share(r, 3, 7) for r in range(3)]
     [range(0, 3), range(3, 5), range(5, 7)]

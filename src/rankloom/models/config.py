@@ -1,4 +1,4 @@
-"""The shape of a GPT, named presets, and what a shape costs. Pure arithmetic: imports no torch."""
+"""The shape of a GPT, named presets, and the parameters and FLOPs of a shape. Pure arithmetic, without torch."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -14,13 +14,13 @@ class MoEConfig:
     """
 
     experts: int = 8
-    top_k: int = 2                # experts that a token goes through
+    top_k: int = 2                # routed experts for each token
     ffn: int = 512                # inner width of one expert
-    shared: int = 0               # further experts that every token goes through
-    capacity: float = 0.0         # an expert takes at most capacity * T * top_k / experts tokens of a row of T in training; 0: all
-    balance_loss: float = 0.01    # weight of the loss that asks for even use of the experts
+    shared: int = 0               # more experts, which every token goes through
+    capacity: float = 0.0         # in training an expert takes at most capacity * T * top_k / experts tokens of a row of T; 0: no limit
+    balance_loss: float = 0.01    # weight of the loss that evens the use of experts
     router_z_loss: float = 0.0    # weight of the loss that keeps the router's logits small
-    bias_rate: float = 0.0        # how far a step moves the bias that evens the use without a loss; 0: there is none
+    bias_rate: float = 0.0        # how far a step moves the biases that even the use of experts without a loss; 0: no biases
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "ffn", "shared"):
@@ -36,7 +36,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a Llama-style GPT; every number that decides which parameters there are.
+    """The shape of a Llama-style GPT: all numbers that define its parameters.
 
     >>> GPTConfig(width=512, heads=8).head_width
     64
@@ -108,9 +108,9 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def preset(name: str, **overrides: object) -> GPTConfig:
-    """A named shape, some of its fields replaced. Names are parameter counts, at the preset's own vocabulary.
+    """A named shape, with some fields replaced. Names are parameter counts, at the preset's own vocabulary.
 
-    raises: ConfigError for a name or a field that does not exist, with the nearest one that does
+    raises: ConfigError for an unknown name or field; it suggests the nearest one
     """
     if name not in PRESETS:
         raise ConfigError(f"no model preset {name!r}. {did_you_mean(name, PRESETS)} `rankloom presets` tells of all")
@@ -126,7 +126,7 @@ def _override(config: GPTConfig, overrides: dict[str, object]) -> GPTConfig:
 
 
 def parameter_count(config: GPTConfig) -> int:
-    """Parameters of `GPT(config)`, a tied matrix counted once."""
+    """Parameters of `GPT(config)`. A tied matrix counts once."""
     return _parameters(config, 0 if config.moe is None else config.moe.experts)
 
 
@@ -144,11 +144,10 @@ def _parameters(config: GPTConfig, experts: int) -> int:
 def model_flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     """Floating-point operations of forward and backward per token: 6 x parameters + causal attention.
 
-    The 6: each weight multiplies and adds once forward and twice backward. Attention adds, per layer, scores and
-    weighted values against on average seq_len / 2 earlier tokens: 2 x 2 x width x seq_len / 2 forward, three
-    times that with backward. An untied embedding counts as if it were multiplied, as the field does.
-    Of the routed experts, only the `top_k` that a token goes through count.
-    Recomputed activations are not counted: this is the model's work, not the machine's.
+    The 6: each weight is used in one multiply-add forward, and two backward. Attention adds, per layer, scores and weighted
+    values over on average seq_len / 2 earlier tokens: 2 x 2 x width x seq_len / 2 forward, three times that with backward.
+    By convention an untied embedding counts as if it were multiplied. Of the routed experts, `top_k` per token count.
+    Recomputed activations do not count: these are model FLOPs, not hardware FLOPs.
     """
     seq_len = config.seq_len if seq_len is None else seq_len
     return 6 * _parameters(config, 0 if config.moe is None else config.moe.top_k) + 6 * config.layers * config.width * seq_len

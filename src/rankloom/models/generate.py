@@ -1,4 +1,4 @@
-"""Text from a trained GPT: one token at a time, with the keys and values of earlier tokens kept."""
+"""Generate text with a trained GPT, one token at a time, with a key-value cache."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
 
-# All but cuDNN's, which torch takes first on Hopper, and which plans anew for each length: for each new token.
+# All but cuDNN's: torch prefers it on Hopper, but it makes a new plan for each length, so for each new token.
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -19,12 +19,12 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     """Continue each row of `prompt_tokens` [B, P]; returns [B, P + new], the prompt included.
 
     temperature: 0 takes the likeliest token; below 1 is safer, above 1 wilder
-    top_k:       draw among the k likeliest only
-    seed:        row r draws from a stream of its own, so a row does not depend on its neighbours
-    stop:        a token that ends a row; rows that ended repeat it, and all ended ends early
-    A model that an engine has sharded generates too: all its ranks call this, with the same `max_new_tokens`, and where they share the
-    work on a row (tensor, context), with the same prompts. A rank whose rows have ended goes on with the others.
-    Text may grow past `seq_len`: the model then goes on from the later half of what it has read.
+    top_k:       draw among the k likeliest tokens only
+    seed:        each row draws from its own stream, so it does not depend on other rows
+    stop:        a token that ends a row. Ended rows repeat it; when all have ended, generation ends
+    A sharded model can generate, too. All its ranks must call this with the same `max_new_tokens`, and ranks that share the work on a
+    row (tensor, context) with the same prompts. A rank whose rows have ended takes part until all are done.
+    Text may grow past `seq_len`: the model then continues from the last half of its context.
     """
     _check(model, prompt_tokens, temperature, top_k)
     rows = len(prompt_tokens)
@@ -38,7 +38,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
                 break
             if caches[0].length + unread.shape[1] > model.config.seq_len:
                 unread, caches = text[:, -max(1, model.config.seq_len // 2):], new_caches(model)
-            logits = model(unread, caches=caches)[:, -1]   # a call of the model: where it is sharded, its parameters come then
+            logits = model(unread, caches=caches)[:, -1]   # through the model's own call, so that a sharded model gathers its parameters
             if is_over:
                 continue
             unread = choose_token(logits, temperature, top_k, generators)[:, None]
@@ -66,11 +66,11 @@ def new_caches(model: GPT) -> list[KVCache]:
 
 
 def choose_token(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
-    """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so every device draws alike."""
+    """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so that it does not depend on the device."""
     if temperature == 0:
         return logits.argmax(dim=1)
     scores = logits.double().cpu()
-    scores = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # none overflows, however small the temperature
+    scores = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # all <= 0, so no overflow at a small temperature
     if top_k is not None and top_k < scores.shape[1]:
         kth = scores.topk(top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

@@ -1,7 +1,7 @@
 """A Llama-style GPT in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional tying.
 
-It knows nothing of ranks. Initial weights are keyed by parameter name, so they do not depend on who builds which
-part, in which order or where. Read config.py before this file, and loss.py for what happens to the last matrix.
+It knows nothing of ranks. Each parameter draws its initial values from a random stream keyed by its name. So they do not depend
+on which rank builds which part, nor on order or device. Read config.py before this file; loss.py has the output matrix and the loss.
 
 Shapes: B rows, T tokens, W width, H query heads, K key-value heads, D = W / H.
 """
@@ -36,8 +36,8 @@ INIT_STD = 0.02     # GPT-2's; outputs into the residual stream are divided by s
 class Rotary(nn.Module):
     """Tables of cosines and sines [T, D/2], made in fp64, kept in fp32, or in fp64 for an fp64 model.
 
-    They are attributes, not buffers: nothing to save, to broadcast, or to cut over ranks. A model that moves
-    or changes dtype rebuilds them, for bf16 tables would rotate token 300 like token 301.
+    They are attributes, not buffers, so they are not saved, broadcast or cut over ranks. They are rebuilt, not cast, when the
+    model moves or changes dtype: bf16 tables would rotate token 300 like token 301.
     """
 
     def __init__(self, config: GPTConfig):
@@ -46,7 +46,7 @@ class Rotary(nn.Module):
         self.build(torch.device("cpu"), torch.float32)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the tables anew for a device and a dtype."""
+        """Compute the tables for a device and a dtype."""
         steps = torch.arange(0, self.width, 2, dtype=torch.float64)
         angles = torch.outer(torch.arange(self.seq_len, dtype=torch.float64), self.base ** (-steps / self.width))
         self.cos, self.sin = (t.to(device=device, dtype=dtype) for t in (angles.cos(), angles.sin()))
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
         return super()._apply(fn, recurse)   # type: ignore[no-untyped-call]
 
     def forward(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [stop - start, 1, D/2] of some positions."""
+        """Cosines and sines [stop - start, 1, D/2] of positions start .. stop - 1."""
         return self.cos[start:stop, None], self.sin[start:stop, None]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,13 +72,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens read so far, for one block. Shapes [B, capacity, K, D], of the heads that are here."""
+    """Keys and values of the tokens read so far, for one block: [B, capacity, K, D] each, K counting the heads on this rank."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values [B, T, K, D] of new tokens; returns all there are."""
+        """Append the keys and values [B, T, K, D] of new tokens; returns those of all tokens."""
         if not self.length:
             self.keys, self.values = (x.new_empty(len(x), self.capacity, *x.shape[2:]) for x in (keys, values))
         start, self.length = self.length, self.length + keys.shape[1]
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None = None, part: SequencePart = WHOLE) -> Tensor:
-        """x: [B, T, W] -> [B, T, W]. The number of heads is read off the weights, whoever cut them."""
+        """x: [B, T, W] -> [B, T, W]. The number of heads follows from the weights, which may be cut over ranks."""
         query, key, value = (f(x).unflatten(-1, (-1, self.head_width)) for f in (self.query, self.key, self.value))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if cache is not None:
@@ -111,7 +111,7 @@ def _dropout(config: GPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normed before and added to the residual stream."""
+    """Attention and MLP, each with a norm before it, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -126,15 +126,15 @@ class Block(nn.Module):
         """x: [B, T, W] -> [B, T, W]; cos and sin are those of the T positions."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), cos, sin, cache, part))
         inner = self.mlp_norm(x)
-        # a router looks at whole rows; a plain MLP, which may be anybody's, at its input only
+        # a router needs whole rows; a plain MLP, which the user may replace, takes only its input
         return x + self.mlp_dropout(self.mlp(inner, part) if isinstance(self.mlp, MoE) else self.mlp(inner))   # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
     """The model. `model(tokens)` gives logits; `model(tokens, targets=targets)` gives (loss sum, count).
 
-    With a tied output there is no head at all: one parameter, one name.
-    `loss_kernel` may hold a compiled `loss_and_gradient`.
+    A model with a tied output has no head: the shared matrix is one parameter with one name.
+    loss_kernel: may be set to a compiled `loss_and_gradient`
     """
 
     def __init__(self, config: GPTConfig, *, seed: int = 0, device: torch.device | str = "cpu",
@@ -143,8 +143,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.loss_kernel: Kernel | None = None
-        with torch.device("meta"):     # nothing is drawn or allocated until each parameter is, once, by name
-            # Not nn.Embedding(...): what that draws, on the meta device too, makes torch import its compiler.
+        with torch.device("meta"):     # `initialize` allocates and draws each parameter once
+            # nn.Embedding(...) draws values, on the meta device too, and that makes torch import its compiler.
             self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.width), freeze=False)
             self.embedding_dropout = _dropout(config)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -163,7 +163,7 @@ class GPT(nn.Module):
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """How `rankloom.tensor_parallel` cuts this model: module names -> words of Hugging Face's plans, and a few more."""
+        """How `rankloom.tensor_parallel` cuts this model: module names -> styles of Hugging Face's plans, and a few of our own."""
         plan = {"embedding": "embedding_rowwise", "output": "vocabulary_output", "blocks.*.attention.output": "rowwise"}
         plan |= {f"blocks.*.attention.{name}": "colwise" for name in ("query", "key", "value")}
         if self.config.moe is None:
@@ -172,7 +172,7 @@ class GPT(nn.Module):
 
     @property
     def tp_sequence_plan(self) -> dict[str, str]:
-        """The same, with the stream between attention and MLP cut by tokens.
+        """The same, with the residual stream cut by tokens (sequence parallel).
 
         raises: ConfigError for a mixture of experts
         """
@@ -184,10 +184,10 @@ class GPT(nn.Module):
                 | dict.fromkeys(dropouts, "sequence_dropout"))
 
     def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None, part: SequencePart = WHOLE) -> Tensor:
-        """tokens [B, T] -> what the output matrix is applied to [B, T, W].
+        """tokens [B, T] -> hidden states [B, T, W], the input of the output matrix.
 
-        part:   of the sequences the tokens are, for whoever has cut them
-        raises: DataError when the sequence, with what is cached, is longer than the model can read
+        part:   says which part of whole sequences the tokens are
+        raises: DataError when the cached and the new tokens together exceed `seq_len`
         """
         start = caches[0].length if caches else 0
         stop = start + tokens.shape[1]
@@ -204,10 +204,10 @@ class GPT(nn.Module):
                 caches: list[KVCache] | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] -> (sum of the loss, number of targets counted).
 
-        documents: numbers [B, T] of the documents that rows are packed of, each of which sees only itself (see `document_cuts`)
-
-        In training the sum holds the auxiliary losses of routers too, which are sums over tokens as well.
-        caches: of the tokens before these; then logits of the last one only [B, 1, V]
+        documents: [B, T], the number of each token's document, for packed rows; a token attends only to its own document
+                   (see `document_cuts`)
+        caches:    keys and values of earlier tokens; the logits are then [B, 1, V], of the last token only
+        In training the sum includes the auxiliary losses of routers, which are sums over tokens too.
         """
         hidden = self.hidden(tokens, caches, part if documents is None else Packed(documents, tokens))
         if targets is None:
@@ -218,7 +218,7 @@ class GPT(nn.Module):
 
 
 def initialize(model: GPT, *, seed: int, device: torch.device | str) -> None:
-    """Give every parameter and buffer of a model on the meta device its values."""
+    """Allocate a model that is on the meta device, and give every parameter and buffer its values."""
     model.to_empty(device=device)
     fill = initial_values(model, seed)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -226,19 +226,20 @@ def initialize(model: GPT, *, seed: int, device: torch.device | str) -> None:
 
 
 def initial_values(model: GPT, seed: int) -> Callable[[str, Tensor], None]:
-    """What gives a tensor of this model its values, in place, by name.
+    """fill(name, tensor): gives a tensor of this model its initial values, in place.
 
-    They are drawn on the CPU in fp32 from a stream keyed by the name, whatever the device and dtype, and whoever draws which.
+    They are drawn on the CPU in fp32, from a stream keyed by the name. So they are the same on any device, in any dtype and on any rank.
     """
     buffers = {name for name, _ in model.named_buffers()}
-    first = {name: module.first for name, module in model.named_modules() if isinstance(module, Experts)}   # now: it may be split later
+    # Read now: the model may be split before `fill` runs.
+    first = {name: module.first for name, module in model.named_modules() if isinstance(module, Experts)}
 
     def fill(name: str, tensor: Tensor) -> None:
         if name in buffers:                           # biases of routers
             tensor.zero_()
         elif tensor.dim() == 1:                       # norms
             tensor.fill_(1.0)
-        elif tensor.dim() == 3:                       # experts: each has its own stream, whoever holds which of them
+        elif tensor.dim() == 3:                       # experts: one stream each, on any rank
             for number, matrix in enumerate(tensor, start=first[name.rpartition(".")[0]]):
                 _draw(matrix, model.config, seed, name, number)
         else:
@@ -256,7 +257,7 @@ def _draw(into: Tensor, config: GPTConfig, seed: int, name: str, *number: int) -
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raise DataError when a token is not in the vocabulary. It waits for the device: not for every step."""
+    """Raise DataError when a token is not in the vocabulary. It waits for the device, so do not call it in every step."""
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise DataError(f"tokens from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is "
                         f"0 to {vocab_size - 1}; the data was made with another tokenizer, or the model is too small")

@@ -1,9 +1,9 @@
-"""Cross-entropy of a language model in chunks, so that the logits of a batch never exist as a whole.
+"""Cross-entropy of a language model in chunks, so that the logits of a batch are never in memory as a whole.
 
 With a vocabulary of 128,256 the logits of 16,384 tokens take 8.4 GB in fp32, and their gradient as much again.
-Here the forward pass takes a chunk of rows, makes its logits, its loss and at once its gradients, and throws the
-logits away; the backward pass only scales what is there. Work is the same, the peak is one chunk.
-The plain path lives beside it: it is the proof, and the faster one when everything is one chunk anyway.
+For each chunk of rows, the forward pass computes logits, loss and gradients, and frees the logits. The backward pass only
+scales these gradients. The work is the same; the peak is the logits of one chunk.
+The plain path is here too: tests compare with it, and it is faster where one chunk is enough.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def language_model_loss(model: nn.Module, batch: tuple[Tensor | tuple[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and the number of tokens it is a sum over, as the engine wants it.
+    """Summed cross-entropy and the number of targets counted: the engine's (sum, count).
 
-    batch:   tokens [B, T] and targets [B, T], int64; targets of -100 are not counted. In place of tokens, (tokens, numbers [B, T] of
-             the documents that rows are packed of)
+    batch:   tokens [B, T] and targets [B, T], int64; targets of -100 are not counted. For packed rows, (tokens, documents) in place of
+             tokens: documents [B, T] has the number of each token's document
     returns: (sum, count), scalars on the model's device; the sum in fp32, or fp64 for an fp64 model
-    The model is called, never reached into, so that wrappers with hooks see the pass.
+    It calls the model itself, never its submodules, so that hooks of wrappers run.
     """
     given, targets = batch
     tokens, packed = (given, {}) if isinstance(given, Tensor) else (given[0], {"documents": given[1]})
@@ -33,13 +33,13 @@ def language_model_loss(model: nn.Module, batch: tuple[Tensor | tuple[Tensor, Te
 
 
 def plain_language_model_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same numbers through whole logits and torch's own cross-entropy."""
+    """The same numbers from whole logits and torch's own cross-entropy."""
     tokens, targets = batch
     return plain_cross_entropy(model(tokens), targets), count_targets(targets)
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """How many targets count: a scalar tensor, so that no device has to wait for it."""
+    """How many targets count, as a scalar tensor: the host need not wait for the device."""
     return (targets != IGNORE).sum()
 
 
@@ -50,9 +50,9 @@ def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Output(nn.Module):
-    """From hidden states to logits, or to a loss. It has no parameters: the matrix is the head's, or the embedding's when tied.
+    """Hidden states -> logits, or loss. It has no parameters: the matrix belongs to the head, or to the embedding when tied.
 
-    A module, so that whoever cuts the matrix over ranks can put another in its place.
+    It is a module so that tensor parallelism, which cuts the matrix over ranks, can replace it.
     """
 
     def __init__(self, vocab_size: int):
@@ -72,7 +72,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
     """Sum of the cross-entropy of `hidden @ weight.T` against `targets`.
 
     hidden:  [..., W], weight: [V, W], targets: [...], -100 where not counted
-    rows:    of hidden per chunk; chosen by device and vocabulary when left out
+    rows:    of `hidden` in a chunk; left out, chosen by device and vocabulary
     kernel:  `loss_and_gradient`, or a compiled version of it
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
@@ -87,15 +87,15 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk, and its gradient towards the logits: softmax minus one-hot, 0 where not counted.
+    """Summed loss of one chunk, and its gradient with respect to the logits: softmax minus one-hot, 0 where not counted.
 
     logits: [n, V] -> a scalar, and [n, V] in the dtype of the logits
     """
     counted = (targets != IGNORE).unsqueeze(1)
-    index = torch.where(counted, targets.unsqueeze(1), 0)   # any other number below 0 is no token: `gather` says so
+    index = torch.where(counted, targets.unsqueeze(1), 0)   # `gather` raises for any other negative target
     log_softmax = torch.log_softmax(logits, dim=1, dtype=loss_dtype(logits.dtype))
     loss = -torch.where(counted, log_softmax.gather(1, index), 0.0).sum()
-    if torch.compiler.is_compiling():   # a compiler makes this one pass, but what is scattered into lies in memory first, in fp32
+    if torch.compiler.is_compiling():   # the compiler fuses this into one pass; a scatter would first write all of it to memory in fp32
         gradient = log_softmax.exp() - (torch.arange(logits.shape[1], device=logits.device) == index).to(log_softmax.dtype)
     else:
         gradient = log_softmax.exp_()
@@ -104,7 +104,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Forward computes the gradients too; backward scales them, in place, so it can run once only."""
+    """Forward computes the gradients too. Backward scales them in place, so it can run only once."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kernel: Kernel) -> Tensor:
@@ -119,13 +119,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[start:start + rows] = grad_logits @ weight
             if grad_logits.dtype == part.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.T, part)
-            else:                                   # a 16-bit product, added up in fp32
+            else:                                   # a 16-bit product, summed in fp32
                 grad_weight += grad_logits.T @ part
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale by what comes from above: one number."""
+        """Scale the gradients. grad: a scalar"""
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class MLP(nn.Module):
-    """SwiGLU: a gate decides what passes. Source: Shazeer 2020."""
+    """SwiGLU: a gate scales each inner value. Source: Shazeer 2020."""
 
     def __init__(self, width: int, ffn: int):
         super().__init__()

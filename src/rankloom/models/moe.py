@@ -1,12 +1,11 @@
-"""Mixture of experts: every token goes through a few of many MLPs, chosen by a router. Plain torch, knows nothing of ranks.
+"""Mixture of experts: a router sends every token through a few of many MLPs. Plain torch, knows nothing of ranks.
 
-    router     scores of every expert for every token -> the chosen ones, and their weights
-    capacity   an expert takes so many tokens of a row, and no more; without one, and outside training, nothing is dropped
-    experts    rows sorted by expert, each run through the matrices of its own
+    router     scores every expert for every token -> the k best, and their weights
+    capacity   the most tokens of a row that an expert takes; without a capacity, and outside training, none is dropped
+    experts    token vectors sorted by expert, each multiplied by its own expert's matrices
 
-Everything that looks at more than one token looks at its *row* (sequence), never at the batch: the balance that the auxiliary
-loss asks for, and the capacity. So losses, gradients and dropped tokens are the same however rows are dealt to micro-batches
-and ranks. Where rows themselves are cut, the `SequencePart` knows the rest of them.
+Capacity and balance loss are computed over a *row* (sequence), never over the batch. So losses, gradients and dropped tokens do
+not depend on how rows are dealt to micro-batches and ranks. Where rows are cut over ranks, `SequencePart` collects the rest.
 
 source: Shazeer et al. 2017; Fedus et al. 2021 (capacity, balance loss); Zoph et al. 2022 (z-loss);
         Wang et al. 2024 (bias in place of a loss); Dai et al. 2024 (shared experts; balance by row)
@@ -30,9 +29,9 @@ from rankloom.models.sequence_part import WHOLE, SequencePart
 
 
 class Experts(nn.Module):
-    """Gated MLPs side by side: one matrix [held, out, in] holds a layer of all of them.
+    """The gated MLPs of all experts held here, stacked: each weight is [held, out, in].
 
-    first: which expert of the whole layer is the first one held here
+    first: the number, in the whole layer, of the first expert held here
     """
 
     def __init__(self, config: MoEConfig, width: int):
@@ -44,11 +43,11 @@ class Experts(nn.Module):
 
     @property
     def held(self) -> int:
-        """How many experts are here."""
+        """How many experts are held here."""
         return self.gate.shape[0]
 
     def keep(self, first: int, count: int) -> None:
-        """Forget all experts but `count` from number `first` of those held; the others' memory is freed."""
+        """Of the experts held, keep `count` from the `first` on; free the memory of the others."""
         for name, whole in list(self.named_parameters()):
             part = nn.Parameter(whole.detach()[first:first + count].clone(), requires_grad=whole.requires_grad)
             copy_user_attributes(part, whole)
@@ -56,13 +55,13 @@ class Experts(nn.Module):
         self.first += first
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, W] sorted by expert, counts [held] of each -> [n, W]; an expert may have none."""
+        """rows [n, W] sorted by expert, counts [held] of rows for each expert, also 0 -> [n, W]."""
         inner = F.silu(grouped_product(rows, self.gate, counts)) * grouped_product(rows, self.up, counts)
         return grouped_product(inner, self.down, counts)
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Each run of rows times the transpose of its own matrix: rows [n, in], matrices [E, out, in], counts [E] -> [n, out]."""
+    """Multiply each run of rows by the transpose of its matrix: rows [n, in], matrices [E, out, in], counts [E] -> [n, out]."""
     if _has_kernel(rows, matrices):
         return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
     runs = rows.split(counts.tolist())
@@ -70,9 +69,9 @@ def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch multiplies groups in one kernel: bf16 on Hopper, rows of whole 16 bytes.
+    """Whether torch has one kernel for all groups that we may use: bf16 on Hopper, rows of a multiple of 16 bytes.
 
-    Not on what came after Hopper: there the gradient of an expert without rows is what lay in memory (pytorch issue 172439).
+    Not on later GPUs: there the gradient of an expert without rows is uninitialised memory (pytorch issue 172439).
     """
     return (rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
             and matrices.shape[1] % 8 == 0 and matrices.shape[2] % 8 == 0 and torch.cuda.get_device_capability(rows.device)[0] == 9)
@@ -82,23 +81,23 @@ Dispatch = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def run_here(experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-    """How rows get to their experts, when all experts are here."""
+    """The `dispatch` of a rank that holds all experts."""
     return experts(rows, counts)   # type: ignore[no-any-return]
 
 
 class Choice(NamedTuple):
-    """What the router says of tokens [B, T]."""
+    """The router's result for tokens [B, T]."""
 
-    experts: Tensor    # [B, T, k] whom each token goes to
-    weights: Tensor    # [B, T, k] how much each counts
-    scores: Tensor     # [B, T, E] softmax over all experts
-    spread: Tensor     # [B, T] log-sum-exp of what the softmax is of
+    experts: Tensor    # [B, T, k] the chosen experts
+    weights: Tensor    # [B, T, k] their weights
+    scores: Tensor     # [B, T, E] softmax of the logits over all experts
+    spread: Tensor     # [B, T] log-sum-exp of the logits
 
 
 class Router(nn.Module):
-    """Chooses k experts for every token. It computes in fp32 at least: a rounded score sends a token elsewhere.
+    """Chooses k experts for every token. It computes in fp32 or wider: a rounded score could choose another expert.
 
-    bias: [E], added for the choice only, not to the weights; moved by `rebalance`, never by gradients
+    bias: [E], added to scores for the choice only, not in the weights; `rebalance` changes it, gradients do not
     """
 
     def __init__(self, config: MoEConfig, width: int):
@@ -109,14 +108,14 @@ class Router(nn.Module):
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)   # type: ignore[no-untyped-call]
-        if self.bias is not None:     # in 16 bits its small moves would be rounded away
+        if self.bias is not None:     # 16 bits would round its small steps away
             self.bias = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
         return self
 
     def forward(self, x: Tensor) -> Choice:
-        """x: [B, T, W]. Weights of several experts add up to 1; that of an only one is its score, or the router could not learn."""
+        """x: [B, T, W]. For k > 1 the weights add up to 1; for k = 1 the weight is the score, so that the router gets a gradient."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):   # it would round them again
+        with torch.autocast(x.device.type, enabled=False):   # autocast would round both again
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)
         chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
@@ -129,11 +128,11 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """A layer of experts in place of a block's MLP.
 
-    dispatch: how rows get to their experts; replaced where experts are on other ranks
+    dispatch:  runs the experts on their rows; replaced where experts are on other ranks
     auxiliary: the auxiliary losses of the last training forward, a sum over tokens; see `take_auxiliary`
-    reported_auxiliary: those that were taken, added up, without gradients; see `take_reported_auxiliary_loss`
-    routed:   tokens sent to each expert [E] in training, since `rebalance`; dropped ones included
-    dropped:  choices that exceeded a capacity
+    reported_auxiliary: the sum of those taken since the last report, detached; see `take_reported_auxiliary_loss`
+    routed:    [E] tokens sent to each expert in training since `rebalance`, dropped ones included
+    dropped:   choices dropped because an expert was at capacity
     """
 
     def __init__(self, config: MoEConfig, width: int):
@@ -149,19 +148,19 @@ class MoE(nn.Module):
         self.dropped: Tensor | None = None
 
     def forward(self, x: Tensor, part: SequencePart = WHOLE) -> Tensor:
-        """x: [B, T, W] -> [B, T, W]; what was dropped adds nothing, so the token keeps its residual stream."""
+        """x: [B, T, W] -> [B, T, W]. A dropped choice adds nothing; the residual stream passes unchanged."""
         choice = self.router(x)
         row = part.gather(choice.experts)
         kept = part.own(within_capacity(row, self.config)) if self.config.capacity and self.training else None
         if self.training:
             self._account(choice, row, kept)
         else:
-            self.auxiliary = None   # what nobody took belongs to no later loss
+            self.auxiliary = None   # an old loss that was never taken must not enter a later one
         mixed = self._through_experts(x, choice, kept)
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def take_auxiliary(self) -> Tensor | None:
-        """The auxiliary losses of the last training forward, once; see `take_auxiliary_loss` in base/loss.py."""
+        """Return the auxiliary losses of the last training forward, and clear them; see `take_auxiliary_loss` in base/loss.py."""
         extra, self.auxiliary = self.auxiliary, None
         if extra is not None:
             self.reported_auxiliary = extra.detach() if self.reported_auxiliary is None else self.reported_auxiliary + extra.detach()
@@ -169,23 +168,23 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, routed: Tensor) -> None:
-        """After a step: move the router's bias towards experts that had fewer tokens than the mean. routed: [E], of all ranks."""
+        """After a step: raise the bias of experts with fewer tokens than the mean, lower the others'. routed: [E], over all ranks"""
         if self.router.bias is not None:
             routed = routed.to(self.router.bias)
-            # Through `data`: every rank moves it alike, so it is none of the running statistics that ranks average after a step.
+            # Through `data`, which counts no new version: a new one would mark a running statistic, which ranks average after a step.
             self.router.bias.data += self.config.bias_rate * torch.sign(routed.mean() - routed)
 
     def _through_experts(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
         expert, k, n = choice.experts.flatten(), self.config.top_k, self.config.experts
         if kept is not None:
-            expert = torch.where(kept.flatten(), expert, n)   # the dropped, after all others
+            expert = torch.where(kept.flatten(), expert, n)   # sorts dropped choices last
         order = expert.argsort(stable=True)
         counts = how_often(expert, n + 1)[:n]
         if kept is not None:
             order = order[:int(counts.sum())]
         rows = self.dispatch(self.experts, x.flatten(0, 1)[order // k], counts)
         rows = rows * choice.weights.flatten()[order].unsqueeze(1).to(rows.dtype)
-        # Every choice has a place of its own: no two are added up in an order of chance.
+        # Every choice has its own place, so the order of the sum over k is fixed.
         places = rows.new_zeros(expert.numel(), x.shape[-1]).index_copy(0, order, rows)
         return places.view(*x.shape[:-1], k, x.shape[-1]).sum(-2)
 
@@ -195,9 +194,9 @@ class MoE(nn.Module):
         routed = how_often(choice.experts.flatten(), config.experts)
         self._remember(extra, routed, None if kept is None else (~kept).sum())
 
-    @torch._disable_dynamo   # a graph would hold for ever that this is not a backward
+    @torch._disable_dynamo   # a compiled graph would keep the answer of its first run: "not in backward"
     def _remember(self, extra: Tensor, routed: Tensor, dropped: Tensor | None) -> None:
-        if torch._C._current_graph_task_id() != -1:   # recomputed in backward: it was counted before
+        if torch._C._current_graph_task_id() != -1:   # a recomputation in backward: already counted
             return
         self.auxiliary = extra
         self.routed = routed if self.routed is None else self.routed + routed
@@ -206,18 +205,18 @@ class MoE(nn.Module):
 
 
 def how_often(numbers: Tensor, n: int) -> Tensor:
-    """How often each number below n is among these: [m] -> [n].
+    """How often each of 0 .. n-1 occurs: [m] -> [n].
 
-    `bincount` reads the maximum on the host: a device synchronisation.
+    Not `bincount`, which reads the maximum on the host: a device synchronisation.
     """
     return torch.zeros(n, dtype=torch.long, device=numbers.device).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
-    """Which choices of whole rows an expert has room for: [B, T, k] -> bool [B, T, k].
+    """Which choices, of whole rows, are within their expert's capacity: [B, T, k] -> bool [B, T, k].
 
     Each expert takes ceil(capacity * T * k / E) of a row, first choices before second ones, early tokens before late ones. So
-    who is dropped depends on the row alone, not on who else is in the batch or on which rank.
+    which tokens are dropped depends on their row alone, not on the rest of the batch or on the rank.
     """
     rows, length, k = chosen.shape
     room = ceil(config.capacity * length * k / config.experts)
@@ -225,17 +224,17 @@ def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
     order = asked.argsort(dim=1, stable=True)
     by_expert = asked.gather(1, order)
     counts = torch.zeros(rows, config.experts, dtype=torch.long, device=chosen.device).scatter_add_(1, asked, torch.ones_like(asked))
-    begins = (counts.cumsum(1) - counts).gather(1, by_expert)      # where each one's expert begins
+    begins = (counts.cumsum(1) - counts).gather(1, by_expert)      # where the run of its expert begins
     place = torch.arange(k * length, device=chosen.device) - begins
     kept = torch.empty_like(asked, dtype=torch.bool).scatter_(1, order, place < room)
     return kept.view(rows, k, length).transpose(1, 2)
 
 
 def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
-    """How unevenly rows use the experts: a sum over tokens, 1 for each when all experts are used alike, more when not.
+    """How unevenly rows use the experts: a sum over tokens; 1 per token when all experts are used equally, more otherwise.
 
     row:    [B, T', k], the choices of whole rows
-    scores: [B, T, E], of the tokens that are here
+    scores: [B, T, E], of the tokens on this rank
     """
     experts = scores.shape[-1]
     asked = row.flatten(1)
@@ -246,7 +245,7 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """Whatever runs in here is a trial: layers of experts inside `module` have then counted what they had before, and have their losses."""
+    """A trial run: on exit, the expert layers inside `module` get back the counts and losses that they had on entry."""
     with ExitStack() as until_here:
         for layer in (each for each in module.modules() if isinstance(each, MoE)):
             until_here.enter_context(temporarily(layer, auxiliary=layer.auxiliary, routed=layer.routed, dropped=layer.dropped))
@@ -254,7 +253,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 
 def take_reported_auxiliary_loss(layers: Iterable[nn.Module]) -> Tensor | None:
-    """What was taken since this was last asked: which part of the loss sums is no cross-entropy. fp64; None: nothing."""
+    """The auxiliary losses taken since the last call: the part of the loss sums that is not cross-entropy. fp64, or None."""
     taken = []
     for layer in layers:
         if isinstance(layer, MoE) and layer.reported_auxiliary is not None:

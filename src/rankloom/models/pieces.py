@@ -1,6 +1,6 @@
-"""A GPT as a list of pieces that run one after the other, for whoever cuts it into stages. Names are those of the whole model.
+"""A GPT as a list of pieces that run one after the other, to be cut into stages. Names are those of the whole model.
 
-Whatever replaces modules of the model (tensor parallel) comes before.
+What replaces modules of the model (tensor parallel) must come first.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rankloom.models.sequence_part import WHOLE, SequencePart
 
 
 class BeforeOutput(NamedTuple):
-    """What the last piece of a GPT gives. Its loss computes the logits, in chunks, so these are no output of the model yet."""
+    """The output of a GPT's last piece: hidden states and output matrix. The loss computes the logits from them, in chunks."""
 
     hidden: Tensor   # [B, T, W]
     weight: Tensor   # [V, W], the output matrix
@@ -22,12 +22,12 @@ class BeforeOutput(NamedTuple):
 
 def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = lambda: WHOLE,
                inputs: Callable[[], Tensor] | None = None) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
-    """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> what `gpt_loss` takes.
+    """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> `BeforeOutput`.
 
-    part:   asked before each block: of the sequences the tokens are, for whoever has cut them
-    inputs: asked there too: the tokens of the micro-batch, where what goes from block to block is cut by tokens (sequence parallel)
+    part:   called before each block: says which part of whole sequences the tokens are
+    inputs: called before each block: the micro-batch's tokens, where hidden states are cut by tokens (sequence parallel)
     """
-    # The functions hold their own modules only: a rank that keeps one stage must be able to let go of the rest.
+    # Each function refers to its own modules only, so that a rank that keeps one stage can free the rest.
     embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
     head = model.head or embedding
     return [({"embedding": embedding, "embedding_dropout": dropout}, lambda tokens: dropout(embedding(tokens))),
@@ -45,9 +45,9 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart
 
 
 def gpt_loss(model: GPT) -> Callable[[BeforeOutput, Tensor], tuple[Tensor, Tensor]]:
-    """loss(what the last piece gives, targets [B, T]) -> (sum, count).
+    """loss(BeforeOutput, targets [B, T]) -> (sum, count).
 
-    The auxiliary losses of routers are not in it: they stand in the stages, whose layers are asked for them.
+    It does not include the auxiliary losses of routers: each stage takes those of its own layers.
     """
     output, kernel = model.output, model.loss_kernel
 

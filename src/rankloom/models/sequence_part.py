@@ -1,6 +1,6 @@
-"""What a model must know when its sequences go on elsewhere: the positions of its tokens, and how they see the others.
+"""What a model must know when its sequences are cut over ranks: the positions of its tokens, and attention over whole sequences.
 
-A plain model is handed `WHOLE`, for which there is no elsewhere. Shapes as in gpt.py.
+A plain model gets `WHOLE`: all tokens are on this rank. Shapes as in gpt.py.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from rankloom.base.documents import document_cuts
 
 
 class SequencePart(Protocol):
-    """The tokens that are here, of sequences that may go on elsewhere. Whoever cuts sequences hands in one that knows the rest."""
+    """The part of each sequence that is on this rank. What cuts sequences (parallel/context.py) passes its own to the model."""
 
     @property
     def positions(self) -> Tensor | None:
-        """Of the tokens that are here, [T]; None: one after the other."""
+        """[T] positions of this rank's tokens; None means 0, 1, 2 ..."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention over whole sequences. query [B, T, H, D], key and value [B, T, K, D] of what is here -> [B, T, H, D]."""
+        """Causal attention over whole sequences. query [B, T, H, D], key and value [B, T, K, D] of this rank's tokens -> [B, T, H, D]."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """What all tokens of the sequences have: [B, T, ...] of what is here -> [B, all, ...], without a gradient."""
+        """From this rank's tokens to those of whole sequences: [B, T, ...] -> [B, all, ...], without a gradient."""
 
     def own(self, x: Tensor) -> Tensor:
-        """The way back: what the tokens that are here have of [B, all, ...]."""
+        """The reverse: this rank's tokens of whole sequences. [B, all, ...] -> [B, T, ...]"""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-    """query [B, H, Q, D], key and value [B, K, T, D] -> [B, H, Q, D]; H / K query heads in a row read the same key-value head."""
+    """query [B, H, Q, D], key and value [B, K, T, D] -> [B, H, Q, D]; H / K consecutive query heads share a key-value head."""
     shared = query.shape[1] != key.shape[1]
     if shared and writes_scores(query.device.type, query.dtype, mask):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -40,20 +40,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 def writes_scores(device: str, dtype: torch.dtype, mask: Tensor | None) -> bool:
-    """Whether torch might write all scores [B, H, Q, T] to memory because heads are shared: of the kernels of a GPU flash attention reads
-    shared heads, and it takes 16 bits and no mask. cuDNN's reads them, too, with a mask, but comes after the formulas before Hopper."""
+    """Whether torch might write all scores [B, H, Q, T] to memory because query heads share key-value heads.
+
+    On a GPU, flash attention supports shared heads, but only in 16 bits and without a mask. cuDNN's kernel supports them with a mask,
+    too, but before Hopper torch prefers the plain formulas to it.
+    """
     return device == "cuda" and (mask is not None or dtype not in (torch.bfloat16, torch.float16))
 
 
 class WholeSequence:
-    """Sequences that are all here."""
+    """Whole sequences, on this rank."""
 
     positions = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `SequencePart.attend`; keys and values may be more than the queries, which are then the last ones."""
+        """As `SequencePart.attend`. With more keys than queries (a cache), the queries are those of the last tokens."""
         new, known = query.shape[1], key.shape[1]
-        # one new token sees all; with no past the plain triangle does; else the triangle starts after the past
+        # One new token sees all: no mask. Without a cache, `causal` is enough. Otherwise the triangle starts after the cached tokens.
         mask = None
         if new not in (1, known):
             mask = torch.ones(new, known, dtype=torch.bool, device=query.device).tril(known - new)
@@ -61,11 +64,11 @@ class WholeSequence:
         return mixed.transpose(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All there is, is here."""
+        """Nothing to do."""
         return x
 
     def own(self, x: Tensor) -> Tensor:
-        """All there is, is here."""
+        """Nothing to do."""
         return x
 
 
@@ -73,10 +76,10 @@ WHOLE = WholeSequence()
 
 
 class Packed(WholeSequence):
-    """Sequences that are all here, each of several documents end to end: attention stays inside a document.
+    """Whole sequences, each of several documents end to end. Attention stays inside a document.
 
     documents: see `document_cuts`
-    memory:    a mask [B, T, T]; ranks that share sequences make none (parallel/context.py)
+    memory:    a mask [B, T, T]; ranks that share sequences need none (parallel/context.py)
     """
 
     def __init__(self, documents: Tensor | Sequence[Sequence[int]], tokens: Tensor):

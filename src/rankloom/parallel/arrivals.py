@@ -1,4 +1,4 @@
-"""In which order gradients come, learned in the first backward; and whether the forward before it has written a parameter."""
+"""The order in which gradients arrive, recorded in the first backward; and a check that the first forward did not write a parameter."""
 
 from collections.abc import Mapping
 from zlib import crc32
@@ -13,10 +13,10 @@ BEFORE = "Where that gives first values by a batch, run one through the plain mo
 
 
 class Arrivals(dict[str, None]):
-    """Names of parameters, in the order in which their gradients came. In the first step it also sees which of them the forward wrote.
+    """Names of parameters, in the order in which their gradients arrived. In the first step also: which of them the forward wrote.
 
-    A forward that gives a parameter its first values by the rows it sees (ActNorm) gives each rank others. One that does to it what every
-    rank does (a norm of its own) is fine.
+    A forward that initialises a parameter from the rows it sees (ActNorm) writes other values on each rank, which is an error. One that
+    writes the same on all ranks (it normalises a weight) is fine.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]):
@@ -25,26 +25,26 @@ class Arrivals(dict[str, None]):
         self._versions: dict[str, int] = {}
 
     def begin(self) -> None:
-        """A forward begins."""
-        if self or not self._versions:   # else no optimizer can have stepped since the last one
+        """Before a forward: note the versions of the parameters."""
+        if self or not self._versions:   # otherwise no optimizer can have stepped since the last call
             self._versions = {name: param._version for name, param in self._params.items()}
 
     def note(self, name: str, param: Tensor, owner: Tensor) -> None:
-        """A gradient has come, for an optimizer that updates `owner`; raises UnitError when that has other values than `param`."""
+        """A gradient has arrived. Raises UnitError when the forward changed `param` and not `owner`, which the optimizer updates."""
         self.setdefault(name)
         if self._versions and self._versions[name] != param._version and owner is not param and not torch.equal(param, owner.to(param)):
             raise UnitError(f"{self._told(name)}, and what is trained is a copy in {owner.dtype}: it would be lost. {BEFORE}")
 
     def end(self) -> None:
-        """The first step has ended."""
+        """End the check: the first step is over."""
         self._params, self._versions = {}, {}
 
     def _written(self) -> dict[str, Tensor]:
-        """What has changed since the forward began; by loading, too, which gives all ranks the same."""
+        """Parameters written since the forward began. Loading counts too, but writes the same on all ranks."""
         return {name: self._params[name] for name, version in self._versions.items() if self._params[name]._version != version}
 
     def digest(self) -> int:
-        """Of the values that have been written; 0 for none."""
+        """A checksum of the parameters that were written; 0 for none."""
         found = 0
         for name, param in sorted(self._written().items()):
             values = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -52,8 +52,10 @@ class Arrivals(dict[str, None]):
         return found
 
     def expect_alike(self, first: int, group: Group) -> None:
-        """The first backward has ended. Raise UnitError when rank 0 has written other values, whose digest is `first`: on all ranks, if it
-        has written any."""
+        """After the first backward: raise UnitError when rank 0 has written other values. On all ranks, if rank 0 has written any.
+
+        first: rank 0's digest
+        """
         problem, root = None, group.ranks[0]
         if self.digest() != first:
             told = (f"{self._told(next(iter(written)))}, to other values than on rank {root}" if (written := self._written()) else

@@ -1,8 +1,8 @@
-"""Data parallel (stage 0): every rank holds the whole model and a part of the batch; gradients are summed over ranks.
+"""Data parallel (stage 0): every rank holds the whole model and a part of the batch; gradients are averaged over ranks.
 
-How that goes, bucket by bucket, is in parallel/gradients.py. This file is the front door for people with a loop of
-their own: it averages, like torch's DDP, and a finished `loss.backward()` means finished gradients. The engine
-(train/engine.py) uses the same reducer, but sums, and divides once by the global count.
+`data_parallel` is for users with a training loop of their own. Like torch's DDP it averages, and when `loss.backward()` returns,
+gradients are complete. parallel/gradients.py sums them, bucket by bucket. The engine (train/engine.py) uses the same reducer, but it
+sums gradients, and divides once by the global count.
 
 source: Li et al. 2020 (torch DDP)
 """
@@ -38,36 +38,36 @@ class DataParallel(nn.Module):
                 hook_gradient(param, self._queue_finish)
         watch_optimizers()
         self.register_load_state_dict_post_hook(lambda mine, _: mine._begin_anew())   # see `_load_from_state_dict`
-        keep_with(module, self)   # it averages too where it is called by itself, and nobody keeps what wraps it
+        keep_with(module, self)   # gradients are averaged even when the module is called directly, and this wrapper is dropped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
-        raises: UnitError when a parameter was replaced since the model was wrapped, ConfigError when one is trained that was frozen then
+        raises: UnitError when a parameter was replaced after the model was wrapped; ConfigError when a frozen one is now trainable
         """
         self._replica_guard.parameters.expect_unchanged()
-        if self._finish_queued and torch._C._current_graph_task_id() != -1:   # recomputed in a backward, which goes on
+        if self._finish_queued and torch._C._current_graph_task_id() != -1:   # a recomputed forward, inside a backward
             return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():
-            self._finish_queued = False   # the last backward died before its end
+            self._finish_queued = False   # the last backward failed half way
             self._reducer.abandon()
-        if not torch.compiler.is_compiling():   # a graph would be guarded by what gradients there are, and made anew for others
+        if not torch.compiler.is_compiling():   # a graph would be guarded by which gradients exist, and recompiled when that changes
             self._reducer.give_back()
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate; the first one outside reduces the sum.
+        """A context: backward passes inside only accumulate; the first one outside all-reduces the accumulated gradients.
 
-        An optimizer's step before that is an error outside, and one of this rank alone inside (local SGD).
+        An optimizer step inside is of this rank alone (local SGD). One outside, before that backward, is an error.
         """
         return self._reducer.sync(False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with the names of the plain model."""
+        """The state dict of the plain model, under its own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the model itself; see `state_dict`. What compression has lost of earlier gradients is dropped."""
+        """Load a plain model's state dict. The error that compression has kept of earlier gradients is dropped."""
         loaded = self.module.load_state_dict(*args, **kwargs)
         self._begin_anew()
         return loaded
@@ -80,13 +80,13 @@ class DataParallel(nn.Module):
         raise UnitError("a model that data_parallel has wrapped cannot be pickled, as `torch.save(ddp)` does: it belongs to a group of "
                         "ranks. Save `ddp.state_dict()`, which has the plain model's names")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:   # of a module that this is a part of
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:   # called by a module that contains this
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     def _begin_anew(self) -> None:
-        """From values that have been loaded: they are no change of a step, and nothing is owed to them."""
+        """After loading: new buffer values are no change made by a step, and compression starts without an error."""
         self._replica_guard.buffers.forget_changes()
         self._reducer.summing.begin_anew()
 
@@ -103,15 +103,25 @@ class DataParallel(nn.Module):
 
 def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, compress: str = EXACT,
                   compress_after: int = 0, bucket_bytes: int | None = None) -> DataParallel:
-    """Wrap `model` for a loop of your own: after `loss.backward()` every gradient is the mean over the group.
+    """Wrap `model` for a training loop of your own. After `loss.backward()` every gradient is the mean over the group. A collective.
 
-    A mean of means is right only where every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
-    Ranks must hold the same model; where values differ, rank 0's are taken, with a warning.
+    Use it as torch's DDP:
 
-    compress: a name of comm/compress.py: sums that are a little off, and less to send
-    compress_after: steps that sum exactly first
+        ddp = rl.data_parallel(model, world)
+        F.cross_entropy(ddp(inputs), targets).backward()   # of this rank's rows
+        optimizer.step()
+
+    The mean over ranks is the gradient of the whole batch only if every rank's loss is a mean over equally many items; `rl.prepare`
+    divides by the global count, so it is right for unequal ranks too. All ranks must pass the same model; where values differ, rank 0's
+    are taken, with a warning.
+
+    all_reduce:     "backend", "ring", or a registered name
+    compress:       a name of comm/compress.py: less is sent, and sums are approximate
+    compress_after: how many first steps send exact gradients
+    bucket_bytes:   the most that a bucket of several gradients holds; left out, 128 MiB for CPU ranks on one host, else 32 MiB
     sent:     2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
-    raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for names that mean nothing, or not together
+    raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for unknown names, and for two that cannot be
+              combined
     """
     expect_model_and_group(model, group)
     expect_no_sync_batch_norm(model, group.size)
@@ -122,7 +132,7 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, each once, tied ones under their first name."""
+    """The trainable parameters, each once; tied ones under their first name."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""Replicas begin equal: all ranks hold the same tensors before anything is trained, and take the values of rank 0."""
+"""Replicas start equal: before training, all ranks must hold the same tensors, and take the values of rank 0."""
 
 import hashlib
 import json
@@ -17,57 +17,61 @@ from rankloom.world.group import Group
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers of `model`, each once, tied ones under their first name."""
+    """All parameters and buffers of `model`, each once; tied ones under their first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def expect_model_and_group(model: Any, group: Any) -> None:
-    """raises: ConfigError when one of them is something else, or the model is averaged already"""
+    """Check the types of model and group. Raises ConfigError, also when `data_parallel` has already wrapped the model."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
     expect_not_averaged(model)
 
 
 def expect_not_averaged(model: nn.Module) -> None:
-    """Raise ConfigError when `data_parallel` has wrapped the model or a part of it: two who sum a gradient sum it twice."""
+    """Raise ConfigError when `data_parallel` has wrapped the model or a part of it: gradients would be summed twice."""
     for name, module in model.named_modules():
         if keeps(module):
-            raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and whatever became of the wrapper, its "
-                              "gradients are averaged: take a fresh copy (`copy.deepcopy(model)`)")
+            raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and its gradients are averaged even when "
+                              "the wrapper is gone: take a fresh copy (`copy.deepcopy(model)`)")
 
 
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
-    """Check that all ranks hold the same tensors, and give every rank the values of rank 0.
+    """Check that all ranks hold the same tensors, and give every rank the values of rank 0. A collective.
 
-    returns: names of the tensors whose values differed on this rank before; rank 0 warns for all
+    returns: names of the tensors whose values differed on this rank; rank 0 warns for all ranks
     sent:    the model once, from rank 0
-    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for what cannot stay equal
+    raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for models whose replicas
+             could not stay equal
     """
     expect_same_tensors(model, group)
     if group.size == 1:
         return []
     changed = []
     for name, tensor in named_state(model):
-        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and a NaN is itself
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and NaN != NaN
         theirs = group.broadcast(mine.clone(), label=f"initial {name}")
         if not torch.equal(theirs, mine):
             changed.append(name)
             with torch.no_grad():
                 tensor.copy_(theirs.view(tensor.dtype).view(tensor.shape))
     everyone = group.all_gather_object(changed, label="who differed")
-    if group.rank == 0 and any(everyone):   # whose words reach the console
+    if group.rank == 0 and any(everyone):   # only rank 0's warnings reach the console
         ranks = [rank for rank, names in zip(group.ranks, everyone) if names]
         names, root = next(filter(None, everyone)), group.world_rank
         warnings.warn(f"the models of ranks {ranks} differed from rank {root}'s, that of rank {ranks[0]} in {len(names)} tensors "
                       f"(first: {names[0]}); rank {root}'s values are used. Seed the model's initialisation the same on all ranks "
-                      "to be rid of this warning.", stacklevel=3)
+                      "to avoid this warning.", stacklevel=3)
     return changed
 
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:
-    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError when two ranks have been
-    given one object, or parameters share memory; see `_expect_plain_embeddings` too."""
+    """Raise ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ between ranks. A collective.
+
+    Raises ConfigError when two ranks (threads) share one model object, when two parameters share memory, and for the embeddings of
+    `_expect_plain_embeddings`.
+    """
     _expect_plain_embeddings(model, group.size)
     _expect_memory_of_their_own(model)
     _expect_own(model, group)
@@ -87,8 +91,8 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
 
 
 def _expect_own(model: nn.Module, group: Group) -> None:
-    """Ranks that are threads may hold the same object by accident, and would write over each other's gradients."""
-    holder = vars(model).setdefault("_held_by_rankloom", group.world_rank)   # in one go: the first of the threads
+    """Raise ConfigError when two ranks share a model object: threads would overwrite each other's gradients."""
+    holder = vars(model).setdefault("_held_by_rankloom", group.world_rank)   # atomic: the first thread's rank stays
     try:
         holders = group.all_gather_object(holder, label="a model for each rank")
     finally:
@@ -101,19 +105,20 @@ def _expect_own(model: nn.Module, group: Group) -> None:
 
 
 def _expect_memory_of_their_own(model: nn.Module) -> None:
-    """Raise ConfigError for two parameters in one memory: they get others, in flat buffers, and would be trained apart."""
+    """Raise ConfigError for two parameters in the same memory: flat buffers would separate them, and train them apart."""
     found: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if address := address_of(param):
             first, other = found.setdefault((param.device, address), (name, param))
             if other is not param and (param.requires_grad or other.requires_grad):
                 raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
-                                  "would be trained apart. Tie them as one parameter: `a.weight = b.weight`")
+                                  "would be updated separately. Tie them as one parameter: `a.weight = b.weight`")
 
 
 def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
-    """Raise ConfigError for one with sparse gradients, which have no place in a flat buffer; and on several ranks for one whose weight,
-    or whose gradient, depends on which rows meet on a rank.
+    """Raise ConfigError for embeddings with sparse gradients, which do not fit in a flat buffer.
+
+    On several ranks also for those whose weight or gradient depends on which rows are on the same rank.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

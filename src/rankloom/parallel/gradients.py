@@ -1,23 +1,23 @@
-"""Sum the gradients of a model over a group, in flat buckets that leave while backward goes on.
+"""Sum the gradients of a model over a group, in flat buckets that are all-reduced while backward goes on.
 
 Communication plan, one step:
 
-    first backward       learn the order in which gradients come, agree on rank 0's, lay parameters and
+    first backward       record the order in which gradients arrive, take rank 0's order on all ranks, and lay parameters and
                          gradients out in flat buckets in that order
-    backward             a gradient lands in its bucket; a full bucket leaves at once (all-reduce, asynchronous),
-                         in bucket order on every rank, while backward goes on
-    end of backward      launch what is left, agree which parameters were used anywhere, wait
-    embeddings           on the CPU only the rows that some rank touched travel, where that is cheaper (comm/rows.py)
+    backward             each gradient is written into its bucket; a full bucket is all-reduced at once, asynchronously,
+                         in bucket order on every rank
+    end of backward      launch the remaining buckets, agree which parameters were used on any rank, wait
+    embeddings           on the CPU only the rows that some rank touched are sent, where that is cheaper (comm/rows.py)
 
-Compressed (comm/compress.py), every bucket has an all-reduce of its own, which remembers what it lost: that is state of this rank
-and of this run, in no checkpoint, so after a resume the first step begins without it, and steps that are exact first are counted
-anew. What is lost of one step goes with the next one, so gradients of steps of different size are multiplied by `summing.factor`
-before they leave, to be means. An embedding goes by rows, exact, where that is cheaper still.
+Compression (comm/compress.py): each bucket has its own all-reduce with error feedback: what one step loses is added to the next.
+Steps may have different numbers of items, so gradients are first multiplied by `summing.factor`, which makes them means. The error is
+state of this rank and is in no checkpoint: after a resume it starts at zero, and the exact first steps are counted again. An
+embedding is still sent by rows, exactly, where that is cheaper.
 
 On one rank there is nothing to sum, and gradients stay where autograd made them.
 
-A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it; one that some rank
-used gets the sum, zeros standing in for the others. With accumulation only the last micro-batch communicates.
+A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it. One that some rank used gets the
+sum; the other ranks add zeros. With accumulation only the last micro-batch communicates.
 
 Read shard/flat.py before this file; parallel/data.py and train/engine.py use it.
 """
@@ -46,32 +46,32 @@ from rankloom.shard.frames import between_steps, memory_lent, tensors_in
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
-ONE_HOST_BYTES = 128 << 20   # where the cores that compute also move the bytes, overlap gains little and a message costs a millisecond
+ONE_HOST_BYTES = 128 << 20   # here the cores that compute also move the bytes: overlap gains little, and a message costs 1 ms
 
 
 class Bucket:
-    """Gradients that travel together: a flat buffer, and who has not landed in it in this backward.
+    """Gradients that are all-reduced together: a flat buffer, and the names still missing from it in this backward.
 
-    Its parameters are moved into a flat buffer of the same layout. The gradients lie in memory that the group hands out, where its
-    ranks share a host: there they are summed where they lie. Else on a GPU the memory is given back when a step begins. A gradient
-    that the user still holds stays valid: the bucket then allocates new memory.
+    The parameters are moved into a flat buffer of the same layout. Where the ranks share a host, the group lends memory for the
+    gradients, and they are summed in place. Otherwise, on a GPU, the memory is freed when a step begins. A gradient that the user
+    still holds stays valid: the bucket then allocates new memory.
     """
 
     def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
         gradients = {name: owner.grad for name, owner in owners.items()}
         for owner in owners.values():
-            owner.grad = None   # torch checks a gradient against its parameter's memory when that moves
+            owner.grad = None   # torch would check it against the parameter when that moves to other memory
         parameters = FlatBuffer(owners)
         move_into(parameters, owners)
         self.slots, self.dtype = parameters.slots, parameters.flat.dtype
-        self.owners, self.has_unsynced = owners, False   # gradients of this rank alone
+        self.owners, self.has_unsynced = owners, False   # has_unsynced: it holds gradients of this rank alone
         size = (parameters.flat.numel(), self.dtype)
         self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
-        self.views: dict[str, Tensor] = {}   # while it is open
+        self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
         self.open()
         self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
         self.waiting_for = set(owners)
-        self.wait: Callable[[], Any] | None = None   # for its all-reduce, while that is on its way
+        self.wait: Callable[[], Any] | None = None   # waits for the all-reduce, while that is in flight
         for name, owner in owners.items():
             gradient = gradients.pop(name)
             if gradient is not None:
@@ -80,41 +80,41 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """All its gradients, and zeros between them."""
+        """All gradients of the bucket, with zeros in the gaps between them."""
         return self._window.tensor
 
     def open(self) -> None:
-        """Gradients may come: over those of the step before, if nobody but this holds them."""
+        """Make room for gradients. They overwrite those of the last step, unless the user still holds one of these."""
         if not self.has_unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
             self.close()
         if not self.views:
             self._window.open()
             self.views, self.gaps = views_of(self.flat, self.slots), gaps_of(self.flat, self.slots)
-            for gap in self.gaps:   # norms read the whole
+            for gap in self.gaps:   # norms read the whole buffer
                 gap.zero_()
 
     def close(self) -> None:
-        """No parameter has a gradient of it."""
-        if self._has_guests() or not self._window.stays:   # else to make the views again would be time lost
+        """Called when no parameter has a gradient in this bucket: free the memory."""
+        if self._has_guests() or not self._window.stays:   # otherwise closing would free nothing, and the views would be made again
             self.views, self.gaps = {}, []
             self._window.close()
 
     def _has_guests(self) -> bool:
-        """Whether anyone outside the bucket holds a view of its memory."""
+        """Whether a view of the memory is held outside the bucket, for example by the user."""
         return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps)
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient to hang at a parameter: an alias of the view, because casting or moving a model gives that tensor other memory."""
+        """The tensor for a parameter's `.grad`: an alias of the view, because casting or moving a model swaps the memory of that tensor."""
         return self.views[name].detach()
 
     def holds(self, name: str, gradient: Tensor | None) -> bool:
-        """Whether `gradient` lies in its place here."""
+        """Whether `gradient` is the one in this bucket."""
         return gradient is not None and gradient.data_ptr() == self.views[name].data_ptr()
 
     def land(self, name: str, param: Tensor, owner: Tensor, scale: float) -> None:
-        """Take over the gradient that backward has just left in `param.grad`; `owner.grad` becomes the one that lies here.
+        """Put the gradient that backward has just written to `param.grad` into the bucket; `owner.grad` becomes its alias there.
 
-        owner: whom the optimizer updates: `param` itself, or its master copy in another dtype
+        owner: the tensor that the optimizer updates: `param` itself, or its master copy in another dtype
         """
         self.open()
         self.has_unsynced = True
@@ -124,7 +124,7 @@ class Bucket:
             _multiply(view, scale)
         elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
             _multiply(view.add_(gradient), scale)
-        elif scale == 1.0 or gradient.dtype is not self.dtype:   # `mul` would round in the gradient's format, then copy
+        elif scale == 1.0 or gradient.dtype is not self.dtype:   # here `mul` would round to the gradient's dtype before the copy
             _multiply(view.copy_(gradient), scale)
         else:
             torch.mul(gradient, scale, out=view)
@@ -137,12 +137,12 @@ class GradientReducer:
     """Sums the gradients of one model over one group, in buckets, while backward runs.
 
     params:  name -> the parameter that backward writes a gradient to
-    owners:  name -> whose `.grad` the optimizer reads, where that is not the parameter itself (a master copy)
-    bucket_bytes: the most that a bucket of several gradients holds; left out, it is chosen by where the ranks are
-    average: divide the sum by the ranks
+    owners:  name -> the tensor whose `.grad` the optimizer reads (a master copy); left out, the parameter itself
+    bucket_bytes: the most that a bucket of several gradients holds; left out, 128 MiB for CPU ranks on one host, else 32 MiB
+    average: divide the sum by the number of ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
-    compress_after: how many calls of `finish` sum exactly before sums are compressed
-    raises:  ConfigError when there is no such all-reduce or compression, or they do not go together, or no byte goes in a bucket
+    compress_after: how many calls of `finish` sum exactly before compression starts
+    raises:  ConfigError for an unknown all-reduce or compression, for two that cannot be combined, and for bucket_bytes below 1
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
@@ -154,7 +154,7 @@ class GradientReducer:
         if all_reduce == HIERARCHICAL and self.summing.is_compressed and group.rank == 0 and 1 == len(group.topology.nodes) < group.size:
             warnings.warn(f"compress={compress!r} with all_reduce={HIERARCHICAL!r} compresses what goes between nodes, and all "
                           f"{group.size} ranks are on one: nothing is compressed. Leave all_reduce out to compress all sums", stacklevel=3)
-        # Counting rows on a GPU would stop its queue; and whoever chose an algorithm wants that one.
+        # Not on a GPU: counting rows would make the CPU wait for it. Nor where the user chose an algorithm: then that one is used.
         rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
         self._by_rows = {name: self.summing.lossy([(0, owner.shape)]) for name, owner in self.owners.items()
                          if name in by_rows and rows_pay and owner.dtype in BITS}
@@ -162,46 +162,46 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
-        self._arrivals = Arrivals(params)   # gradients of this rank alone in no bucket; in the first backward all
+        self._arrivals = Arrivals(params)   # gradients of this rank alone, outside buckets; in the first backward all
         self._launched = 0
         self._worker = worker_beside(group) if self.summing.in_python and group.device.type == "cpu" and group.size > 1 else None
         for name, param in params.items():
             hook_gradient(param, self._land, name)
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Whether backward passes inside launch full buckets; without, gradients only accumulate."""
+        """A context: whether backward passes inside launch full buckets. If not, gradients only accumulate."""
         return temporarily(self, syncing=on)
 
     def flat_gradients(self) -> list[Tensor]:
-        """The summed gradients, each element once: buckets, with zeros where a parameter was not used, and what lies in none."""
+        """The summed gradients, each element once: buckets, with zeros for unused parameters, then the gradients outside buckets."""
         outside_buckets = [owner.grad for name, owner in self.owners.items() if name not in self._home]
         return [bucket.flat for bucket in self.buckets] + [grad for grad in outside_buckets if grad is not None]
 
     def zero(self) -> None:
-        """Forget all gradients; the next to land overwrites its place."""
+        """Forget all gradients. The next one to arrive overwrites the old values."""
         for owner in self.owners.values():
             owner.grad = None
         self._none_unsynced()
 
     def expect_summed(self, param: Tensor) -> None:
-        """Before an optimizer of the user's updates it: raise UnitError when the ranks would part, and nobody has asked for that."""
+        """Called before the user's own optimizer updates `param`: raise UnitError when ranks would diverge, unless inside `no_sync`."""
         has_unsynced = bool(self._arrivals) or any(bucket.has_unsynced for bucket in self.buckets)
-        meant = self.average and not self.syncing   # a step of each rank for itself, inside of `no_sync`
+        meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
         if has_unsynced and not meant and param.grad is not None and self.group.size > 1:
             name = next(name for name, owner in self.owners.items() if owner is param)
             raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
-                            "part: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
-                            "backward outside of `no_sync`; with `rl.prepare` its engine steps")
+                            "diverge: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
+                            "backward outside of `no_sync`; with `rl.prepare`, call `engine.step`")
 
     def abandon(self) -> None:
-        """Clear away a backward that died half way, so that the next step starts clean."""
+        """Clean up after a backward that failed half way."""
         self._wait_for_buckets()
         self._reset()
         self.zero()
         self.give_back()
 
     def give_back(self) -> None:
-        """The memory goes, if nobody holds a gradient any more: an optimizer forgets them, too."""
+        """Free the buckets' memory, if no parameter has a gradient any more (`optimizer.zero_grad()` has run)."""
         self._arrivals.begin()
         if all(owner.grad is None for owner in self.owners.values()):
             for bucket in self.buckets:
@@ -209,10 +209,10 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self, totals: Tensor | None = None) -> Tensor | None:
-        """After the last backward of a step, on every rank: launch what is left, and wait.
+        """After the last backward of a step, on every rank: launch the remaining buckets, and wait.
 
-        Afterwards `.grad` is the sum over ranks where any rank used the parameter, else None.
-        totals: a few numbers to sum over the ranks on the way; returned
+        Afterwards `.grad` is the sum over ranks if any rank used the parameter, else None.
+        totals: a few numbers to sum over the ranks in the same message; returned
         """
         if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
@@ -225,11 +225,11 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ while backward runs
 
-    @torch.no_grad()   # else it is part of a graph, where the backward makes one
+    @torch.no_grad()   # with create_graph=True it would become part of the graph
     def _land(self, name: str, param: Tensor) -> None:
         if param.grad is None:
             raise UnitError(f"rank {self.group.world_rank}: a hook has taken the gradient of {name} away before it was summed over ranks. "
-                            "Hooks may read it or change it; let the optimizer forget it, after its step")
+                            "Hooks may read or change gradients; clear them with `optimizer.zero_grad()`, after the step")
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
             if self.syncing and name not in bucket.waiting_for:
@@ -244,7 +244,7 @@ class GradientReducer:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
             return
-        # In the first backward, and by rows in every one, gradients stay where autograd made them.
+        # No bucket: in the first backward, and always for embeddings sent by rows, gradients stay where autograd made them.
         self._arrivals.note(name, param, owner)
         if owner is not param:
             assert param.grad is not None, f"{name}: hook without a gradient"
@@ -252,21 +252,21 @@ class GradientReducer:
             param.grad = None
 
     def _launch_full_buckets(self) -> None:
-        # In bucket order on every rank, whatever order gradients came in here: collectives must match.
+        # In bucket order, in whatever order gradients arrive on this rank: collectives must match.
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting_for:
             bucket = self.buckets[self._launched]
             bucket.wait = self._start(bucket, f"gradients of bucket {self._launched}")
             self._launched += 1
 
     def _start(self, bucket: Bucket, label: str) -> Callable[[], Any]:
-        """Let the bucket leave. Returns a function that waits until its sum is there."""
+        """Start the all-reduce of a bucket. Returns a function that waits for it."""
         algorithm = self.summing.now(bucket.algorithm)
         if algorithm is None:
             return self.group.all_reduce(bucket.flat, label=label, async_op=True).wait   # type: ignore[no-any-return]
         if self._worker is not None:
             return self._worker.submit(partial(algorithm, bucket.flat, self._worker.group))
         algorithm(bucket.flat, self.group)
-        return lambda: None   # its kernels are in the GPU's queue, where the stream keeps the order
+        return lambda: None   # its kernels are queued on the GPU, and the stream keeps their order
 
     # ------------------------------------------------------------------ at the end of backward
 
@@ -277,10 +277,10 @@ class GradientReducer:
             bucket.waiting_for.clear()
         self._launch_full_buckets()
         if self._worker is not None:
-            self._wait_for_buckets()   # two threads must not start collectives in an order of chance
+            self._wait_for_buckets()   # or two threads would start collectives in a random order
 
     def _stand_in(self, bucket: Bucket, name: str) -> None:
-        """A parameter without a gradient in this backward adds what it has accumulated before, or nothing."""
+        """For a parameter without a gradient in this backward: send what it has accumulated before, or zeros."""
         bucket.open()
         view, gradient = bucket.views[name], self.owners[name].grad
         if gradient is None:
@@ -291,9 +291,9 @@ class GradientReducer:
         _multiply(view, self.summing.factor)
 
     def _agree(self, totals: Tensor | None) -> Tensor | None:
-        """Sum the totals; hand gradients over where any rank used the parameter; sum those that go by rows.
+        """Sum the totals; set `.grad` of the parameters that any rank used; sum the gradients that go by rows.
 
-        One small message tells all: a flag for each parameter, how many rows were touched of each embedding, the totals.
+        One small message carries it all: a flag per parameter, the number of touched rows per embedding, the totals.
         """
         touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
@@ -321,7 +321,7 @@ class GradientReducer:
         return lossy(gradient, self.group) if lossy else self.group.all_reduce(gradient, label=f"gradient of {name}")
 
     def _clear_strays(self) -> None:
-        """Compressed sums leave something where there is no gradient: between tensors, and in parameters that no rank used."""
+        """Zero what compression wrote where there is no gradient: between tensors, and in parameters that no rank used."""
         for bucket in self.buckets:
             unused = [view for name, view in bucket.views.items() if self.owners[name].grad is None]
             if bucket.gaps or unused:
@@ -351,14 +351,14 @@ class GradientReducer:
             bucket.has_unsynced = False
 
     def _lay_out(self) -> None:
-        """Lay parameters and gradients out in buckets, in the order in which rank 0's gradients came."""
+        """Lay parameters and gradients out in buckets, in the order in which gradients arrived on rank 0."""
         names = list(self.owners)
         late = [name for name in reversed(names) if name not in self._arrivals]
         order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals), self._arrivals.digest()])
         *indices, arrived, digest = self.group.broadcast(order, label="order of gradients").tolist()
         self._arrivals.expect_alike(digest, self.group)
         ordered = [names[index] for index in indices]
-        # Parameters that got no gradient have buckets of their own: they would hold up the others every step.
+        # Parameters without a gradient get buckets of their own: they would hold up the others in every step.
         for part in (ordered[:arrived], ordered[arrived:]):
             for owners in by_dtype(self.owners, [name for name in part if name not in self._by_rows]):
                 for names in cut_into_buckets({name: owner.nbytes for name, owner in owners.items()}, self._bucket_bytes):
@@ -372,5 +372,5 @@ class GradientReducer:
 
 
 def _multiply(x: Tensor, factor: float) -> None:
-    if factor != 1.0:   # which would be a pass over memory for nothing
+    if factor != 1.0:   # else it would be a pass over memory for nothing
         x.mul_(factor)

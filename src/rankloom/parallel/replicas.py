@@ -1,6 +1,6 @@
-"""Replicas stay equal from step to step: their parameters are the ones that were prepared, and their buffers are averaged.
+"""Replicas stay equal from step to step: their parameters are checked, and their buffers are averaged.
 
-They begin equal by parallel/equal_start.py.
+parallel/equal_start.py makes them equal at the start.
 """
 
 from torch import nn
@@ -11,7 +11,7 @@ from rankloom.world.group import Group
 
 
 class ReplicaGuard:
-    """What watches over one model on the ranks of one group."""
+    """The checks of one model on the ranks of one group."""
 
     def __init__(self, model: nn.Module, group: Group):
         self.parameters, self.buffers = KnownParameters(model), BufferKeeper(model, group)

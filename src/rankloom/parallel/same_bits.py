@@ -1,10 +1,10 @@
 """Gradients summed so that every bit is the same on any number of ranks.
 
-The global batch is cut in L logical shards, fixed for the run; each is one micro-batch, a leaf of the canonical tree of
-comm/canonical.py. A rank runs its leaves one after another and folds their gradients as they come; after the last, the
-ranks fold what is left together. Nothing is added in an order that depends on who computed it.
+The global batch is cut into L logical shards; L is fixed for the run. Each shard is one micro-batch, and a leaf of the canonical tree
+(comm/canonical.py), which fixes the order of all additions. A rank runs its leaves one after another, and adds up their gradients along
+the tree as soon as it can; after its last leaf, the ranks add up their partial sums. So no order depends on which rank computed what.
 
-memory: up to log2(L) + 1 more copies of the gradients than in the free order; communication is not overlapped.
+price: up to log2(L) + 1 copies of the gradients, and communication is not overlapped with backward
 """
 
 from collections.abc import Hashable, Mapping
@@ -16,14 +16,14 @@ from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.world.group import Group
 
-CACHED_BYTES = 8 << 20   # a bucket is dealt, folded and gathered in turn: it should stay in the cache meanwhile
+CACHED_BYTES = 8 << 20   # a bucket is distributed, folded and gathered before the next one: it should fit in the cache
 
 
 TOTALS = "totals"   # the key of the numbers that are summed beside gradients
 
 
 class ShardFolds:
-    """Of one step: buffers by key, each folded over the logical shards of this rank, then over the ranks.
+    """The partial sums of one step: buffers by key, each folded over the logical shards of this rank, then over the ranks.
 
     memory: up to log2(shards) + 1 copies of each buffer
     """
@@ -33,7 +33,7 @@ class ShardFolds:
         self._folds: dict[Hashable, Fold] = {}
 
     def add(self, key: Hashable, shard: int, values: Tensor) -> None:
-        """Fold in the buffer that one shard has made; it now belongs to the fold. Every shard brings the same keys."""
+        """Add the buffer of one shard, which now belongs to the fold. Every shard must add the same keys."""
         self._folds.setdefault(key, Fold(self.shards)).push(Node(shard, 0), values)
 
     def sum(self, key: Hashable, group: Group, label: str) -> Tensor:
@@ -46,15 +46,15 @@ class CanonicalReducer(GradientReducer):
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, shards: int, *, owners: Mapping[str, Tensor] | None = None):
         super().__init__(params, group, owners=owners, bucket_bytes=CACHED_BYTES)
-        self.syncing = False   # every shard's gradients land, none leave by themselves
+        self.syncing = False   # gradients of a shard are only collected: nothing is sent during backward
         self._folds, self._used = ShardFolds(shards), set[str]()
 
     def begin_shards(self, shards: int) -> None:
-        """Start a step whose batch makes so many shards (fewer than usual when it has fewer rows)."""
+        """Start a step. shards: how many the batch has; fewer than usual when it has fewer rows"""
         self._folds, self._used = ShardFolds(shards), set()
 
     def add_shard(self, index: int, totals: Tensor) -> None:
-        """After the backward of shard `index`: fold its gradients and its numbers in, and forget them."""
+        """After the backward of shard `index`: add its gradients and totals to the folds, and clear them."""
         if not self.buckets:
             self._lay_out()
         self._used |= {name for name, owner in self.owners.items() if owner.grad is not None}

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of all ranks' rows: torch's `nn.SyncBatchNorm`, which needs torch's default process group."""
+"""Refuses torch's `nn.SyncBatchNorm`, batch norm over the rows of all ranks: it needs torch's default process group."""
 
 from torch import nn
 
@@ -7,9 +7,9 @@ from rankloom.world.connect import has_default_group
 
 
 def expect_no_sync_batch_norm(model: nn.Module, ranks: int) -> None:
-    """Raise ConfigError when rows are dealt over several ranks and the model has one that would silently see this rank's alone.
+    """Raise ConfigError for a SyncBatchNorm that would silently see only the rows of its own rank.
 
-    ranks: over how many the rows of a batch are dealt
+    ranks: the number of ranks over which the rows of a batch are distributed
     """
     if ranks == 1 or has_default_group():
         return

@@ -1,7 +1,7 @@
-"""A thread beside backward, for all-reduces that are written in Python: nobody runs these but the interpreter.
+"""A thread that runs all-reduces written in Python while backward goes on in the main thread.
 
-Backward may have collectives of its own meanwhile: of a loss over the rows of all ranks, of a SyncBatchNorm. Which thread comes
-first is chance, and not the same on all ranks; so the thread has a connection of its own.
+Backward may run collectives too: for a loss over the rows of all ranks, for a SyncBatchNorm. Which thread is first is random, and
+differs between ranks. So the worker has a connection of its own.
 """
 
 import weakref
@@ -17,19 +17,19 @@ Job = Callable[[], Any]
 
 
 class Worker:
-    """Runs jobs in one thread, in the order in which they are given to it: all-reduces over `group`, which nobody else uses.
+    """Runs jobs in one thread, in the order of `submit`: all-reduces over `group`, which is used for nothing else.
 
-    A daemon, unlike an executor's thread: one that waits for a lost rank must not hold up the end of the program.
+    A daemon thread, unlike that of an executor: if it waits for a lost rank, it must not keep the program from ending.
     """
 
     def __init__(self, group: Group):
         self.group = group
         self._jobs: SimpleQueue[tuple[Job, Future] | None] = SimpleQueue()
-        Thread(target=_run, args=(self._jobs,), name="all-reduce", daemon=True).start()   # given no `self`, which could never end then
+        Thread(target=_run, args=(self._jobs,), name="all-reduce", daemon=True).start()   # not given `self`: that would keep it alive
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Job) -> Callable[[], Any]:
-        """Start `job` when all that were submitted before have ended. Returns a function that waits for its result."""
+        """Queue `job` behind those submitted before. Returns a function that waits for its result."""
         future: Future = Future()
         self._jobs.put((job, future))
         return future.result
@@ -39,9 +39,9 @@ _WORKERS: weakref.WeakKeyDictionary[Group, weakref.ref[Worker]] = weakref.WeakKe
 
 
 def worker_beside(group: Group) -> Worker:
-    """The one worker beside the backward passes over `group`; it lives as long as somebody holds it. Every rank must ask for it.
+    """The worker of `group`, the same for all callers; it lives as long as a caller holds it. A collective.
 
-    A process group made elsewhere has no second connection: the worker uses that one, and backward must not.
+    A process group that the user made has no second connection: the worker uses the first, and backward must not use it.
     """
     worker = found() if (found := _WORKERS.get(group)) else None
     if worker is None:
@@ -55,6 +55,6 @@ def _run(jobs: SimpleQueue) -> None:
         job, future = submitted
         try:
             future.set_result(job())
-        except BaseException as error:   # raised where the result is waited for
+        except BaseException as error:   # raised in the thread that waits for the result
             future.set_exception(error)
-        del submitted, job, future   # they hold tensors, and the next may be long in coming
+        del submitted, job, future   # they hold tensors, and the next job may come much later

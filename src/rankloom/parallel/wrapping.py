@@ -1,8 +1,8 @@
-"""Which parameters travel together: a model cut in sections, each a module that is gathered when it is called.
+"""Which parameters are gathered together: a model is cut into sections, modules whose parameters are gathered when they are called.
 
-By default the repeated blocks of a model are its sections, and the rest (embedding, last norm, head) is the root's. A parameter
-belongs to the innermost section that contains every module using it; so a weight tied across two blocks is the root's.
-Decisions only: nothing here touches a tensor.
+By default each repeated block of a model is a section, and the rest (embedding, last norm, head) belongs to the root. A parameter
+belongs to the innermost section that contains every module using it; so a weight tied across two blocks belongs to the root.
+Decisions only: no tensor is touched here.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from rankloom.base.errors import ConfigError
 AUTO = "auto"
 Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool]
 ROOT = ""
-# What others only keep things in; the last is the output layer of torch's attention, which reads its weight.
+# Modules that are never called: containers, and the output layer of torch's attention, which only reads its weight.
 NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 
-    policy: "auto": the repeated blocks; a class or several: modules of that class; a number: modules with at least so many
-            parameters that no section inside holds; a function of (name, module): wherever it says so
-    raises: ConfigError when the policy finds nothing, or is none
+    policy: "auto": the repeated blocks. One or several classes: modules of these. A number: modules with at least that many parameters
+            outside inner sections. A function of (name, module): modules for which it returns true
+    raises: ConfigError when the policy finds no module, or is not a policy
     """
     named = dict(model.named_modules())
     if policy == AUTO:
@@ -41,7 +41,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
         found = [name for name, module in named.items() if isinstance(module, policy)]
     else:
         found = [name for name, module in named.items() if policy(name, module)]
-    found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # nobody would gather them
+    found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # never called, so never gathered
     if not found and policy != AUTO:
         kinds = sorted({type(module).__name__ for module in named.values()})
         raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
@@ -49,7 +49,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the outermost modules that stand in a list beside others of their class."""
+    """Names of the outermost modules that are in a list with others of their class."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not f"{name}.".startswith(inside):
@@ -61,7 +61,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
 
 
 def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[str, list[str]]:
-    """Section -> the names of its own parameters, each parameter once, under its first name; sections without any are left out."""
+    """Section -> names of its parameters; each parameter once, under its first name. Sections without parameters are left out."""
     known = set(sections)
     names = {id(param): name for name, param in model.named_parameters()}
     homes: dict[str, list[str]] = {}
@@ -88,7 +88,7 @@ def _common(one: list[str], other: list[str]) -> list[str]:
 
 
 def _by_size(model: nn.Module, least: int) -> list[str]:
-    """Innermost first: a module is a section when it holds `least` parameters that no section inside holds."""
+    """From the inside out: a module is a section when it holds at least `least` parameters outside inner sections."""
     found: set[str] = set()
 
     def visit(name: str, module: nn.Module) -> int:
@@ -108,7 +108,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """All tensors in an output, however nested in tuples, lists, dicts and dataclasses."""
+    """All tensors in an output, nested in tuples, lists, dicts and dataclasses."""
     if isinstance(value, nn.Module | str):
         return
     if hasattr(value, "requires_grad"):

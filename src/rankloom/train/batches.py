@@ -1,8 +1,8 @@
-"""Cut a batch in micro-batches, and deal its rows over ranks.
+"""Cut a batch into micro-batches, and distribute its rows over ranks.
 
-A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested as you like; every tensor has one row per sample along
-dim 0. A numpy array as long, and a list or tuple that holds no tensors and is as long (captions), go by rows too. What else is not a
-tensor goes along unchanged. Micro-batches of unequal length do not fit in one batch: they come cut already.
+A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested in any way. Every tensor has one row per sample along
+dim 0. Numpy arrays of the same length are cut by rows too, and so are lists and tuples of that length without tensors (captions).
+Anything else goes unchanged into every micro-batch. Micro-batches of unequal length do not fit in one batch: pass them already cut.
 """
 
 import copy
@@ -22,13 +22,13 @@ from rankloom.world.group import Group
 
 
 class MicroBatches(list[Any]):
-    """A batch that came in micro-batches."""
+    """A batch that the user has already cut into micro-batches."""
 
 
 def as_given(batch: Any, accumulate: int, rank: int) -> Any:
-    """The batch, or `MicroBatches`: an iterator over them, or a list of `accumulate` batches of which none is a mere tensor.
+    """`MicroBatches` for an iterator, or for a list of `accumulate` batches of which none is a plain tensor. Else the batch itself.
 
-    raises: BatchError for an iterator of another number
+    raises: BatchError when an iterator does not give `accumulate` micro-batches
     """
     if isinstance(batch, Iterator):
         pieces = MicroBatches(batch)
@@ -45,31 +45,31 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def map_rows(change: Callable[[Any], Any], batch: Any, rows: int) -> Any:
-    """The same nesting, with `change` of all that goes by rows, tensors or not, of which there are so many."""
+    """The same nesting, with `change(value)` in place of everything that has one entry per row, tensor or not."""
     if isinstance(batch, Tensor) or _goes_by_rows(batch, rows):
         return change(batch)
     return _map_parts(partial(map_rows, change, rows=rows), batch)
 
 
 def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
-    """The same container with `change` of each thing in it; what is no container is itself."""
-    if isinstance(batch, dict | UserDict):   # what tokenizers give is the latter
-        changed = copy.copy(batch)   # with all that a kind of dict knows besides its items
-        for key in sorted(batch, key=str):   # in this order on all ranks, for `change` may send
-            changed[key] = change(batch[key])   # one by one: dicts that are dataclasses too, of `transformers`, refuse `update`
+    """The same container with `change(value)` for each of its values. Anything that is not a container is returned unchanged."""
+    if isinstance(batch, dict | UserDict):   # tokenizers return a UserDict
+        changed = copy.copy(batch)   # with the attributes of a dict's subclass
+        for key in sorted(batch, key=str):   # in the same order on all ranks: `change` may communicate
+            changed[key] = change(batch[key])   # not `update`, which the outputs of `transformers` refuse
         return changed
     if isinstance(batch, list | tuple):
         return _alike(batch, [change(value) for value in batch])
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
-        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # one without a default may not be set
-            object.__setattr__(twin, name, change(getattr(batch, name)))   # frozen ones, too
+        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # a field without a default may be unset
+            object.__setattr__(twin, name, change(getattr(batch, name)))   # frozen dataclasses too
         return twin
     return batch
 
 
 def _alike(kind: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
-    """The values in a list or tuple of that kind, whatever it asks for when it is made."""
+    """A list or tuple of the type of `kind` with these values, whatever arguments its constructor takes."""
     if isinstance(kind, list):
         twin = copy.copy(kind)
         twin[:] = values
@@ -78,21 +78,21 @@ def _alike(kind: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
         return kind._make(values)
     try:
         made = tuple.__new__(type(kind), values)
-    except TypeError:   # those of torch (a shape, what `max` returns) are made by their own only
+    except TypeError:   # torch's own (a shape, the result of `max`) allow only their constructor
         return type(kind)(values)
     vars(made).update(vars(kind)) if hasattr(kind, "__dict__") else None
     return made
 
 
 def _goes_by_rows(value: Any, rows: int) -> bool:
-    """Whether something that is no tensor has one entry for each of the rows."""
+    """Whether a value that is not a tensor has one entry per row."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == rows
     if not isinstance(value, list | tuple) or len(value) != rows or hasattr(value, "_fields") or isinstance(value, torch.Size):
         return False
     tensors: list[Tensor] = []
     map_tensors(tensors.append, value)
-    columns = all(isinstance(entry, np.ndarray) and _goes_by_rows(entry, rows) for entry in value)   # as many as there are rows, by chance
+    columns = all(isinstance(entry, np.ndarray) and _goes_by_rows(entry, rows) for entry in value)   # as many as rows, by chance
     return not (tensors or columns)
 
 
@@ -110,7 +110,7 @@ def rows_of(batch: Any, rank: int) -> int:
 
 
 def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
-    """The batch in `pieces` contiguous runs of rows; where they do not divide, the first are one longer. Micro-batches stay as they are.
+    """Cut the batch into `pieces` runs of rows; if they cannot be equal, the first are one longer. `MicroBatches` stay as they are.
 
     raises: BatchError when there are fewer rows than pieces
     """
@@ -123,7 +123,7 @@ def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
 
 
 def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
-    """The same, in fewer pieces where there are fewer rows; one without rows is one piece."""
+    """As `cut_batch`, but into fewer pieces when there are fewer rows. A batch without rows is one piece."""
     if isinstance(batch, MicroBatches):
         return list(batch)
     rows = rows_of(batch, rank)
@@ -131,7 +131,7 @@ def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
 
 
 def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
-    """The first so many rows, and the two halves of these; one row has no halves, so it comes twice."""
+    """The first `rows` rows, and the two halves of these. For one row: the row twice, and it alone as each half."""
     middle = (rows + 1) // 2
     runs = [partial(_rows, first=first, end=end) for first, end in ((0, rows), (0, middle), (middle, rows))]
     change: list[Callable[[Any], Any]] = [*runs] if rows > 1 else [_twice, runs[0], runs[0]]
@@ -139,38 +139,38 @@ def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
 
 
 def expect_rows(rows: int, pieces: int, rank: int) -> None:
-    """Raise BatchError when so many rows, of that rank, are fewer than the pieces."""
+    """Raise BatchError when a rank has fewer rows than pieces."""
     if rows < pieces:
         raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; "
                          "give it at least one row for each, or accumulate less")
 
 
 def laid_out_anew(x: Tensor) -> Tensor:
-    """A copy without gaps, at an address of its own: on other addresses and strides kernels may round otherwise, and where a rank's rows
-    begin depends on how many its neighbours have.
+    """A contiguous copy at an address of its own. Kernels may round differently for other strides and alignments, and without a copy
+    the alignment would depend on how many rows other ranks have.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: Any, first: int, end: int) -> Any:
-    if isinstance(x, Tensor) and x.is_sparse:   # has no slices
+    if isinstance(x, Tensor) and x.is_sparse:   # sparse tensors cannot be sliced
         return x.index_select(0, torch.arange(len(x), device=x.device)[first:end])
     return x[first:end]
 
 
 def _twice(x: Any) -> Any:
-    """The first row, two times."""
+    """The first row, twice."""
     row = _rows(x, 0, 1)
     return torch.cat((row, row)) if isinstance(row, Tensor) else np.concatenate((row, row)) if isinstance(row, np.ndarray) else row + row
 
 
 def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
-    """Give each rank the rows of the logical shards it owns, whoever holds them now.
+    """Send each rank the rows of the logical shards that it owns. A collective.
 
-    The global batch is all ranks' batches one after another, in rank order, and is cut in `shards` contiguous shards; fewer
-    when it has fewer rows.
-    returns: (this rank's rows, which row of the global batch is the first of them, the number of shards)
-    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no tensors would have to travel
+    The global batch is the batches of all ranks, concatenated in rank order. It is cut into `shards` contiguous shards, or fewer when
+    it has fewer rows.
+    returns: (this rank's rows, the index of the first of them in the global batch, the number of shards)
+    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are not tensors would have to be sent
     """
     rows, found = rows_of(batch, group.rank), list[Any]()
     map_rows(found.append, batch, rows)
@@ -198,7 +198,7 @@ def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
 
 
 def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:
-    """How many rows of `rank`'s run, in a cut by `mine`, fall into each run of a cut by `theirs`."""
+    """Cut the rows into runs of the lengths `mine`: how many rows of run `rank` are in each run of a cut into the lengths `theirs`."""
     start, end = sum(mine[:rank]), sum(mine[: rank + 1])
     bounds = [(sum(theirs[:r]), sum(theirs[: r + 1])) for r in range(len(theirs))]
     return [max(0, min(end, stop) - max(start, first)) for first, stop in bounds]

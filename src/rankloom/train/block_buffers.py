@@ -1,13 +1,13 @@
-"""Buffers that the forward of a block changes and may read, too: running statistics, counters, the vectors of spectral norm, codebooks.
+"""Buffers that a block's forward changes, and may read too: running statistics, counters, vectors of spectral norm, codebooks.
 
-Where such a forward runs again, it must find what they held when it ran first, and its changes must not count twice. So it runs on
-copies, which stand in the buffers' places meanwhile: the buffers themselves are not touched, and backward may keep the copies.
+When such a forward is recomputed, it must see the values of its first run, and its changes must not count twice. So it runs on
+copies, which take the places of the buffers meanwhile. The buffers themselves are not touched, and backward may keep the copies.
 
     Before(block)     copies all buffers, before a forward
-    changed(...)      after the forward: the copies of those that it has changed, to be kept until backward
-    on_copies(...)    around a forward that runs again, or that is a trial
+    changed(...)      after the forward: the copies of the buffers that it changed, to be kept until backward
+    on_copies(...)    around a forward that is recomputed, or a trial
 
-What is changed without being registered in the block's own modules is not seen.
+Only buffers that are registered in the block's own modules are seen.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Values = dict[str, Tensor | None]   # of buffers, by name; None: one that is not set
+Values = dict[str, Tensor | None]   # name of a buffer -> value; None: the buffer is None
 
 
 class Before:
-    """What the buffers of a block are before a forward: the tensors, their versions, and copies of them.
+    """The buffers of a block before a forward: the tensors, their versions, and copies.
 
-    price: a copy of all buffers of the block, until its forward is over
+    price: a copy of all buffers of the block, until its forward has ended
     """
 
     def __init__(self, block: nn.Module):
@@ -33,9 +33,9 @@ class Before:
         self.values = _copies(self._buffers)
 
     def changed(self, known: set[str], compare: bool) -> Values:
-        """After the forward: the values from before it of the buffers that it has changed, and of those `known` to change; adds to these.
+        """After the forward: earlier values of the buffers that it changed, and of those in `known`. Adds the changed names to `known`.
 
-        compare: the values too, which waits for the device: torch does not count writes through `.data`
+        compare: compare values too, as torch does not count writes through `.data`; this waits for the device
         """
         if not self.values:
             return {}
@@ -51,7 +51,7 @@ class Before:
 
 @contextmanager
 def on_copies(block: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """In here the block has copies of these values for buffers, afterwards the tensors that it has now."""
+    """A context in which the block's buffers are copies of these values. Afterwards it has its own buffers again, untouched."""
     found = [(holder, key, holder[key], name) for name, (holder, key) in _places(block).items() if name in values]
     copies = _copies(values)
     for holder, key, _, name in found:
@@ -64,7 +64,7 @@ def on_copies(block: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator
 
 
 def _places(block: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Name -> where the module that has the buffer keeps it, and its key there."""
+    """Name of a buffer -> the `_buffers` of its module, and the key there."""
     return {_joined(prefix, key): (module._buffers, key) for prefix, module in block.named_modules() for key in module._buffers}
 
 
@@ -77,7 +77,7 @@ def _buffers(block: nn.Module) -> Values:
 
 
 def _copies(values: Mapping[str, Tensor | None]) -> Values:
-    """One that has two names is copied once, and then has both."""
+    """Copies; a buffer with two names is copied once."""
     made = {id(value): value.detach().clone() for value in values.values() if value is not None}
     return {name: None if value is None else made[id(value)] for name, value in values.items()}
 
@@ -87,10 +87,10 @@ def _versions(buffers: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version   # torch counts no writes of what inference mode has made
+    return 0 if buffer.is_inference() else buffer._version   # inference tensors have no version counter
 
 
 def statistics(block: nn.Module) -> set[str]:
-    """Names of running statistics, which a forward in training changes and does not read. Batch norm's kernels write without counting."""
+    """Names of running statistics, which training forwards write and do not read. Batch norm's kernels do not bump versions."""
     return {_joined(prefix, key) for prefix, module in block.named_modules()
             if module.training and getattr(module, "track_running_stats", False) for key in module._buffers}

@@ -1,7 +1,7 @@
-"""The repeated blocks of a model, and their `forward` replaced by one that does something around it.
+"""The repeated blocks of a model, and wrappers around their `forward`.
 
-Recompute, activation offload and compile act on the same blocks, and put a `Wrapped` in the place of a block's `forward`. Module
-hooks on the block, such as those that gather and free its parameters, stay outside of it: they run once, and are not compiled.
+Recompute, activation offload and compile act on the same blocks: each replaces a block's `forward` by a `Wrapped`. Module hooks on
+the block, such as those that gather and free its parameters, stay outside the wrapper: they run once, and are not compiled.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Wrapped:
-    """What stands in the place of a block's `forward`. `inner` is what stood there before.
+    """Replaces a block's `forward`. `inner` is the forward that it replaced.
 
-    raises: ConfigError when the block has one like it, or one that must be put on later
+    raises: ConfigError when the block already has this wrapper, or one that must be outside it
     """
 
-    layer: ClassVar[int]   # from the block outwards
+    layer: ClassVar[int]   # position, counted from the block outwards
 
     def __init__(self, block: nn.Module):
         self.block = block
@@ -32,7 +32,7 @@ class Wrapped:
         block.forward = self   # type: ignore[assignment]
 
     def compile(self, compiler: "Compiler") -> None:
-        """Compile what is innermost."""
+        """Compile the innermost forward."""
         if isinstance(self.inner, Wrapped):
             self.inner.compile(compiler)
         else:
@@ -40,13 +40,14 @@ class Wrapped:
 
 
 def classes_in(units: Policy) -> tuple[type[nn.Module], ...]:
-    """The module classes that say what is a block, where the policy is one or several."""
+    """The module classes in the policy, which say what is a block; empty if it has none."""
     return units if isinstance(units, tuple) else (units,) if isinstance(units, type) else ()
 
 
 def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
-    """Name -> block, in the model's order: the outermost modules of `classes`, or with none the repeated blocks; where nothing is
-    repeated, the only one. One that stands in several lists is there once, under its first name.
+    """Name -> block, in the model's order: the outermost modules of `classes`; without classes, the repeated blocks.
+
+    If no block is repeated, the single block of a list. A block in several lists counts once, under its first name.
 
     raises: ConfigError when the model has none
     """
@@ -64,7 +65,7 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
 
 
 def _only_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the outermost modules that are alone in their list, as the block of a model of one layer is."""
+    """Names of the outermost modules that are alone in a list, as in a model of one layer."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         alone = isinstance(module, nn.ModuleList) and len(module) == 1 and next(module[0].children(), None) is not None

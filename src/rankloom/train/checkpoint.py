@@ -1,11 +1,13 @@
 """Checkpoints: the state of a model in training on disk, written by all ranks and read on any mesh.
 
-    save    ranks tell each other which boxes of which tensors they hold, and deal: each box is written once
-            each writes its own into one file; rank 0 writes the manifest last: with its rename the checkpoint exists
-    load    files are compared with their hashes, shapes with the model's; nothing has been changed until then
-            each rank reads the boxes that it will hold, out of whatever boxes there are
+A box is a rectangular part of a tensor: a start and a stop for each dim.
 
-No value travels between ranks. Read checkpoint/manifest.py, train/checkpoint_parts.py and train/state.py before this file.
+    save    ranks announce which boxes of which tensors they hold, and agree which rank writes each box: every box is written once
+            each rank writes its boxes into one file; rank 0 writes the manifest last, and its rename makes the checkpoint valid
+    load    files are checked against their hashes, and shapes against the model, before anything is changed
+            each rank reads the boxes that it will hold, from all saved boxes that overlap them
+
+Ranks send each other no tensor values. Read checkpoint/manifest.py, train/checkpoint_parts.py and train/state.py before this file.
 """
 
 import hashlib
@@ -43,11 +45,11 @@ from rankloom.world.connect import World
 
 
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_run: Mapping[str, Any] | None = None) -> None:
-    """Write `state` into `folder`, in the place of the checkpoint that may be there. A collective.
+    """Write `state` into `folder`, replacing a checkpoint that is already there. A collective.
 
-    about_run: what the manifest shall say of the run, as JSON, the same on all ranks: "about_run" of its facts
-    memory:    one tensor at a time beyond what there is
-    raises:    ConfigError, on all ranks; what was there is then as it was
+    about_run: a description of the run, as JSON, the same on all ranks: "about_run" in the manifest's facts
+    memory:    one tensor at a time beyond the state
+    raises:    ConfigError, on all ranks; an earlier checkpoint is then unchanged
     """
     world, folder = state.world, _folder(state.world, folder)
     parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
@@ -63,7 +65,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     path, written = folder / file_name(token, world.rank), list[SavedFile]()
     try:
         while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
-    except BaseException:   # maybe of another rank
+    except BaseException:   # it may have failed on another rank
         path.unlink(missing_ok=True)
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
@@ -71,7 +73,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     manifest = assemble(announced, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
     try:
         world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
-    except ConfigError:   # and no other: a rank that is lost now may be lost after the commit
+    except ConfigError:   # only this error: when a rank is lost now, the commit may already have happened
         path.unlink(missing_ok=True)
         raise
 
@@ -85,14 +87,14 @@ def _folder(world: World, given: Any) -> Path:
 
 
 def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:
-    """Find out what cannot be written before anything is."""
+    """Find out what cannot be written, before writing anything."""
     expect_writable(parts)
     _expect_keepable(state)
     settings = [item for part in facts["param_groups"] for item in part.items()]
     for name, value in [*facts["extra"].items(), *facts["values"].items(), *((key, _listed(value)) for key, value in settings)]:
         if not _is_json(value):
-            raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds what JSON "
-                              "has not. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
+            raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds a value "
+                              "that JSON cannot. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,17 +108,17 @@ def _expect_keepable(state: TrainingState) -> None:
                           "keep it as a buffer, or in `get_extra_state`")
     owners = {id(owner) for owner in state.placement.owners.values()}
     if any(id(key) not in owners for key in state.optimizer.state):
-        raise ConfigError("the optimizer remembers something that belongs to none of its parameters, and a checkpoint has no place for "
-                          "that: keep it in a parameter group")
+        raise ConfigError("the optimizer has state that belongs to none of its parameters, and a checkpoint cannot store that: "
+                          "keep it in a parameter group")
 
 
 def _listed(value: Any) -> Any:
-    """Of a setting of a parameter group: `_like` makes tuples of its lists again."""
+    """A setting of a parameter group, for JSON: a tuple as a list. `_like` is the inverse."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives it back as it was."""
+    """Whether a value survives JSON unchanged."""
     if isinstance(value, list):
         return all(map(_is_json, value))
     if isinstance(value, dict):
@@ -125,7 +127,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _problem(work: Any) -> str | None:
-    """What an error of the user's says, for all ranks to raise together."""
+    """Run `work`. Returns the message of its ConfigError, so that all ranks can raise it together."""
     try:
         work()
     except ConfigError as error:
@@ -137,7 +139,7 @@ def _problem(work: Any) -> str | None:
 
 
 def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, OwnedRun, nn.Parameter]]:
-    """Parameter, key and value of all that the optimizer remembers of what this rank has a piece of; the piece, and its owner."""
+    """Optimizer state of the parameters that this rank has a piece of: parameter name, key, value, the piece, its owner."""
     held, pieces = state.optimizer.state, state.placement.pieces()
     for name, owner in state.placement.owners.items():
         if owner in held and not pieces[name].is_empty:
@@ -155,21 +157,21 @@ def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
 
 
 def _lies_alike(key: str, value: Tensor, owner: nn.Parameter, numbers: Container[str]) -> bool:
-    """Whether a value lies as its parameter does. The shape does not tell where a rank has one element of the parameter.
+    """Whether a value is sharded as its parameter is. The shape alone does not tell when this rank has one element of the parameter.
 
-    numbers: keys under which some parameter of more elements has one number
+    numbers: keys under which a parameter of several elements has a single number
     """
     return value.shape == owner.shape and not (key in numbers and value.numel() == 1)
 
 
 def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, lies_alike: bool) -> list[Part]:
-    """One value that the optimizer remembers. lies_alike: as the parameter does; else every rank that has it has the same"""
+    """The parts of one optimizer value. lies_alike: sharded as the parameter is; otherwise equal on every rank that has it"""
     saved = f"{OPTIMIZER}{key}/{piece.name}"
     return state.placement.parts_like(saved, piece, value) if lies_alike else [whole_part(saved, value)]
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
-    """All that is no tensor. Of extra state and optimizer values each rank has its own, by name; the rest is the same on all."""
+    """Everything that is not a tensor. Extra state and optimizer values, by name, may differ by rank; the rest is equal on all ranks."""
     run = state.run()
     values = {f"{key}/{name}": value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
     extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if is_extra(name)}
@@ -188,10 +190,10 @@ def _joined(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Take over the checkpoint in `folder`. A collective. Returns what belongs to no parameter.
+    """Load the checkpoint in `folder`. A collective. Returns the state of the run: step, loss scale, amax.
 
-    memory: one value of the optimizer's state, as this rank has it, at a time, beyond what there is afterwards
-    raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file goes while it is read
+    memory: one optimizer value of this rank at a time, beyond the loaded state
+    raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file disappears while it is read
     """
     folder = _folder(state.world, folder)
     world, parts = state.world, state.placement.parts()
@@ -202,7 +204,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     run["amax"] = {name: torch.tensor(row) for name, row in run["amax"].items()}
     saved = own_parts(state, _described(state, manifest))
     expect_fit(state, saved, run)
-    state.float8.drop_casts()   # a step that failed left them
+    state.float8.drop_casts()   # of a failed step
     pieces = state.placement.pieces()
     numbers = {key for name, held in saved["state"].items() for key, value in held.items()
                if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
@@ -223,7 +225,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
 
 
 def _manifest_of_all(world: World, folder: Path) -> Manifest:
-    """The manifest that every rank has read; each rank has compared some files with their hashes."""
+    """The manifest, read by every rank and found equal; each rank has checked some of the files against their hashes."""
     found: list[tuple[str, Manifest]] = []
     while_others_wait(world, lambda: found.append(read_manifest(folder)), label="read the manifest of a checkpoint")
     (text, manifest), = found
@@ -236,7 +238,7 @@ def _manifest_of_all(world: World, folder: Path) -> Manifest:
 
 
 def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Iterable[str], manifest: Manifest) -> None:
-    """raises: ModelMismatch, on all ranks, when the tensors of their models, or their extra state, are not those that were saved"""
+    """Raise ModelMismatch, on all ranks, unless the model's tensors, over all ranks, and its extra state are those that were saved."""
     mine: dict[str, list[int]] = {part.name.removeprefix(MODEL): list(part.shape) for part in parts} | {name: [] for name in extra}
     told = world.all_gather_object(mine, label="tensors of the model")
     shapes = {name: torch.Size(shape) for rank in told for name, shape in rank.items()}
@@ -246,7 +248,7 @@ def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Ite
 
 
 def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
-    """The optimizer's whole state, with tensors that have shapes and no memory."""
+    """The saved optimizer state, with tensors on the meta device."""
     held: dict[str, dict[str, Any]] = {}
     for joint, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
                          for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
@@ -260,15 +262,15 @@ def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
 
 
 def _like(ours: Any, saved: Any) -> Any:
-    """A setting of a group as JSON has it -> as the optimizer has it."""
+    """A setting of a parameter group, from JSON, in the type that the optimizer uses."""
     if isinstance(ours, Tensor):
         return torch.tensor(saved, dtype=ours.dtype, device=ours.device)
     return tuple(saved) if isinstance(ours, tuple) else saved
 
 
 def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
-    """Memory with what was saved, for a value of the optimizer that has a shape and no memory yet."""
-    made = torch.zeros(value.shape, dtype=value.dtype)   # zeros: where a vocabulary is padded there is nothing to read
+    """Read an optimizer value. value: its shape on this rank, on the meta device"""
+    made = torch.zeros(value.shape, dtype=value.dtype)   # zeros: the padding of a vocabulary is not saved
     lies_alike = _lies_alike(key, value, state.placement.owners[piece.name], numbers)
     for part in _parts_of(state, key, made, piece, lies_alike=lies_alike):
         reader.fill(part)

@@ -1,7 +1,7 @@
-"""For checkpoints: the elements of the model and the optimizer's state that a rank holds, as boxes of whole tensors.
+"""For checkpoints: the elements of model and optimizer state that a rank holds, as boxes of whole tensors.
 
-    a slice of a unit            a run of the flat memory of a parameter, so a few boxes    base/spans.py
-    a model split over ranks     each box of a rank's part is one or more of the whole      parallel/model_split.py
+    a slice of a unit            a range of a parameter's flat memory: a few boxes                   base/spans.py
+    a model split over ranks     a box of a rank's part is one or more boxes of the whole tensor     parallel/model_split.py
 
 Read checkpoint/manifest.py before this file.
 """
@@ -18,7 +18,7 @@ from rankloom.shard.optimizer import OwnedRun
 
 MODEL, OPTIMIZER = "model/", "optimizer/"   # prefixes of saved tensors: model/NAME, optimizer/KEY/NAME
 
-Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of the local tensor -> (box of it, where that lies in the whole)
+Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of the local tensor -> pairs (box of it, the same box in the whole)
 
 
 def stay(box: Box) -> Iterable[tuple[Box, Box]]:
@@ -34,7 +34,7 @@ def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def computed_entries(model: nn.Module) -> list[str]:
-    """Entries of its state dict that are no parameter, no buffer and no extra state, so they cannot be loaded."""
+    """Entries of the state dict that are not parameters, buffers or extra state, so they cannot be loaded."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return [name for name, value in unique_tensors(model).items() if id(value) not in own]
 
@@ -45,13 +45,14 @@ def whole_part(name: str, values: Tensor) -> Part:
 
 
 def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.Size, place: Place = stay) -> list[Part]:
-    """The parts of the whole that `values` are: the elements `piece` of a tensor, in order, in any shape.
+    """The parts of a whole tensor that `values` holds.
 
-    piece: of the tensor as it is on this rank, which `place` places in the whole
-    shape: of the whole
+    piece:  which elements of the local tensor `values` holds, in order, in any shape
+    place:  where boxes of the local tensor are in the whole
+    shape:  of the whole
     """
     values = values.detach()
-    if values.shape == piece.shape or not piece.shape.numel():   # not cut, and maybe not contiguous
+    if values.shape == piece.shape or not piece.shape.numel():   # not sharded; maybe not contiguous
         found = [(whole_box(piece.shape), values.view(piece.shape))]
     else:
         found, at, flat = [], 0, values.view(-1)

@@ -1,6 +1,6 @@
-"""What `rl.prepare` refuses before it has changed anything: every mistake that can be seen in its arguments and in the model.
+"""What `rl.prepare` checks before it changes anything: every mistake that its arguments and the model show.
 
-Which options exclude each other is in rules.py. What only shows when a technique is applied, the technique refuses.
+rules.py says which options exclude each other. A mistake that shows only when a technique is applied is checked there.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ from rankloom.world.connect import World
 
 
 def logical_shards(deterministic: bool | int, world: World, accumulate: int) -> int:
-    """How many the option asks for; 0 for none.
+    """The number of logical shards that the option asks for; 0 for none.
 
-    raises: ConfigError for fewer than there are ranks, and for more micro-batches than one a shard
+    raises: ConfigError for fewer logical shards than ranks, and for `accumulate` with logical shards
     """
     expect_type("deterministic", deterministic, int, "True, False, or a number of logical shards")
     shards = LOGICAL_SHARDS if deterministic is True else int(deterministic)
@@ -43,7 +43,7 @@ def logical_shards(deterministic: bool | int, world: World, accumulate: int) -> 
 
 
 def check_types(model: Any, world: Any, **functions: Any) -> None:
-    """The model and the world are what they should be, and functions can be called; only the loss must be there."""
+    """Check the types of model and world, and that functions are callable. A function other than the loss may be None."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("world", world, World, "what rl.init gives, or what rl.simulate and rl.spawn give their body")
     for name, function in functions.items():
@@ -52,7 +52,7 @@ def check_types(model: Any, world: Any, **functions: Any) -> None:
 
 
 def check_numbers(settings: Settings) -> None:
-    """The settings that are numbers are in their ranges."""
+    """Check the ranges of numbers."""
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
         raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
     expect_type("clip", settings.clip, (int, float, NoneType), "a norm above 0, or None")
@@ -61,7 +61,7 @@ def check_numbers(settings: Settings) -> None:
 
 
 def check_model(model: nn.Module, world: World, settings: Settings) -> None:
-    """The model can be trained in this way: it has what to train, is new, and has no module that needs what nobody gives it."""
+    """Check that the model can be trained: it has trainable parameters, is not yet prepared, and has no unsupported module."""
     if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
         raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
     if not any(param.requires_grad for param in model.parameters()):
@@ -82,7 +82,7 @@ def check_model(model: nn.Module, world: World, settings: Settings) -> None:
 
 
 def _expect_all_in_model(loss: Loss, model: nn.Module) -> None:
-    """A loss may be a module, or a method of one."""
+    """Check that a loss which is a module, or a method of one, has no trainable parameters outside the model."""
     owner, held = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None), set(model.parameters())
     name = next((name for name, param in owner.named_parameters() if param.requires_grad and param not in held),
                 None) if isinstance(owner, nn.Module) else None
@@ -92,13 +92,13 @@ def _expect_all_in_model(loss: Loss, model: nn.Module) -> None:
 
 
 def _script_with_parameters(model: nn.Module) -> str | None:
-    """Activations and other functions may be scripts."""
+    """The name of a TorchScript module with parameters; those without parameters are allowed."""
     return next((name for name, module in model.named_modules()
                  if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None), None)
 
 
 def _expect_no_frequencies(model: nn.Module) -> None:
-    """On several ranks such an embedding is refused anyway."""
+    """Check that no embedding has scale_grad_by_freq. (On several ranks it is refused in any case.)"""
     name = next((name for name, module in model.named_modules() if getattr(module, "scale_grad_by_freq", False)), None)
     if name is not None:
         raise ConfigError(f"{name or 'the model'} has scale_grad_by_freq, which would count the rows of a micro-batch and not of the "
@@ -106,7 +106,7 @@ def _expect_no_frequencies(model: nn.Module) -> None:
 
 
 def check_options(world: World, settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
-    """Nothing is accepted and then ignored. asked: the options of rules.py, but for `deterministic`"""
+    """Check that every option has an effect. asked: the options of rules.py, except `deterministic`"""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
     expect_exact_steps(asked["compress_after"], asked["compress"])
@@ -117,16 +117,16 @@ def check_options(world: World, settings: Settings, stage: int, asked: Mapping[s
 
 
 def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mapping[str, str] | None) -> None:
-    """What is said of the axes context and tensor has a meaning."""
+    """Check the options of the mesh axes context and tensor."""
     expect_kind(context)
     if context != RING and world.mesh.context == 1:
         raise ConfigError(f"context={context!r} has no meaning on a mesh without context ranks")
-    if tensor_plan is not None and world.mesh.tensor == 1:   # the same plan may be for other meshes too
+    if tensor_plan is not None and world.mesh.tensor == 1:   # the plan may be meant for other meshes; still check it
         expect_plan(model, tensor_plan)
 
 
 def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool) -> None:
-    """The blocks and sections that options ask for are found; on a split mesh modules become others first."""
+    """Check that the model has the blocks and sections that options name. Not where a split replaces modules first."""
     if changes_blocks and not is_split(world):
         blocks_of(model, classes_in(units))
     if stage and not is_split(world):

@@ -1,7 +1,7 @@
 """From a TOML file and command-line overrides to one frozen `Config`, or to one clear error.
 
-The error names the file or the flag, the section, the key, what was expected, and the nearest known key. What a
-file may say stands in `schema.py`. No torch here: reading a config costs milliseconds.
+The error names the file or the flag, the section, the key, what was expected, and the nearest known key. `schema.py` defines the keys.
+No torch here: reading a config takes milliseconds.
 """
 
 import re
@@ -20,7 +20,7 @@ from rankloom.base.files import replacing
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]
-OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer",   # paths, and what a rank takes of its host: these may
+OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer",   # paths, and settings of a host: these may
        "train.threads", "comm.topology", "comm.timeout"}                           # differ between ranks
 NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
 
@@ -29,7 +29,7 @@ NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the fi
 class Override:
     """One value from the command line: the flag as it was typed, where it goes, and the text of the value.
 
-    section: may be one inside another: `model.moe`
+    section: may be nested, as `model.moe`
     """
 
     flag: str
@@ -39,23 +39,23 @@ class Override:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, lay the overrides over it (`--mesh.replicate 4`, `--train.steps=200`), and check it all.
+    """Read `path`, apply the overrides (`--mesh.replicate 4`, `--train.steps=200`), and check the result.
 
-    A value of `none` takes a key back to being left out.
-    raises: ConfigError, one for all that is wrong
+    The value `none` removes a key.
+    raises: ConfigError, which lists all mistakes
     """
     return config_of(_read(Path(path)), str(path), parse_overrides(overrides))
 
 
 def config_of(table: Table, where: str, flags: Sequence[Override]) -> Config:
-    """Lay overrides over a nested table, and check it all; `where` names its source in errors. raises: ConfigError"""
+    """Apply overrides to a nested table, and check the result. where: its source, for errors. raises: ConfigError"""
     for flag in flags:
         _lay_over(table, flag)
     return make_config(table, where, {(flag.section, flag.key): flag.flag for flag in flags})
 
 
 def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:
-    """Check a nested table; `where` names its source in errors, `flags` the keys that came from elsewhere."""
+    """Check a nested table. where: its source, for errors; flags: the keys that came from the command line"""
     try:
         return Config.model_validate(table)
     except ValidationError as error:
@@ -85,7 +85,7 @@ def write_config(config: Config, path: str | Path) -> None:
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Cut command-line words into overrides; the last one of a key wins. `--mesh pipe=2,tensor=2` is `--mesh.pipe 2 --mesh.tensor 2`."""
+    """Parse command-line words into overrides; the last one of a key wins. `--mesh pipe=2,tensor=2` is `--mesh.pipe 2 --mesh.tensor 2`."""
     found, rest = [], list(words)
     while rest:
         word = rest.pop(0)
@@ -106,14 +106,14 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 
 def _several(text: str) -> list[tuple[str, str]]:
-    """The keys and values of `pipe=2,tensor=2`; nothing where the text is no such list."""
+    """The keys and values of `pipe=2,tensor=2`; empty if the text is not such a list."""
     pairs = [part.partition("=") for part in re.split(r",(?=\w+=)", text)]
     return [(name, value) for name, _, value in pairs] if all(name.isidentifier() and value for name, _, value in pairs) else []
 
 
 def _read(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))   # some editors put a mark at the front
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))   # some editors write a byte-order mark
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except RecursionError:
@@ -129,7 +129,7 @@ def _read(path: Path) -> Table:
 
 
 def _neighbours(path: Path) -> str:
-    """The TOML files beside a path that is not there."""
+    """The TOML files in the folder of a path that does not exist, for an error."""
     try:
         near = sorted(p.name for p in path.parent.glob("*.toml"))
     except (OSError, ValueError):
@@ -143,7 +143,7 @@ def _lay_over(table: Table, flag: Override) -> None:
         section = section.get(name, {}) if removes else section.setdefault(name, {})
         if not isinstance(section, dict):
             _expect_section(flag)
-            return   # the check of the whole table says what is wrong with it
+            return   # the check of the whole table reports it
     if removes:
         section.pop(flag.key, None)
         _expect_known(flag)
@@ -152,7 +152,7 @@ def _lay_over(table: Table, flag: Override) -> None:
 
 
 def _expect_known(flag: Override) -> None:
-    """`none` removes a key, so the check of the table would not see a typo in it."""
+    """Check the key of an override with `none`, which removes it: the check of the table would not see a typo."""
     _expect_section(flag)
     if flag.key not in _keys_of(flag.section):
         raise ConfigError(_unknown((flag.section, flag.key), flag.flag))
@@ -164,7 +164,7 @@ def _expect_section(flag: Override) -> None:
 
 
 def _value(flag: Override) -> object:
-    """The text as TOML reads it; verbatim where the key holds text, so that `--run.name 7` is a name."""
+    """The value as TOML reads it; verbatim if the key holds text, so that `--run.name 7` is a name."""
     annotation = str(_keys_of(flag.section).get(flag.key, ""))
     if "str" in annotation or "Literal" in annotation:
         return flag.text
@@ -184,21 +184,21 @@ def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Every section a file may have, by its name in brackets."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):   # one that may be left out stands in a union
+        for kind in (field.annotation, *get_args(field.annotation)):   # an optional section is in a union
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 found |= {name: kind} | {f"{name}.{inner}": each for inner, each in _sections(kind).items()}
     return found
 
 
 def _section_and_key(loc: Sequence[int | str]) -> tuple[str, ...]:
-    """Where in a file a complaint belongs: a section, and a key where it is about one."""
+    """The section, and the key if any, that an error is about."""
     parts, known = [str(part) for part in loc], _sections(Config)
     depth = max((n for n in range(len(parts) + 1) if ".".join(parts[:n]) in known), default=0)
     return (".".join(parts[:depth]), *parts[depth : depth + 1]) if depth else tuple(parts[:1])
 
 
 def _explain(error: ValidationError, where: str, flags: Mapping[tuple[str, str], str]) -> str:
-    """One line per key that is wrong, whatever number of complaints pydantic has about it."""
+    """One line per wrong key, even where pydantic reports several errors for it."""
     problems: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         problems.setdefault(_section_and_key(detail["loc"]), []).append(detail)

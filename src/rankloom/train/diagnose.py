@@ -1,11 +1,11 @@
-"""Find what is wrong with a step: a mean that should be a sum, what no other rank could repeat, noise that is the same on all ranks,
-the source of a NaN or an infinity.
+"""Find what is wrong with a step: a mean in place of a sum, randomness that depends on the ranks, equal noise on all ranks, the source
+of a NaN or infinity.
 
-A mean returned with a count is the one mistake that no type shows: training goes on with a gradient that is too
-small by the count. So before the first step the loss of a batch is compared with those of its two halves.
+A loss that returns a mean, with a count, is a mistake that no type shows: training goes on with gradients that are too small by the
+factor count. So before the first step the loss of some rows is compared with the losses of their two halves.
 
-Looking for a NaN in every step would cost a pass over the gradients; so the normal path only sees it in the global norm, does not
-step, and then runs this: the same micro-batches again on each rank alone, gradient by gradient.
+Looking for a NaN in every gradient of every step would cost a pass over the gradients. So a step only looks at the global norm. If
+that is not finite, there is no update, and each rank runs the same micro-batches again, alone, and looks at each gradient.
 """
 
 import hashlib
@@ -32,44 +32,44 @@ from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
-EQUAL_IF_WITHIN = 1e-5   # of a loss: what kernels without a fixed order leave between ranks that computed the same
-MEAN_IF_WITHIN = 0.05   # of the whole: a mean over what is not padding weighs halves by numbers that nobody tells
-PROCESS = secrets.token_hex(8)   # with its number: simulated ranks share both, and torch's generator
-SAME_IF_WITHIN = 1e-2   # of a loss: 16 bits and kernels without a fixed order leave less between two runs
+EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
+MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
+PROCESS = secrets.token_hex(8)   # with the process id: equal for simulated ranks, which share torch's generator
+SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
 
 
 def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients: Callable[[], Mapping[str, Tensor]],
                        seen: str, compress: str = EXACT) -> NonFinite:
-    """The error to raise, the same on every rank: which rank, which tensor first. A collective: every rank calls it.
+    """The error to raise, the same on every rank: which rank, and its first bad tensor. A collective.
 
     run_alone: forward and backward of this rank's batch without communication; returns [loss sum, count]
-    gradients: what that shards behind, by name
-    seen:      what the step found
-    compress:  how gradients travel
+    gradients: name -> gradient, after `run_alone`
+    seen:      what the step found, in words
+    compress:  the compression of gradients
     """
     found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
     named = [f"rank {rank}: {what}" for rank, what in zip(group.ranks, found, strict=True) if what]
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
     if not named and compress == "fp16":
         where += (f". compress='fp16' carries numbers up to {torch.finfo(torch.float16).max:g} only, and a mean gradient, or what a rank "
-                  "adds to it, may be larger: 'bf16' is as short, and carries all that fp32 does")
+                  "adds to it, may be larger: 'bf16' is as short, and has the range of fp32")
     return NonFinite(f"{seen}. {where}. The parameters are those of the step before; lower the learning rate, clip, "
                      "or look at that rank's batch.")
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
                        pieces: int, shards: int) -> None:
-    """Before the first step, on about a micro-batch: a loss that returns a mean is an error, and so are too few rows, of any rank.
+    """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows.
 
-    group:  the ranks that rows are dealt over    tokens: those over which losses add up
-    pieces: how many micro-batches the rows are   shards: logical shards, which deal rows out anew; 0: there are none
-    A collective of the world, on all ranks or none: a forward may be one.
+    group:  the ranks over which rows are distributed   tokens: those over which losses are summed
+    pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
+    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective.
     """
     mine = torch.tensor([rows_of(batch, world.rank) * group.size + group.rank], device=group.device)
     held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
     if not shards:
         expect_rows(held, pieces, group.ranks[rank])
-    if held < 1:   # somewhere
+    if held < 1:   # on some rank
         return
     parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
@@ -79,13 +79,13 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
 
 def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequence[Any], rank: int, on_any: Callable[[bool], bool],
                together: bool = False) -> None:
-    """Raise when the loss function seems to return a mean, though it counts as for a sum.
+    """Raise when the loss function seems to return a mean with the count of a sum.
 
-    A loss that differs when it is computed again draws random numbers, and is not judged; nor is one that raises something, for a model
-    may return other things in training. It is called without dropout and with gradients on, as often on every rank, for a forward
-    may be a collective; buffers are then as they were. A compiled model is not checked: it would be compiled again for the halves.
+    A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error, because a
+    model may return other things in training. The loss is called without dropout, with gradients enabled, and equally often on
+    every rank; buffers are restored afterwards. A compiled model is not checked: it would be compiled again for the halves.
     parts:    rows, and their two halves
-    on_any:   whether something holds on any rank
+    on_any:   whether a condition holds on any rank
     together: ranks wait for each other in a forward
     raises:   LossError
     """
@@ -105,10 +105,10 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
 
 
 def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
-    """Two halves of a batch add up to the whole for a sum; of a mean the whole lies between them, where their items or rows weigh it.
+    """For a sum, the two halves add up to the whole. For a mean, the whole is the mean of the halves, weighted by items or by rows.
 
-    (Twice the whole alone is no sign: a model may take another branch for each half.) Where hardly anything is counted in one of the
-    halves both are so, and nobody can tell.
+    (Halves that add up to twice the whole are no proof: a model may take another branch for a half.) When one half has hardly any
+    items, a sum and a mean look alike, and the loss passes.
     """
     (one, some), (other, rest) = halves
     if not (some + rest == count > 1 and whole) or abs(one + other - whole) <= SAME_IF_WITHIN * abs(whole):
@@ -118,9 +118,9 @@ def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], r
 
 
 def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
-    """[sum, count], or two NaN where it raised something: the step itself will tell whether that is wrong in training, too.
+    """[sum, count], or two NaN when the loss raised an error: the step will show whether it does so in training too.
 
-    But a rank that others wait for in their forward cannot leave its own and go on.
+    The error is passed on when ranks wait for each other in a forward and this rank did not finish its own.
     """
     begun, ended = list[int](), list[int]()
     hooks = [model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
@@ -141,8 +141,8 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
 
 @contextmanager
 def _buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Whatever a forward inside has counted or put in buffers is then as it was: it belongs to no step."""
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # no script
+    """Restore all buffers afterwards: a forward inside belongs to no step."""
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
     values = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.layout == torch.strided]
     try:
         yield
@@ -151,16 +151,16 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
             now.clear()
             now.update(own)
         for buffer, before in values:
-            if buffer.shape == before.shape and not _same_bits(buffer, before):   # what is untouched shall not seem to have changed
+            if buffer.shape == before.shape and not _same_bits(buffer, before):   # a write, even of equal values, would look like a change
                 buffer.detach().copy_(before)
 
 
 def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
-    """Before the first step: BatchError, on all ranks of one model, when they bring other rows; a warning when ranks bring the same ones
-    that should each bring their own. A collective of both groups.
+    """Before the first step: raise BatchError, on all ranks of `sharing`, when their rows differ; warn when rows of `dealt` are equal.
 
-    sharing: the ranks that share every row
-    dealt:   the ranks that rows are dealt over
+    A collective of both groups.
+    sharing: ranks that hold one model between them, and must bring the same rows
+    dealt:   ranks over which rows are distributed: each must bring its own
     """
     if sharing.size == dealt.size == 1:
         return
@@ -169,7 +169,7 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
         _expect_same_rows(sharing, mine)
-    if dealt.size > 1:   # all ones are the same on the ranks of any example
+    if dealt.size > 1:   # constant tensors, such as a mask of ones, may well be equal
         varied = any(x.numel() > 1 and digest(x[(0,) * x.dim()].expand(x.shape)) != seen for x, (_, seen) in zip(tensors, mine))
         _warn_of_equal_rows(dealt, mine if varied else None)
 
@@ -197,11 +197,11 @@ def _warn_of_equal_rows(group: Group, mine: list[list[Any]] | None) -> None:
 
 
 def expect_one_model(world: World, totals: Tensor, norms: Mapping[str, float]) -> None:
-    """In the first step, before the update: raise LossError, on all ranks, when tensor ranks, which hold parts of the same layers, have
-    different losses, or different gradients of what each of them holds whole. A collective of the world.
+    """In the first step, before the update: raise LossError, on all ranks, when tensor ranks differ in what must be equal.
 
+    That is the loss, and the gradients of the parameters that each of them holds whole. A collective of the world.
     totals: [loss sum, count]
-    norms:  of the gradients of whole parameters, by name
+    norms:  name of such a parameter -> norm of its gradient
     """
     group = world.group("tensor")
     if world.mesh.tensor > 1:
@@ -224,25 +224,25 @@ def _different_norms(group: Group, names: list[str], found: Sequence[list[float]
     largest = max(map(max, found), default=0.0) if names else 0.0
     for name, norms in zip(names, zip(*found)):
         low, high = min(norms), max(norms)
-        if high - low > SAME_IF_WITHIN * high and high > EQUAL_IF_WITHIN * largest:   # what is zero but for rounding differs by all of it
+        if high - low > SAME_IF_WITHIN * high and high > EQUAL_IF_WITHIN * largest:   # rounding errors alone may differ by 100 %
             ranks = [group.ranks[norms.index(norm)] for norm in (low, high)]
             return (f"the gradient of {name}, which every tensor rank holds whole, has the norm {low:g} on rank {ranks[0]} and {high:g} on "
-                    f"rank {ranks[1]}: each has a part of it, and nobody adds them up. In the plan say replicated_with_grad_allreduce for "
+                    f"rank {ranks[1]}: each has a part of it, and these are not added. In the plan say replicated_with_grad_allreduce for "
                     "a module that is whole and reads what is split, or sequence_parallel for a norm between split tokens; "
-                    "RANKLOOM_DEBUG=1 names the place, and docs/tensor.md has all words. If the plan is right, they drew other noise "
+                    "RANKLOOM_DEBUG=1 names the place, and docs/tensor.md has all styles. If the plan is right, they drew other noise "
                     "(dropout that is no nn.Dropout): seed torch by `engine.group.rank`")
     return None
 
 
 def runs_compiled(model: nn.Module) -> bool:
-    """Whether some of it goes through torch.compile."""
+    """Whether any part of the model is compiled by torch.compile."""
     return is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
 
 
 class KeyedDrawsOnly(TorchDispatchMode):
-    """Inside, an operation that draws from torch's own generator raises ConfigError: its state differs between processes.
+    """A context in which an operation that draws from torch's own generator raises ConfigError: its state differs between processes.
 
-    It sees each operation, also those inside of torch's own modules, so it is for the first steps, not for all.
+    It intercepts every operation, those inside torch's modules too, and that is slow: use it in the first steps only.
     """
 
     def __init__(self, rank: int):
@@ -260,25 +260,25 @@ class KeyedDrawsOnly(TorchDispatchMode):
 
 @contextmanager
 def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
-    """For the first steps: a forward inside that draws from torch's own generator, or shards other values in a buffer, raises ConfigError.
+    """For the first steps: a forward inside that draws from torch's own generator, or changes a buffer, raises ConfigError.
 
-    How often a rank runs forward depends on the number of ranks, and so does what forwards hand on to each other.
+    How many forwards a rank runs depends on the number of ranks, and so would anything that one forward hands on to the next.
     """
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with KeyedDrawsOnly(rank):
         yield
     for name, buffer in model.named_buffers():
         old = before.get(name, buffer)
-        if old.shape == buffer.shape and not _same_bits(old, buffer):   # a cache that grows is no statistic
+        if old.shape == buffer.shape and not _same_bits(old, buffer):   # a buffer of another shape is a cache that grew, not a statistic
             raise ConfigError(f"rank {rank}: the forward has changed the buffer {name}, and ranks run forward for their own rows only, so "
                               "deterministic training would depend on the number of ranks. Leave out what keeps statistics or counts in "
                               "forward (spectral_norm, codebooks ...), or fill the buffer when the model is made")
 
 
 def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:
-    """After the first step: warn when ranks drew the same from torch's own generator, for rows of their own. A collective.
+    """After the first step: warn when ranks drew the same random numbers for different rows. A collective.
 
-    drew_from: how the generator stood before this rank drew; None, where it drew nothing
+    drew_from: the state of torch's generator before this rank drew; None if it drew nothing
     """
     mine = drew_from and [f"{PROCESS} {os.getpid()}", drew_from]
     at = {tuple(each) for each in group.all_gather_object(mine, label="random numbers") if each}
@@ -289,7 +289,7 @@ def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:
 
 
 def generator_now(device: torch.device) -> str:
-    """How torch's own generators stand."""
+    """A hash of the states of torch's own generators."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
@@ -299,7 +299,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may draw does: it drops something, and was given no generator."""
+    """Whether an operation that can draw random numbers does: its rate is not 0, and it was given no generator."""
     known = func._schema.arguments
     given = {a.name: a.default_value for a in known} | dict(zip((a.name for a in known), args)) | kwargs
     rates = [given[name] for name in ("dropout_p", "dropout", "p") if isinstance(given.get(name), float | int)]
@@ -308,7 +308,7 @@ def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _first_bad(totals: Tensor, gradients: Mapping[str, Tensor]) -> str | None:
-    """What is not finite on this rank alone; gradients in the order in which backward makes them."""
+    """What is not finite on this rank alone. Gradients are searched in the order in which backward makes them."""
     if not torch.isfinite(totals[0]):
         return f"the loss of its own batch is {totals[0].item():g}"
     for name, gradient in reversed(list(gradients.items())):

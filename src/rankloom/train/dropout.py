@@ -1,11 +1,10 @@
-"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, row of the global batch, tokens).
+"""Dropout that does not depend on the layout: its mask is keyed by (seed, step, module name, row of the global batch, token).
 
-torch's own draws from one generator per process, so the masks change with the number of ranks, and a resumed run must
-restore that generator. Here there is nothing to restore, and each element is dropped or kept as in one process, however rows lie on
-ranks and in micro-batches, and wherever the tokens of a row are (context parallel, sequence parallel, or both). `nn.Dropout` modules of
-a prepared model are replaced, and those that drop channels, by subclasses of theirs: code that looks for dropout finds it, and may set
-`p`. A functional `F.dropout` inside a model is out of reach and stays as it is, or is refused where training is deterministic
-(diagnose.py).
+torch's dropout draws from one generator per process, so its masks change with the number of ranks, and a resumed run must restore
+that generator. Here there is nothing to restore. Each element is dropped or kept as in one process, on whatever rank and in whatever
+micro-batch its row is, and however the tokens of a row are split (context parallel, sequence parallel, or both). In a prepared model,
+`nn.Dropout` modules, and those that drop channels, are replaced by subclasses of theirs: code that looks for dropout finds it, and may
+set `p`. A functional `F.dropout` cannot be replaced. It stays as it is, or is refused when training is deterministic (diagnose.py).
 """
 
 from collections.abc import Sequence
@@ -29,26 +28,26 @@ from rankloom.parallel.tensor.layers import Between
 from rankloom.train.batches import rows_of
 from rankloom.world.group import Group
 
-AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what a cache holds
-AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; 128 MiB meanwhile
+AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what fits in a cache
+AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; needs 128 MiB
 
 
 @dataclass(slots=True)
 class DropoutKey:
-    """Which rows of the global batch are running, in which step: half of every mask's key."""
+    """The running step and rows of the global batch: a part of every mask's key."""
 
     seed: int
-    is_used: bool = False                                 # by a module that drops anything
+    is_used: bool = False                                 # whether a module drops anything
     step: int = 0
     rows: range = range(1)
-    here: tuple[Spans, int] | None = None                 # the positions of the tokens that are here, of rows of how many; None: all
+    here: tuple[Spans, int] | None = None                 # positions of this rank's tokens, and the length of a row; None: all
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
     _runs: Sequence[range] = ()
 
     def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
-        """Which rows of the batch of all ranks, one rank's after another's, each of this rank's micro-batches has.
+        """For each micro-batch of this rank: the numbers of its rows in the global batch, which concatenates the ranks' batches.
 
-        first: the number of this rank's first row. Left out, and where it matters, ranks ask each other how many they have
+        first: the number of this rank's first row. Left out, ranks gather their numbers of rows, if a module drops anything
         """
         held = [rows_of(piece, group.rank) for piece in pieces]
         if first is None and self.is_used and group.size > 1:
@@ -57,42 +56,42 @@ class DropoutKey:
         return [range(*ends) for ends in pairwise(accumulate(held, initial=group.rank * sum(held) if first is None else first))]
 
     def set_rows(self, step: int, rows: range) -> None:
-        """Before each micro-batch. `rows` are its own, by their numbers in the batch of all ranks."""
+        """Before each micro-batch. rows: the numbers of its rows in the global batch"""
         self.step, self.rows = step, rows
         self.calls.clear()
 
     def set_microbatches(self, step: int, runs: Sequence[range]) -> None:
-        """Where micro-batches come in an order of their own: the rows of each that this rank has."""
+        """For a pipeline, whose micro-batches run in the order of the schedule: the rows of each of this rank's micro-batches."""
         self.step, self._runs = step, runs
 
     def select_microbatch(self, microbatch: int) -> None:
-        """To this rank's micro-batch of that number, from 0."""
+        """Before this rank's micro-batch of that number, from 0."""
         self.set_rows(self.step, self._runs[microbatch])
 
     def set_token_positions(self, spans: Spans, length: int) -> None:
-        """The tokens that are here have these positions in rows of `length`, until somebody says otherwise."""
+        """From now on, this rank's tokens have these positions in rows of `length`."""
         self.here = spans, length
 
     def next_seed(self, name: str) -> int:
-        """For the next call of module `name`."""
+        """The seed of the next call of module `name`."""
         call = self.calls[name] = self.calls.get(name, -1) + 1
         return key_to_seed(self.seed, "dropout", self.step, name, call)
 
 
 class Keyed(_DropoutNd):
-    """Zero each element with probability `p` in training, and scale the others by 1/(1-p); `inplace` in the input itself, too.
+    """In training, zero each element with probability `p`, and scale the others by 1/(1-p). inplace: in the input itself
 
-    part: which of how many parts of the tokens (the last dim but one) come here, of those that the key says are here
-    dims: how many dims at the end are dropped together, the places of a channel
+    part: (i, n): of the tokens that the key gives this rank (the last dim but one), this module sees part i of n
+    dims: how many dims at the end are dropped together: the positions of a channel
     """
 
     dims = 0
 
     def __init__(self, p: float, name: str, key: DropoutKey, part: tuple[int, int] = (0, 1), inplace: bool = False):
-        self.name, self.key = name, key   # before `p`, which tells the key
+        self.name, self.key = name, key   # before `p`, whose setter uses the key
         super().__init__(p, inplace)
         self.part = part
-        self.between: Between | None = None   # says when features or heads are cut (tensor parallel)
+        self.between: Between | None = None   # tensor parallel: says when features or heads are split
         self._place = _take_place(self)
 
     @property
@@ -102,7 +101,7 @@ class Keyed(_DropoutNd):
 
     @p.setter
     def p(self, p: float) -> None:
-        """raises: ConfigError for what is no probability"""
+        """raises: ConfigError unless p is a probability"""
         if not 0 <= p <= 1:
             raise ConfigError(f"dropout {self.name}: p={p!r}, expected a probability from 0 to 1")
         self._p = p
@@ -122,7 +121,7 @@ class Keyed(_DropoutNd):
             return x
         if self.p == 1.0:
             return x.mul_(0.0) if self.inplace else x * 0.0
-        together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # torch's Dropout2d takes these for rows of [channels, places]
+        together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # as torch's Dropout2d: rows of [channels, positions]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
         is_cut = self.between is not None and self.between.is_cut
         kept = keyed_mask(like, self._place, is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
@@ -132,9 +131,9 @@ class Keyed(_DropoutNd):
     def mask(self, x: Tensor, is_cut: bool = False) -> Tensor:
         """What to multiply the next call's `x` by: 0 or 1/(1-p).
 
-        is_cut: it holds this rank's features only, or heads
-        Dim 0 is taken for the rows of the micro-batch, each of as many lines as fit in, or dim 1 where the tokens come first; where the
-        rows divide neither (a table that all rows share), the whole of `x` is for the first of them.
+        is_cut: `x` holds this rank's features or heads only
+        A line runs along the last dim. Dim 0 holds the rows of the micro-batch, or several lines of each row; dim 1 does if the tokens
+        come first. If neither divides by the number of rows (a table that all rows share), all of `x` counts as the first row's.
         """
         rows, seed, kept = self.key.rows, self.key.next_seed(self.name), x.new_empty(x.shape)
         if not x.numel():
@@ -149,7 +148,7 @@ class Keyed(_DropoutNd):
         return self._draw(_from_column(keys, column), kept)
 
     def _first(self, x: Tensor, rows: int, is_cut: bool) -> tuple[int, int]:
-        """The numbers of the first head and the first column of `x` in the whole."""
+        """The indices, in the whole tensor, of the first head and the first column of `x`."""
         if not (is_cut and self.between and x.dim()):
             return 0, 0
         heads = prod(x.shape[:-2]) // rows if x.dim() > 2 else 0
@@ -158,12 +157,12 @@ class Keyed(_DropoutNd):
         return 0, self.between.rank * x.shape[-1]
 
     def _has_tokens_first(self, x: Tensor) -> bool:
-        """Of [tokens, rows, features]; not of the square of attention, whose heads may lie in dim 0 with the rows."""
+        """Whether x is [tokens, rows, features], and not a square of attention, whose dim 0 may hold rows and heads."""
         rows = len(self.key.rows)
         return x.dim() == 3 and self.key.here is None and x.shape[1] == rows not in (x.shape[0], x.shape[2])
 
     def _draw(self, keys: Tensor, kept: Tensor) -> Tensor:
-        """Fill `kept` with the masks of the lines that have these keys. keys: int64 [lines]"""
+        """Fill `kept` with the masks of lines. keys: of each line, int64 [lines]"""
         columns, limit = kept.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
         at_once = max(AT_ONCE.get(kept.device.type, AT_ONCE_ELSEWHERE) // columns, 1)
         for some, into in zip(keys.split(at_once), kept.view(len(keys), columns).split(at_once)):
@@ -171,9 +170,9 @@ class Keyed(_DropoutNd):
         return kept.mul_(1.0 / (1.0 - self.p))
 
     def _lines(self, x: Tensor, rows: int, head: int = 0) -> Tensor:
-        """The numbers that the lines of `x` (along its last dim) have in their rows, by position where others hold some. int64 [lines]
+        """The number of each line of `x` within its row, by token position in the whole sequence. int64 [lines]
 
-        head: the first that is here
+        head: index of the first head that `x` holds
         """
         at, parts = self.part
         tokens = x.shape[-2] if x.dim() > 2 else x.shape[0] // rows if x.dim() == 2 else 1
@@ -187,23 +186,23 @@ class Keyed(_DropoutNd):
 
 
 class KeyedDropout(Keyed, nn.Dropout):
-    """Of single elements."""
+    """Drops single elements."""
 
 
 class KeyedDropout1d(Keyed, nn.Dropout1d):
-    """Of channels, whose places are the last dim."""
+    """Drops channels, whose positions are the last dim."""
 
     dims = 1
 
 
 class KeyedDropout2d(Keyed, nn.Dropout2d):
-    """Of channels, whose places are the last two dims."""
+    """Drops channels, whose positions are the last two dims."""
 
     dims = 2
 
 
 class KeyedDropout3d(Keyed, nn.Dropout3d):
-    """Of channels, whose places are the last three dims."""
+    """Drops channels, whose positions are the last three dims."""
 
     dims = 3
 
@@ -212,8 +211,8 @@ KINDS: dict[type[nn.Module], type[Keyed]] = {**dict.fromkeys(KEYED_DROPOUT, Keye
                                              nn.Dropout2d: KeyedDropout2d, nn.Dropout3d: KeyedDropout3d}
 
 
-# A compiler must not write names, counters and keys into its graph: blocks would each have a graph of their own, made anew in each
-# step. So it sees one operation, which is told by a tensor whose mask it is, and which it may neither repeat nor merge.
+# The compiler must not see names, counters and keys: it would compile a graph for each block, and again in each step. So it sees one
+# operation, which it may neither repeat nor merge. A tensor with a number tells this operation whose mask to draw.
 _places: WeakValueDictionary[int, Keyed] = WeakValueDictionary()
 _numbers = count()
 
@@ -226,7 +225,7 @@ def _take_place(module: Keyed) -> Tensor:
 
 @torch.library.custom_op("rankloom::keyed_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def keyed_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
-    """The mask for `x` of the module at a place, as one operation of a compiled graph."""
+    """The mask for `x` of the module with number `place`, as one operation of a compiled graph."""
     return _places[int(place)].mask(x, is_cut)
 
 
@@ -236,13 +235,13 @@ def _shape_of_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
 
 
 def _from_column(keys: Tensor, first: int) -> Tensor:
-    """Keys whose column 0 is column `first` of lines that have these: columns count in the low half of a key. keys: int64"""
+    """Keys of lines -> keys of the same lines from column `first` on. The low half of a key counts columns. keys: int64"""
     return (keys >> 32 << 32) | ((keys + first * GOLDEN_32) & 0xFFFFFFFF) if first else keys
 
 
 def key_dropout(model: nn.Module, key: DropoutKey) -> int:
-    """Replace every `nn.Dropout` inside `model`, and those of channels, by keyed ones; returns how many there were."""
-    # One module may hang in several places; each place has its own name, so its own masks.
+    """Replace every `nn.Dropout` inside `model`, and those of channels, by keyed ones; returns how many."""
+    # A module may be registered under several names. Each name gets its own masks.
     found = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in KINDS]
     for name, module in found:
         parent, _, child = name.rpartition(".")

@@ -2,15 +2,14 @@
 
 One step:
 
-    cut the batch in micro-batches
-    each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; after the last, buckets leave
+    cut the batch into micro-batches                            train/batches.py
+    for each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; in the last, full buckets are sent
     sum gradients, losses and counts over the ranks             parallel/gradients.py, or parallel/same_bits.py
-    divide once, by the global count; clip by the global norm   both in one factor, applied in the optimizer's own pass
-                                                                (compressed, divided before the sum: train/placement.py)
-    step; round masters into the model; report
+    divide once by the global count, clip by the global norm    one factor for both, applied in the optimizer's own pass
+                                                                (with compression, divided before the sum: train/placement.py)
+    optimizer step; round the master weights into the model; report
 
-Nothing is averaged before everything has been summed, so unequal micro-batches, padding and accumulation cannot
-bend the gradient.
+Nothing is averaged before everything is summed, so unequal micro-batches, padding and accumulation cannot bias the gradient.
 """
 
 import math
@@ -63,51 +62,51 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one step (or one evaluation) found, over all ranks."""
+    """The result of one step, or of one evaluation, over all ranks."""
 
     step: int            # steps finished so far, this one included
-    loss: float          # sum / count, auxiliary losses of routers apart
-    count: float         # what the loss was summed over
+    loss: float          # sum / count, without the routers' auxiliary losses
+    count: float         # how many items the loss was summed over
     grad_norm: float     # of the mean gradient, before clipping
     lr: float            # of the first parameter group
     skipped: bool        # fp16 overflow: the parameters did not change
     seconds: float       # wall time of the step on this rank
-    exposed: float       # seconds of it that waited for communication
-    auxiliary: float = 0.0                                         # losses of routers / count
-    experts: Mapping[str, Load] = field(default_factory=dict)      # who had how many tokens, by layer
+    exposed: float       # seconds of the step spent waiting for communication
+    auxiliary: float = 0.0                                         # the routers' auxiliary losses / count
+    experts: Mapping[str, Load] = field(default_factory=dict)      # load of the experts, by layer
 
     @property
     def tokens(self) -> float:
-        """`count`, as a language model's loop calls it."""
+        """`count`, under the name that language models use."""
         return self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `prepare` was asked for, checked."""
+    """The options given to `prepare`, checked."""
 
     loss: Loss
     accumulate: int
     clip: float | None
     precision: Precision
-    logical_shards: int                                # logical shards; 0: the order of addition is free
+    logical_shards: int                                # 0: gradients may be added in any order
     schedule: Callable[[int], float] | None
     world: World                               # all ranks of the job
-    recompute: Recompute | None = None         # what each block keeps; it can be printed
-    float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in eight bits
+    recompute: Recompute | None = None         # what each block recomputes; it can be printed
+    float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in 8 bits
 
 
 class Engine:
     """A model in training. Made by `prepare`.
 
-    group:  the ranks that rows are dealt over; along other axes ranks bring the same rows
+    group:  the ranks over which rows are distributed; along the other mesh axes, ranks bring the same rows
     """
 
     def __init__(self, model: nn.Module, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
                  tokens: Group, dropout: DropoutKey, sink: Sink | None):
         self.model, self.group, self.settings, self.sink = model, group, settings, sink
         self.steps_done = 0
-        self._is_first = True   # step since `prepare`, also of a run that goes on
+        self._is_first = True   # the first step after `prepare`, in a resumed run too
         self.scale = UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout = dropout
@@ -120,18 +119,18 @@ class Engine:
     def step(self, batch: Any) -> Report:
         """One optimizer step on this rank's share of the global batch.
 
-        batch:  tensors with one row per sample, nested as you like (train/batches.py); or, cut already, so that they may be of unequal
-                length: a list of `accumulate` tuples or dicts of tensors, or an iterator over as many batches
-        raises: BatchError, LossError; NonFinite, on all ranks, with the parameters as they were before; ConfigError when a
-                deterministic model draws random numbers that depend on the ranks, or a parameter is frozen no more; UnitError when one was
-                replaced, or came
+        batch:  tensors with one row per sample, nested in any way (train/batches.py). Or micro-batches, already cut, which may differ
+                in length: a list of `accumulate` tuples or dicts of tensors, or an iterator over that many batches
+        raises: BatchError; LossError; NonFinite, on all ranks, with the parameters unchanged; ConfigError when a deterministic model
+                draws random numbers that depend on the ranks, or a frozen parameter is now trainable; UnitError when a parameter was
+                replaced or added
         """
         begin, waited = time.perf_counter(), self.placement.waited
         self._replica_guard.parameters.expect_unchanged()
-        if not self.model.training:   # else parts that the user has put in eval mode stay there
+        if not self.model.training:   # a model in training mode is left alone: the user may have put parts of it in eval mode
             self.model.train()
         lr = self._set_learning_rate()
-        self.placement.abandon()   # whatever a failed step left behind
+        self.placement.abandon()   # clear what a failed step left behind
         self._experts.begin_step()
         self.settings.float8.begin_step(whole=isinstance(self.placement, ReplicatedPlacement))
         with explain_out_of_memory(self.world_rank, self.group.device, self.held):
@@ -151,7 +150,7 @@ class Engine:
         self._replica_guard.buffers.average_changed()
         auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._experts.count_tokens(move=finite)
         if experts:
-            self._replica_guard.buffers.forget_changes()   # biases of routers, which all ranks have moved alike
+            self._replica_guard.buffers.forget_changes()   # the routers' biases: every rank changed them by the same amount
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
                         seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
         if self.sink:
@@ -162,9 +161,9 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> Report:
-        """The exact loss over all ranks' batches: sums and counts are added, no batch weighs more than its items.
+        """The exact loss over the batches of all ranks: sums and counts are added, so each batch weighs as much as its items.
 
-        Ranks may bring different numbers of batches, also none.
+        Ranks may bring different numbers of batches, or none.
         """
         begin = time.perf_counter()
         with evaluating(self.model):
@@ -177,7 +176,7 @@ class Engine:
                       lr=float(self.optimizer.param_groups[0]["lr"]), seconds=time.perf_counter() - begin)
 
     def _total(self, losses: list[Tensor]) -> tuple[float, float]:
-        """Sum and count over all batches of all ranks; deterministic, rounded once, so that no order shows."""
+        """Sum and count over all batches of all ranks. Deterministic: an exact sum, rounded once, so that order does not matter."""
         if not self.settings.logical_shards:
             own = torch.stack(losses).sum(0)[:2] if losses else torch.zeros(2, dtype=torch.float64, device=self.group.device)
             total, count = self.tokens.all_reduce(own, label="evaluation").tolist()
@@ -188,53 +187,53 @@ class Engine:
     def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
         """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups", "run"}}.
 
-        "run" is {"step", "loss_scale" (of fp16, or None), "amax" (of fp8 with delayed scaling, by name)}.
-        Parameters come in the master format; frozen ones, which have no master, in what they compute in: in 16 bits they are rounded.
-        A collective: where the state is cut, it is joined tensor by tensor in CPU memory.
-        rank:   the one rank of the world that gets it, the others get empty dicts, and hold no more than one tensor meanwhile; left out,
-                all get it
-        raises: ConfigError, on all ranks, when there is no such rank, or ranks name several
+        "run" is {"step", "loss_scale" (fp16; else None), "amax" (fp8 with delayed scaling, by name)}.
+        Parameters come in the master dtype. Frozen ones have no master and come in the compute dtype: in 16 bits they are rounded.
+        A collective: where the state is sharded, it is gathered tensor by tensor into CPU memory.
+        rank:   the rank of the world that gets the state. The others get empty dicts, and hold at most one tensor at a time. Left out,
+                all ranks get it
+        raises: ConfigError, on all ranks, when there is no such rank, or ranks name different ones
         """
         return gather_state(self.training(), rank)
 
     def load_full_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over what `full_state_dict` gave, on any number of ranks and at any stage: steps go on as they would have there. A
-        collective: every rank gives the whole. Without "run", steps are counted and tensors scaled as in a new run.
+        """Load what `full_state_dict` returned, on any number of ranks and at any stage. Training continues as it would have there.
 
-        raises: ModelMismatch, on all ranks, when it is the state of another model
+        A collective: every rank passes the whole state. Without "run", step count and scales start as in a new run.
+        raises: ModelMismatch, on all ranks, when the state belongs to another model
         """
         self._go_on(load_state(self.training(), state))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the whole training state into a folder that all ranks see: each rank what it holds, each element once. A collective.
+        """Write the whole training state into a folder that all ranks see. A collective: ranks write what they hold, each element once.
 
-        What was there before is a whole checkpoint until this one is; afterwards it is gone.
-        raises: ConfigError, on all ranks, when a file cannot be written; the checkpoint from before is as it was
+        A checkpoint that is already there stays complete until the new one is complete; then it is removed.
+        raises: ConfigError, on all ranks, when a file cannot be written; the earlier checkpoint is unchanged
         """
         save_checkpoint(self.training(), folder)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take over what `save` has written, on any mesh and at any stage: steps go on as they would have there. A collective.
+        """Load what `save` wrote, on any mesh and at any stage. Training continues as it would have there. A collective.
 
-        Each rank reads what it will hold. Files are compared with their hashes before anything is changed.
-        raises: DataError, on all ranks, when there is no whole checkpoint; ModelMismatch when it is of another model
+        Each rank reads only what it will hold. Files are checked against their hashes before anything is changed.
+        raises: DataError, on all ranks, when there is no complete checkpoint; ModelMismatch when it belongs to another model
         """
         self._go_on(load_checkpoint(self.training(), folder))
 
     def training(self) -> TrainingState:
-        """All that the next step depends on, and the batch."""
+        """Everything that the next step depends on, except the batch."""
         scale = None if self.scale is UNMEASURED else asdict(self.scale)
         return TrainingState(self.settings.world, self.placement, self.optimizer, self.settings.float8, self.steps_done, scale)
 
     def _go_on(self, run: Mapping[str, Any]) -> None:
-        """With the step and the loss scale of a state that has been loaded."""
+        """Continue from the step and the loss scale of a loaded state."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
-        self._replica_guard.buffers.forget_changes()   # what has been loaded is no change of this step
+        self._replica_guard.buffers.forget_changes()   # loading is not a change that a step made
 
     @property
     def tokens(self) -> Group:
-        """The ranks over which losses and counts add up, and running statistics are averaged."""
+        """The ranks over which losses and counts are summed, and running statistics averaged."""
         return self._replica_guard.buffers.group
 
     @cached_property
@@ -243,7 +242,7 @@ class Engine:
 
     @property
     def world_rank(self) -> int:
-        """This rank among all of the job."""
+        """This rank in the whole job."""
         return self.settings.world.rank
 
     def held(self) -> Held:
@@ -262,7 +261,7 @@ class Engine:
                 totals += self._forward_backward(piece, rows, before=totals if is_last else None)
         drew = before and generator_now(self.group.device) != before
         totals = self.placement.finish(totals)
-        if before:   # after all that is under way
+        if before:   # once no other collective is in flight
             warn_of_equal_draws(self.group, before if drew else None)
         return totals
 
@@ -283,12 +282,12 @@ class Engine:
         self.placement.abandon()   # no backward follows those forwards
 
     def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:
-        """Gradients of the loss *sum* of one micro-batch, times the loss scale. Returns its totals: see `_call_loss`.
+        """Forward, and backward of the loss *sum* times the loss scale, of one micro-batch. Returns its totals: see `_call_loss`.
 
-        before: of the last micro-batch of a step, the totals of those before it
+        before: for the last micro-batch of a step, the totals of the earlier ones
         """
         self._dropout.set_rows(self.steps_done, rows)
-        # the second step too: for the first weights, what a buffer holds may have settled when the model was made
+        # check the second step too: with the initial weights, a buffer may already hold what this forward would write
         looked_at = self.settings.logical_shards and self.steps_done < 2 and not runs_compiled(self.model)
         with alike_on_any_ranks(self.model, self.world_rank) if looked_at else nullcontext():
             loss, totals = self._call_loss(piece)
@@ -296,7 +295,7 @@ class Engine:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
         if self.settings.precision.scaled and self.scale is UNMEASURED:
-            shards = self.settings.logical_shards   # where bits must not depend on the ranks, the scale may not: leaf 0 decides
+            shards = self.settings.logical_shards   # deterministic: the scale must not depend on the ranks, so logical shard 0 decides
             self._measure_scale(totals.clone() if not shards or rows.start == 0 else torch.zeros_like(totals))
         if before is not None:
             self.placement.begin_last_backward(before[1] + totals[1], self.scale.value)
@@ -304,18 +303,19 @@ class Engine:
         return totals
 
     def _measure_scale(self, totals: Tensor) -> None:
-        """The loss scale of the first step, as if all of it were like a micro-batch of `totals`; they are spent. The next step's is that
-        of all its items, the same on every layout.
+        """Guess the loss scale of the first step: as if all its micro-batches had the totals of this one. Overwrites `totals`.
+
+        After that step its true count is known, the same on every layout, and replaces the guess.
         """
         items = self.tokens.all_reduce(totals, label="first count")[1].item()
         self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
-        """The loss sum, and its totals, detached: fp64 [sum, count], with experts [sum without auxiliary losses, count, these].
+        """The loss sum, and its totals, detached: fp64 [sum, count]; with experts [sum without auxiliary losses, count, auxiliary].
 
         raises: LossError when the function did not return (sum, count)
         """
-        with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may take gradients of its own
+        with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may compute gradients itself
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
         loss = self._experts.with_auxiliary(loss)
@@ -333,7 +333,7 @@ class Engine:
             raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
-            known = self.scale if self.steps_done else LossScale.first(count)   # no longer what was guessed
+            known = self.scale if self.steps_done else LossScale.first(count)   # replaces the guess
             self.scale = known.after(overflow=not finite)
         if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
@@ -350,7 +350,7 @@ class Engine:
         self.placement.abandon()
         with self.placement.without_reduction():
             shards = self.settings.logical_shards and len(owned_leaves(self.group.rank, self.group.size, self.settings.logical_shards))
-            pieces = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as the step had, for memory
+            pieces = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as many as in the step, to fit in memory
             numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
             return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
 

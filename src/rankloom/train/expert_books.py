@@ -1,6 +1,6 @@
-"""What a step's layers of experts report beside the loss: their auxiliary losses, and how many tokens each expert had.
+"""What the MoE layers of a step report beside the loss: their auxiliary losses, and how many tokens each expert got.
 
-Auxiliary losses are trained on, and no cross-entropy: in the totals of a step they stand apart from the loss sum.
+Auxiliary losses are trained on, but are not part of the reported loss: the totals of a step list them apart from the loss sum.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from rankloom.world.group import Group
 
 
 class ExpertBooks:
-    """The layers of experts of one model. False where it has none, here or on other ranks: then nothing is done.
+    """The MoE layers of one model. False if it has none, on this rank or others: then nothing is done.
 
-    tokens: the ranks over which a step's tokens are spread
+    tokens: the ranks over which a step's tokens are distributed
     """
 
     def __init__(self, model: nn.Module, tokens: Group):
@@ -29,38 +29,38 @@ class ExpertBooks:
         return bool(self.layers)
 
     def begin_step(self) -> None:
-        """Forget what a step before has left that died."""
+        """Clear what a failed step left behind."""
         for layer in self.layers.values():
             layer.routed = layer.dropped = None
         take_reported_auxiliary_loss(self.layers.values())
 
     def with_auxiliary(self, loss: Tensor) -> Tensor:
-        """The loss sum to train on: where the model's own loss has not added the auxiliary losses of its forward, they are added here."""
+        """The loss sum to train on: adds the auxiliary losses of the forward, unless the model's own loss has added them."""
         extra = take_auxiliary_loss(self.model) if self else None
         return loss if extra is None else loss + extra
 
     def split(self, totals: Tensor) -> Tensor:
-        """fp64 [sum, count] of `with_auxiliary` -> [sum without auxiliary losses, count, these]."""
+        """fp64 [sum, count] of `with_auxiliary` -> [sum without auxiliary losses, count, auxiliary losses]."""
         if not self:
             return totals
         taken = self._taken(totals)
         return torch.stack((totals[0] - taken, totals[1], taken))
 
     def _taken(self, totals: Tensor) -> Tensor:
-        """The auxiliary losses since the last call, which the sum of `totals` has in it."""
+        """The auxiliary losses since the last call, which are part of the sum in `totals`."""
         taken = take_reported_auxiliary_loss(self.layers.values())
         return torch.zeros_like(totals[0]) if taken is None else taken
 
     def count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """After a step: who had how many of its tokens, by layer; `move`: biases of routers follow. A collective of `tokens`."""
+        """After a step: layer -> tokens per expert. move: also adjust the routers' biases. A collective of `tokens`."""
         return rebalance(self.layers, self.tokens, move=move)
 
 
 class StagedExpertBooks(ExpertBooks):
-    """Of a pipeline, whose sums and counts are those of all its stages.
+    """The MoE layers of a pipeline: sums and counts are over all stages.
 
     pipe:  the ranks of the stages
-    names: of the layers of experts of all stages, in the order of the model
+    names: of the MoE layers of all stages, in the order of the model
     """
 
     def __init__(self, model: nn.Module, tokens: Group, pipe: Group, names: Sequence[str]):
@@ -74,7 +74,7 @@ class StagedExpertBooks(ExpertBooks):
         return self.pipe.all_reduce(super()._taken(totals), label="auxiliary losses")
 
     def count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """In the layers of all stages. A collective of `pipe`, too."""
+        """As `ExpertBooks.count_tokens`, for the layers of all stages. A collective of `pipe` too."""
         mine = super().count_tokens(move=move)
         if not self:
             return mine

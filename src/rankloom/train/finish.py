@@ -1,6 +1,6 @@
-"""What a run leaves behind: weights, samples of text, the trigram model's loss beside the model's, a summary.
+"""What a run writes at its end: weights, samples of text, a comparison with a trigram model, a summary.
 
-The weights come first: what may still go wrong after them cannot lose them.
+The weights come first, so that a later error cannot lose them.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from rankloom.train.samples import continue_texts, starts
 from rankloom.train.stop import StopSignal
 from rankloom.train.weights import load_model, save_model
 
-BASELINE_TOKENS = 16_000_000   # the most that the trigram model counts, at about 40 bytes of memory each
+BASELINE_TOKENS = 16_000_000   # at most this many are counted, at about 40 bytes of memory each
 PROMPT_TOKENS = 16   # of the validation text, which the model has not seen
 
 
@@ -33,9 +33,9 @@ class Summary:
     folder: str
     parameters: int
     steps: int                       # of the model
-    steps_before: int                # those of the checkpoint that the run went on from; what follows is without them
+    steps_before: int                # steps of the checkpoint it resumed from; the fields below do not include them
     tokens: int                      # trained on, over all ranks
-    training_seconds: float          # of the steps; evaluations are not counted
+    training_seconds: float          # in steps, without evaluations
     training_loss: float | None      # of the last step
     validation_loss: float | None    # after the last step; None for a run that was stopped early
     trigram_loss: float | None
@@ -43,17 +43,17 @@ class Summary:
 
 
 def save_weights(job: Job, engine: Engine) -> None:
-    """Rank 0 writes the weights, the others wait; raises ConfigError, on all ranks, when they cannot be written."""
-    weights = engine.placement.values(0)   # not the optimizer's state, which is twice as much
+    """Rank 0 writes the weights while the others wait. Raises ConfigError, on all ranks, when they cannot be written."""
+    weights = engine.placement.values(0)   # without the optimizer's state, which is twice as large
     save = (lambda: _save(job, weights)) if job.world.rank == 0 else None
     while_others_wait(job.world, save, label="save the weights")
 
 
 def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summary:
-    """Write what is left of a run once the weights are on disk; `outcome` has the fields of Summary that the steps know.
+    """After the weights: write the comparison, the samples and the summary. outcome: the fields of Summary known after the steps
 
-    Only rank 0 writes, and only rank 0 knows the trigram's loss. A run that a signal ended leaves the rest out, and what a
-    signal now breaks off; the summary is there in any case.
+    Only rank 0 writes, and only rank 0 knows the trigram model's loss. A run that a signal ended writes the summary only; a signal during
+    this function skips what is left, but not the summary.
     """
     trigram = None
 
@@ -74,12 +74,12 @@ def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summar
 
 
 def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
-    job.run.mkdir(parents=True, exist_ok=True)   # who removed it meanwhile does not lose the weights too
+    job.run.mkdir(parents=True, exist_ok=True)   # the user may have removed the folder: do not lose the weights
     job.sink(Saved(0, str(save_model(job.run, weights, job.shape, job.corpus.tokenizer))))
 
 
 def _compare(job: Job, validation_loss: float | None) -> float | None:
-    """The trigram model's validation loss, said beside the model's."""
+    """Show the trigram model's validation loss beside the model's, and return it."""
     if not job.config.data.baseline or validation_loss is None:
         return None
     baseline = trigram_loss(
@@ -95,7 +95,7 @@ def _compare(job: Job, validation_loss: float | None) -> float | None:
 
 
 def _write_samples(job: Job) -> None:
-    """Let the weights on disk go on with a few starts of validation text."""
+    """Continue a few beginnings of validation text with the saved weights."""
     train, tokenizer, path = job.config.train, job.corpus.tokenizer, job.run / "samples.txt"
     if tokenizer is None or not train.samples:
         return

@@ -1,20 +1,21 @@
-"""FP8 training: the products of a model's linear layers in eight bits, everything else as it was.
+"""FP8 training: matrix products of linear layers in 8 bits, everything else in the usual dtypes.
 
     forward    y  = x @ w.T       x and w in E4M3
     backward   dx = g @ w         g in E5M2
                dw = g.T @ x
 
-A layer stays an `nn.Linear` with the same parameter under the same name; only its class changes. So optimizers, wrappers and checkpoints
-see nothing of it. Weights are always scaled by what they are now, the whole of them; they are cast once a step (`begin_step`), come in
-eight bits (shard/float8_unit.py), or are cast in each pass. `timing="delayed"` is for what flows: inputs and gradients (amax.py).
+A layer stays an `nn.Linear` with the same parameter under the same name; only its class changes, so optimizers, wrappers and
+checkpoints need not know. Weights are always scaled by their current largest magnitude, that of the whole matrix. They are cast once per
+step (`begin_step`), gathered in 8 bits (shard/float8_unit.py), or cast in each pass. `timing="delayed"` is for inputs and gradients
+(amax.py).
 
-Over tensor ranks a scale is that of the whole matrix, too: ranks that hold parts of one agree on its largest magnitude, and cast to the
-very bits that one process casts to.
+Over tensor ranks, too, a scale is that of the whole matrix: ranks that hold parts of it agree on its largest magnitude. So they cast to
+exactly the bits that one process casts to.
 
     column     x whole        w cut by rows      g cut by columns    y, dw: those of one process; dx: a partial sum
     row        x cut by columns    w cut by columns    g whole       dx, dw: those of one process; y: a partial sum
 
-A partial sum is rounded on every rank, as in bf16: off by up to (p + 1) 2**-8 of the sum of its terms' magnitudes.
+Each rank rounds its partial sum to bf16: the error is at most (p + 1) 2**-8 of the sum of the terms' magnitudes.
 
 Read base/float8.py first.
 """
@@ -36,18 +37,18 @@ from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
 from rankloom.train.amax import AmaxHistory, Meter
 from rankloom.world.group import Group
 
-MOST_MARGIN = 6   # powers of two; more would leave fp32's range where an amax is the largest fp32
+MOST_MARGIN = 6   # powers of two; with more, the largest fp32 as amax would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How tensors become eight bits.
+    """How tensors are cast to 8 bits.
 
-    scaling: "tensor": one scale for a matrix; "row": one for each row (for each column, where a product sums over rows)
-    timing:  "current": by a tensor's own largest magnitude; "delayed": by that of the last `history` steps, which saves a pass
-    history: steps remembered
-    margin:  powers of two left free above the remembered magnitude, for what grows
-    keep:    patterns of layers that stay as they are (`blocks.0.*`), beside those that always do: see `plan_float8`
+    scaling: "tensor": one scale per matrix; "row": one per row (or per column, where a product sums over rows)
+    timing:  "current": scale by a tensor's own largest magnitude; "delayed": by that of the last `history` steps, which saves a pass
+    history: number of steps remembered
+    margin:  powers of two left free above the remembered magnitude, as headroom for growth
+    keep:    patterns of layers that are not converted (`blocks.0.*`), beside those that never are: see `plan_float8`
     """
 
     scaling: str = "tensor"
@@ -72,18 +73,18 @@ class Recipe:
 
 
 class Among(NamedTuple):
-    """The ranks that hold the other parts of a matrix, and the dim that it is cut along."""
+    """The ranks that hold the parts of a matrix, and the dim along which it is split."""
 
     group: Group
     dim: int
 
 
 class InFloat8(nn.Module):
-    """A linear layer that multiplies in eight bits. Never built: `to_float8` turns a plain one into one, where it stands.
+    """A linear layer that multiplies in 8 bits. Never constructed: `to_float8` changes the class of a plain layer in place.
 
-    cut:    the dim of its weight [out, in] that tensor ranks hold parts of
-    held:   this step's weight in eight bits, for products that sum over its rows' elements and over its columns'; None: cast in each pass
-    meters: of its input and of its gradient, for delayed scaling
+    cut:    the dim of its weight [out, in] that is split over tensor ranks
+    held:   this step's weight in 8 bits, for products that sum over `in` and over `out`; None: cast in each pass
+    meters: amax meters of its input and its gradient, for delayed scaling
     """
 
     cut: int | None = None
@@ -107,7 +108,7 @@ class InFloat8(nn.Module):
         return None
 
     def among(self, dim: int | None) -> Among | None:
-        """For a matrix that is cut along `dim`, if at all."""
+        """The `Among` of a matrix that is split along `dim`; None: not split."""
         return None if self.peers is None or dim is None else Among(self.peers, dim)
 
     def cast_weight(self, weight: Tensor) -> tuple[Float8, Float8]:
@@ -115,8 +116,8 @@ class InFloat8(nn.Module):
         return cast_both_ways(weight, self.recipe.forward, self.recipe, self.among(self.cut))
 
     def cast_flow(self, x: Tensor, dtype: torch.dtype, which: int) -> tuple[Float8, Float8]:
-        """The input (0) or the gradient (1) [m, n], scaled for products over n and for products over m; its magnitude is noted."""
-        among = self.among(1 if self.cut == 1 - which else None)   # features that the layer sums over, or puts out, lie on all ranks
+        """Cast the input (0) or gradient (1) [m, n], for products over n and over m; records its amax."""
+        among = self.among(1 if self.cut == 1 - which else None)   # the features of this dim are split over the ranks
         if self.meters is None or not self.training:   # evaluation leaves no trace in the scales
             return cast_both_ways(x, dtype, self.recipe, among)
         largest = magnitude(x)
@@ -128,7 +129,7 @@ class InFloat8(nn.Module):
 
 
 class Float8Linear(InFloat8, nn.Linear):
-    """A whole one."""
+    """A layer that is not split."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in] -> [..., out]"""
@@ -143,20 +144,20 @@ class _Split(InFloat8):
         """The tensor ranks."""
         return self.group
 
-    @torch.compiler.disable   # nothing of what ranks say to each other can be in a graph
+    @torch.compiler.disable   # collectives cannot be in a graph
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in], or this rank's features of it -> [..., out], or this rank's."""
+        """x: [..., in] -> [..., out]; in or out are this rank's features only"""
         return super().product(x, bias)
 
 
 class Float8Column(_Split, ColumnLinear):
-    """One that is cut by output features."""
+    """A layer that is split by output features."""
 
     cut = 0
 
 
 class Float8Row(_Split, RowLinear):
-    """One that is cut by input features."""
+    """A layer that is split by input features."""
 
     cut = 1
 
@@ -169,7 +170,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFloat8) -> Tensor:
-        """Kept for backward: the input in eight bits; the weight so, where the layer holds it, else itself: it may be gathered again."""
+        """Keeps for backward: the input in 8 bits; the weight so too if the layer holds that, else itself: it may be gathered again."""
         x_rows, x_columns = layer.cast_flow(x, layer.recipe.forward, 0)
         w_rows, w_columns = layer.held or layer.cast_weight(weight)
         ctx.layer, ctx.held, ctx.dtypes = layer, layer.held is not None, (x.dtype, weight.dtype)
@@ -177,9 +178,9 @@ class Float8Product(torch.autograd.Function):
         return scaled_product(x_rows, w_rows.transposed(), x.dtype, fast_accum=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable   # eight bits do not know what they were cast from
+    @torch.autograd.function.once_differentiable   # a cast to 8 bits has no derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradient is cast once, for both products. They add up in fp32 on every device: they are sums of many small parts."""
+        """The gradient is cast once for both products. These accumulate in fp32 on every device: they sum many small terms."""
         layer = ctx.layer
         data, scale, *weight = ctx.saved_tensors
         w_columns = Float8(*weight) if ctx.held else layer.cast_weight(weight[0])[1]
@@ -190,9 +191,10 @@ class Float8Product(torch.autograd.Function):
 
 
 def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, among: Among | None = None) -> tuple[Float8, Float8]:
-    """x [m, n] for products that sum over n and for those that sum over m: one and the same, unless scaled by rows.
+    """x [m, n] in 8 bits, for products that sum over n and for those that sum over m; the same tensor unless scaled by rows.
 
-    among: who holds the other parts of x   sent: then an all-reduce of one number; by rows, of one for each row or column that is cut
+    among: the ranks that hold the other parts of x
+    sent:  with `among`, an all-reduce of one number; scaled by rows, of one number per row or column that is split
     """
     if recipe.scaling == "tensor":
         both = cast(x, dtype, _agreed(magnitude(x), among, 0, 1))
@@ -201,7 +203,7 @@ def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, among: Among |
 
 
 def _agreed(largest: Tensor, among: Among | None, *over: int) -> Tensor:
-    """The largest of all ranks, where these magnitudes were taken over the dim that is cut. A NaN counts as infinity: none misses that."""
+    """The largest magnitudes over all ranks, if they were taken over the split dim. A NaN becomes infinity, so that `max` keeps it."""
     if among is None or among.dim not in over:
         return largest
     found: Tensor = among.group.all_reduce(largest.nan_to_num(nan=torch.inf, posinf=torch.inf), "max", label="amax of a whole matrix")
@@ -209,16 +211,16 @@ def _agreed(largest: Tensor, among: Among | None, *over: int) -> Tensor:
 
 
 class Float8Layers:
-    """The layers of a model that `to_float8` has converted, and what they need from a training step. There may be none."""
+    """The layers that `to_float8` has converted, and their work in a training step. There may be none."""
 
     def __init__(self, layers: dict[str, InFloat8], history: AmaxHistory | None):
         self.layers, self.history = layers, history
-        self._cast: list[InFloat8] = []   # in this step
+        self._cast: list[InFloat8] = []   # layers whose weights are cast for this step
 
     def readers(self, model: nn.Module) -> dict[str, list[InFloat8]]:
-        """Weights of `model` that can travel in eight bits (shard/float8_unit.py): by name, the layers that multiply by each.
+        """Weights of `model` that can be gathered in 8 bits (shard/float8_unit.py): name -> the layers that multiply by it.
 
-        None when scaled by rows: backward needs these scaled by columns too, and what travels has one scale.
+        Empty when scaled by rows: backward needs a second cast, scaled by columns, and only one is gathered.
         """
         found: dict[str, list[InFloat8]] = {}
         names = {id(param): name for name, param in model.named_parameters()}
@@ -228,15 +230,15 @@ class Float8Layers:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What delayed scaling remembers, in CPU memory; else nothing."""
+        """The amax history of delayed scaling, in CPU memory; without delayed scaling, empty."""
         return self.history.state_dict() if self.history else {}
 
     def misfit(self, saved: Mapping[str, Tensor]) -> str | None:
-        """What keeps `saved` from being loaded, in words, or None."""
+        """Why `saved` cannot be loaded, in words, or None."""
         return self.history.misfit(saved) if self.history and saved else None
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on with what another run remembers; given nothing, as a new run begins. Without delayed scaling it changes nothing."""
+        """Load an amax history; an empty one means a new run. Without delayed scaling this does nothing."""
         if self.history:
             self.history.load_state_dict(saved)
 
@@ -244,39 +246,38 @@ class Float8Layers:
     def begin_step(self, *, whole: bool) -> None:
         """Before the first micro-batch.
 
-        whole:  the model holds all its weights, so that each is cast once for all micro-batches
-        memory: then 1 byte for each weight, 2 when scaled by rows, until `end_step`
+        whole:  the model holds all its weights: cast each once, for all micro-batches
+        memory: if whole, 1 byte per weight until `end_step`; 2 when scaled by rows
         """
         if self.history:
-            self.history.abandon_step()   # whatever a failed step left behind
+            self.history.abandon_step()   # clear what a failed step left behind
         self._cast = list(self.layers.values()) if whole else []
         for layer in self._cast:
             layer.held = layer.cast_weight(layer.weight)
 
     def end_step(self, group: Group, *, finite: bool = True) -> None:
-        """Before the weights change: drop their casts; ranks agree on the magnitudes that the next step scales by.
+        """Before the weights change: drop their casts, and agree on the magnitudes for the next step's scales.
 
-        group:  all ranks that work with these weights
-        finite: False after a step that changes nothing, on all ranks
+        group:  all ranks that use these weights
+        finite: False, on all ranks, when the step updates nothing
         """
         self.drop_casts()
         if self.history and finite:
             self.history.close_step(group)
 
     def drop_casts(self) -> None:
-        """The weights are to change, or have changed."""
+        """Drop the casts of weights that change."""
         for layer in self._cast:
             layer.held = None
         self._cast = []
 
 
 def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group | None = None) -> Float8Layers:
-    """Let the linear layers of `model` multiply in eight bits, where they stand. To be called once it is on its device, and split over
-    tensor ranks.
+    """Convert the linear layers of `model` to 8-bit products, in place. Call it when the model is on its device and split over ranks.
 
-    elsewhere: ranks that hold other parts of these layers, or other stages
-    raises: ConfigError, on all ranks, when no layer is left, a pattern of `recipe.keep` fits none, or a part of a layer does not divide
-            by 16
+    elsewhere: ranks that hold other parts of these layers, or other pipeline stages
+    raises: ConfigError, on all ranks, when no layer can be converted, a pattern of `recipe.keep` fits none, or a dim of a rank's part
+            is not a multiple of 16
     """
     recipe = recipe or Recipe()
     plan = plan_float8(model, recipe.keep)
@@ -300,10 +301,10 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
 
 
 def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
-    """For each linear layer: why it stays as it is; "" when it goes to eight bits.
+    """For each linear layer: why it is not converted; "" if it is.
 
-    Those stay whose dims do not divide by 16; whose weight another kind of module uses as well; the one that makes the model's output (the
-    last that hangs on the model itself), where an error goes straight into the loss; and what `keep` names.
+    Not converted are layers with a dim that is not a multiple of 16, layers whose weight another kind of module uses too, the output
+    layer (the last that is a direct child of the model), where an error goes straight into the loss, and those that `keep` names.
     """
     linears, held = linear_layers(model), holdings(model)
     for pattern in keep:
@@ -314,7 +315,7 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
     last = next((name for name in reversed(linears) if "." not in name), None)
 
     def reason(name: str, layer: nn.Module) -> str:
-        shape = held[f"{name}.weight"].shape   # of the whole: layers are chosen as in one process
+        shape = held[f"{name}.weight"].shape   # of the whole weight: the choice is that of one process
         if any(n % STEP for n in shape):
             return f"{_sizes(shape)} does not divide by {STEP}"
         if id(layer.weight) in shared:
@@ -327,15 +328,15 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that could multiply in eight bits, whole or split, in the order of the model."""
+    """Name -> linear layer that could be converted, split or not, in the order of the model."""
     return {name: module for name, module in model.named_modules() if type(module) in KINDS and not getattr(module, "transposed", False)}
 
 
 def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None) -> None:
-    """Raise where a part of a layer does not divide. To let it stay in bf16 unasked would make a run's numbers depend on its layout."""
+    """Raise when a dim of a part is no multiple of 16. Keeping such layers in bf16 silently would make results depend on the mesh."""
     shapes = {name: tuple(weight.shape) for name, layer in layers.items() if isinstance(weight := layer.weight, Tensor)}
     found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % STEP for n in shape)]
-    told = [found] if elsewhere is None else elsewhere.all_gather_object(found, label="parts of layers in fp8")   # parts may differ
+    told = [found] if elsewhere is None else elsewhere.all_gather_object(found, label="parts of layers in fp8")   # parts may differ by rank
     first = next((about[0] for about in told if about), None)
     if first is not None:
         keep = tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for about in told for name, _ in about))
@@ -345,4 +346,4 @@ def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None)
 
 
 def _sizes(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, reversed(shape)))   # in x out, as nn.Linear is called
+    return " x ".join(map(str, reversed(shape)))   # in x out, the order of nn.Linear's arguments

@@ -1,4 +1,4 @@
-"""What a run works with on one rank: its config, its world, its folder, its data. Made once, before the first step."""
+"""The fixed parts of a run on one rank: config, world, folder, data. Made once, before the first step."""
 
 import sys
 import time
@@ -37,12 +37,12 @@ class Job:
     shape: GPTConfig
 
     def say(self, text: str) -> None:
-        """Tell the person at the terminal, once per job."""
+        """Show a text to the user, once per job."""
         if self.world.rank == 0:
             self.sink(Notice(0, text))
 
     def samples(self, tokens: Tokens) -> TokenSamples:
-        """Tokens cut in samples as long as the config says."""
+        """Tokens cut into samples of the config's sequence length."""
         return TokenSamples(tokens, self.config.train.seq_len, self.shape.vocab_size)
 
 
@@ -52,7 +52,7 @@ def open_run(config: Config, world: World) -> Path:
     raises: ConfigError, on all ranks, when the folder cannot be made or written
     """
     problem, path = None, None
-    again = any(world.all_gather_object(restarts(), label="restarts"))   # torchrun counts for each node alone
+    again = any(world.all_gather_object(restarts(), label="restarts"))   # torchrun counts restarts per node
     if world.rank == 0:
         try:
             path = claim_run_folder(config, datetime.now(), again=again)
@@ -64,7 +64,7 @@ def open_run(config: Config, world: World) -> Path:
 
 
 def _write_start(config: Config, world: World, path: Path) -> None:
-    # The folder is the name: so a run can be repeated from its own config without being in its own way.
+    # Without its name, so that this config can be run again and gets a new folder.
     unnamed = config.model_copy(update={"run": config.run.model_copy(update={"name": None})})
     write_config(unnamed, path / "config.toml")
     batch = {"local": config.batch().local, "accumulate": config.batch().accumulate, "global": config.batch().global_}
@@ -72,7 +72,7 @@ def _write_start(config: Config, world: World, path: Path) -> None:
 
 
 def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
-    """Tokenise once per host, or find it done before; then every rank maps the same file.
+    """Tokenise once per host, unless the cache has the result; then every rank maps the same file.
 
     raises: DataError, on all ranks, when there is no text or it cannot be read
     """
@@ -89,7 +89,7 @@ def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
 
 
 def reporter(sink: Sink, rank: int) -> Callable[[str, float], None]:
-    """A function for long work to report to: it says how far the work is, every few seconds."""
+    """A function for long work to report its progress to; it emits a notice every few seconds."""
     last = time.monotonic()
 
     def report(what: str, fraction: float) -> None:
@@ -108,7 +108,7 @@ def _experts(moe: MoEConfig, layers: int, ranks: int) -> str:
 
 
 def introduce(job: Job) -> None:
-    """Say what is about to be trained, on what, and in which batches."""
+    """Show which model is trained, on which data, in which batches."""
     batch, seq_len = job.config.batch(), job.config.train.seq_len
     job.say(f"run folder: {job.run}")
     job.say(

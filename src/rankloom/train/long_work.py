@@ -1,7 +1,7 @@
 """Work that some ranks do while the others wait for it, however long it takes.
 
-A plain barrier would end the job at its time-out when tokenising takes an hour. Here the ranks tell each other
-a few times a second that the work goes on, so only a rank that is really gone ends the job.
+With a plain barrier, an hour of tokenising would end the job by time-out. Here ranks exchange signs of life several times a second, so
+only a lost rank ends the job.
 """
 
 import threading
@@ -27,15 +27,15 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         try:
             self.work()
-        except BaseException as error:   # raised by the thread that waits
+        except BaseException as error:   # raised in the thread that waits
             self.error = error
 
 
 def while_others_wait(world: World, work: Callable[[], object] | None, *, label: str) -> None:
-    """Run `work`, where a rank has any, in a thread; returns on every rank when all of it is done.
+    """Run `work` in a thread; None on a rank without work. Returns on every rank when all work is done. A collective.
 
-    raises: what `work` raised on the rank that ran it; on the others the same where it is the user's to mend, else RankLost:
-            that rank is the cause, and knows the line
+    raises: on a rank whose `work` raised: that error. On the others: a copy of it if it is a user's mistake (a ValueError of
+            base/errors.py), else RankLost, which names the rank
     """
     worker = _Worker(work) if work else None
     if worker:

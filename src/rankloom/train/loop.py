@@ -1,7 +1,7 @@
-"""A whole run, as one of its ranks: steps, evaluations, and what is left when it ends.
+"""A whole run on one rank: steps, evaluations, and the files written at the end.
 
-`train` is what every rank calls with the same config. What goes wrong on one rank and is found here (a full disk, a
-folder that cannot be written, text that is not text) is raised on all ranks together, so none is left waiting.
+Every rank calls `train` with the same config. An error that is found here on one rank (a full disk, a folder that cannot be written,
+a file that is not text) is raised on all ranks together, so that no rank waits for another.
 Read job.py before this file, engine.py for what one step does, stop.py for how a run ends early, finish.py for its end.
 """
 
@@ -35,7 +35,7 @@ from rankloom.world.group import Group
 def train(config: Config, world: World, sink: Sink) -> Summary:
     """Train as `config` says, as one of the ranks of `world`; every rank returns the same losses.
 
-    sink:   gets this rank's events; draw those of one rank only
+    sink:   called with this rank's events; display those of one rank only
     raises: ConfigError, DataError, on all ranks together; what a step raises
     """
     config = with_ranks(config, world.size)
@@ -54,17 +54,17 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
         introduce(job)
         if config.train.evaluate:
-            job.samples(corpus.validation)   # too little of it is told now, and not after the last step
+            job.samples(corpus.validation)   # raises now, not after the last step, if the text is too short
         stepper = Stepper(job, journal)
-        with stepper.stop:   # a signal after the last step waits for the weights, too
+        with stepper.stop:   # a signal after the last step also waits until the weights are saved
             stepper.run()
-            save_weights(job, stepper.engine)   # first: for a last checkpoint, which is larger, time or room may not be there
+            save_weights(job, stepper.engine)   # first: there may be no time or room for a last checkpoint, which is larger
             stepper.save_rest()
             return finish_run(job, stepper.outcome(), stepper.stop)
 
 
 class Stepper:
-    """The part of a run that changes: how far it is, what was measured last, and whether it should stop."""
+    """The changing state of a run: its progress, its last measurements, and whether it should stop."""
 
     def __init__(self, job: Job, journal: Journal):
         self.job, self.journal = job, journal
@@ -72,8 +72,8 @@ class Stepper:
         resume(job, self.engine)
         self.steps_before = self.engine.steps_done
         self.stop, self.agreement = StopSignal(), Agreement(job.world)
-        self.signal = 0                           # the one that all ranks agreed on
-        self.tokens, self.seconds = 0, 0.0        # trained on, over all ranks; what the steps took
+        self.signal = 0                           # agreed on by all ranks; 0: none
+        self.tokens, self.seconds = 0, 0.0        # tokens trained on, over all ranks; seconds in steps
         self.loss: float | None = None
         self.validation: float | None = None
 
@@ -91,7 +91,7 @@ class Stepper:
                 self._evaluate()
 
     def save_rest(self) -> None:
-        """The checkpoint of the last step, if it is none of those at an interval."""
+        """Write a checkpoint of the last step, unless the interval has written it."""
         interval = self.job.config.checkpoint.interval
         if interval and self.engine.steps_done % interval:
             save_in_run(self.job, self.engine)
@@ -105,7 +105,7 @@ class Stepper:
         }
 
     def _steps(self, loader: Iterator[Batch]) -> None:
-        """Step until the last step, a signal or a problem: on every rank until the same step."""
+        """Run steps until the last one, a signal or a problem. All ranks stop after the same step."""
         every, steps, interval = self.job.config.train.eval_every, self.job.config.train.steps, self.job.config.checkpoint.interval
         for batch in loader:
             report = self.engine.step(batch)
@@ -123,16 +123,16 @@ class Stepper:
         self._or_keep_weights(lambda: self.job.world.agree(self.journal.problem, label="write the journals"))
 
     def _or_keep_weights(self, work: Callable[[], None]) -> None:
-        """Do `work`. Where it raises ConfigError, on all ranks or none, the weights, for which there may be room, are written first."""
+        """Run `work`. If it raises ConfigError, on all ranks or none, save the weights first: they may still fit on the disk."""
         try:
             work()
         except ConfigError:
-            with suppress(ConfigError):   # the first is the one to tell
+            with suppress(ConfigError):   # report the first error
                 save_weights(self.job, self.engine)
             raise
 
     def _evaluate(self) -> None:
-        """The exact validation loss, as an event too; nothing when a signal on any rank cut it short."""
+        """Measure the exact validation loss and emit it as an event; neither when a signal on any rank stops the evaluation."""
         job, world, rows = self.job, self.job.world, self.engine.group
         batches = evaluation_batches(
             job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=rows.rank, ranks=rows.size, device=world.device,
@@ -144,14 +144,14 @@ class Stepper:
             job.sink(Evaluated(world.rank, self.engine.steps_done, result.loss, result.count))
 
     def _until_signal(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        sharing = self.job.world.group(*SHARING_AXES)   # whose forwards are one: they end with the same batch
+        sharing = self.job.world.group(*SHARING_AXES)   # they share each forward, so they must stop at the same batch
         for batch in batches:
-            yield batch   # at least one, so that there is something to divide by
+            yield batch   # at least one, so that the count is not 0
             if self._signal_of(sharing):
                 return
 
     def _signal_of(self, group: Group) -> int:
-        """The signal that any rank of the group has had, or 0. A collective."""
+        """The signal that any rank of the group has received, or 0. A collective."""
         if group.size == 1:
             return self.stop.number
         here = torch.tensor([float(self.stop.number)], device=group.device)
@@ -159,15 +159,15 @@ class Stepper:
 
 
 def evaluation_rows(job: Job) -> int:
-    """Rows of an evaluation's batches: as many as a micro-batch of training holds, and where bits count whatever the ranks."""
+    """Rows per evaluation batch: those of a training micro-batch. Deterministic: a number that does not depend on the ranks."""
     batch, shards = job.config.batch(), job.config.train.logical_shards()
     return max(1, batch.global_ // shards) if shards else batch.local
 
 
 def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | None = None) -> Engine:
-    """The model and its engine, as the config asks for."""
+    """Build the model and its engine from the config."""
     batch = config.batch()
-    cut = config.train.stage == 3 or is_split(world)   # then no rank ever holds the whole model
+    cut = config.train.stage == 3 or is_split(world)   # no rank ever holds the whole model
     model = GPT(shape, seed=config.run.seed, device="meta" if cut else world.device)
     return prepare(
         model,

@@ -1,7 +1,7 @@
-"""The last step of `rl.prepare`: make the optimizer, and lay out parameters, gradients and its state.
+"""The last step of `rl.prepare`: make the optimizer, and lay out parameters, gradients and optimizer state.
 
-    place_whole   stage 0: whole, on every rank
-    place_cut     stages 1 to 3: slices over the axis shard; stage 0 too where the mesh splits the model: slices over one rank
+    place_whole   stage 0: replicated on every rank
+    place_cut     stages 1 to 3: sharded over the axis shard. Also stage 0 when the mesh splits the model: "sharded" over one rank
 
 Read train/placement.py before this file, and parallel/zero.py for the stages.
 """
@@ -34,7 +34,7 @@ from rankloom.world.group import Group
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
                 **summing: Any) -> tuple[Placement, Optimizer]:
-    """A model that every rank holds whole. summing: options of `ReplicatedPlacement`; fill: values for a model on the meta device"""
+    """Replicate the model. fill: gives values to a model on the meta device; summing: options of `ReplicatedPlacement`"""
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
@@ -44,10 +44,10 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
 
 def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, strategy: ShardingStrategy, *, fill: FirstValues | None,
               split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
-    """A model that is cut into slices.
+    """Shard the model.
 
-    split:  how it is split over other axes before, if it is
-    stages: this rank's stages, on a mesh with a pipeline
+    split:  how its layers are already split over other axes, if they are
+    stages: this rank's pipeline stages, if the mesh has a pipeline
     """
     cut, replicas = _ranks_of_slices(world, strategy.stage)
     device = torch.device("cpu") if strategy.offload else world.device
@@ -80,7 +80,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
 
 
 def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:
-    """Raise ConfigError, on all ranks, when an optimizer that needs whole tensors would get parts of them."""
+    """Raise ConfigError, on all ranks, when an optimizer needs whole tensors and would get parts."""
     cut = [name for name in sorted(whole) if split.is_cut(name)]
     if cut:
         raise ConfigError(f"the optimizer of {cut[0]} (and of {len(cut) - 1} more) may look at whole tensors: it is not elementwise, as "
@@ -97,20 +97,20 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
 
 def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
                   stages: LocalStages | None, *, stage: int) -> Placement:
-    """The placement for what cuts the model beside the shard axis: nothing, tensor and expert ranks, or stages of a pipeline too."""
+    """The placement for the axes, beside shard, that cut the model: none; tensor and expert; or pipe too."""
     if split is None:
         return (CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement)(model, sharding, world)
-    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # along which ranks hold different elements
+    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # axes along which ranks hold different elements
     return SplitPlacement(model, sharding, holding, split) if stages is None else PipelinePlacement(sharding, holding, split, stages)
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:
-    """The ranks over which units are cut, and those over which slices are summed."""
-    if not world.axes_named:   # only a number of ranks was given: they are the shard axis
+    """The ranks over which units are sharded, and those over which gradients of slices are summed."""
+    if not world.axes_named:   # a mesh without names: all ranks are the shard axis
         return world, world.alone()
     return world.group("shard") if stage else world.alone(), world.group(*_summed(stage))
 
 
 def _summed(stage: int, *less: str) -> list[str]:
-    """The axes over which slices are summed, without those in `less`."""
+    """The axes over which gradients of slices are summed, without those in `less`."""
     return [axis for axis in TOKEN_AXES if axis not in less and not (stage and axis == "shard")]

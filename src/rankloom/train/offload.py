@@ -1,15 +1,15 @@
-"""Activation offload: what a block saves for its backward waits in CPU memory, and is back before it is needed.
+"""Activation offload: the tensors that a block saves for backward are moved to CPU memory, and back before they are needed.
 
-    forward    what a block saves is copied out on a side stream while the next blocks compute; when the block after the next
-               begins, the main stream waits for those copies, and the device memory is free
-    backward   when the backward of a block begins, the copies of the block before it set out for the device
+    forward    saved tensors are copied to the CPU on a side stream while the next blocks compute; when the second block after this one
+               begins, the main stream waits for the copies, and the device memory is freed
+    backward   when the backward of a block begins, copies of the block before it start back to the device
 
-So the last two blocks never travel, and at most two blocks have copies in flight. Storages travel, not tensors: many
-saved tensors may be views of one. Parameters, buffers and their views stay, tables given to all blocks too, and what is small.
-On a CPU, which has no streams and one memory, the same code copies from buffer to buffer at once: right, and useless.
+So the last two blocks are never moved, and at most two blocks have copies in flight. Storages are moved, not tensors: many saved
+tensors may be views of one storage. Parameters, buffers and their views stay on the device, and so do tables given to all blocks and
+small storages. A CPU has no streams and one memory: there the same code copies between buffers at once, which is correct, and useless.
 
-It is put on after recompute.py's wrapper: with `full` the inputs of the blocks travel, with `selective` they do and the kept
-outputs stay. Read blocks.py before this file.
+The wrapper goes around that of recompute.py: with `full` the inputs of blocks are moved; with `selective` too, and the kept outputs
+stay. Read blocks.py before this file.
 
 source: Rhu et al. 2016 (vDNN)
 """
@@ -28,17 +28,17 @@ from rankloom.base.errors import ConfigError
 from rankloom.train.blocks import Wrapped, blocks_of
 from rankloom.train.recompute import UNDECIDED, RecomputedForward
 
-SMALL = 1 << 20        # bytes; a copy of fewer costs more than it frees
-UNDER_WAY = 2          # blocks whose copies may be under way
+SMALL = 1 << 20        # bytes; copying a smaller storage costs more than it frees
+UNDER_WAY = 2          # blocks whose copies may be in flight
 
 
 def offload_activations(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), small: int = SMALL) -> "Offload":
-    """Let what the repeated blocks of `model` save for backward wait in CPU memory, pinned where the device is a GPU.
+    """Move what the repeated blocks of `model` save for backward to CPU memory, pinned for a GPU.
 
-    blocks:  their classes; left out, those that stand in a list beside others of their class
+    blocks:  classes of the blocks; left out, modules that are in a list with others of their class
     small:   storages of fewer bytes stay on the device
-    sent:    each saved storage once to the CPU and once back, those of the last two blocks only there
-    raises:  ConfigError, also when recompute was given a number of bytes: it counts what this moves away
+    sent:    each saved storage to the CPU and back; those of the last two blocks only to the CPU
+    raises:  ConfigError, also when recompute has a budget in bytes, which counts what is moved here
     """
     found = blocks_of(model, blocks)
     for name, block in found.items():
@@ -49,20 +49,20 @@ def offload_activations(model: nn.Module, *, blocks: tuple[type[nn.Module], ...]
 
 
 class Offload:
-    """The copies of one model. `bytes_out` and `bytes_back` count what has travelled."""
+    """The offload of one model. `bytes_out` and `bytes_back` count the bytes copied to the CPU and back."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], small: int):
         self.bytes_out = self.bytes_back = 0
         self.small = small
         self._model = model
         self._lanes: dict[torch.device, Lane] = {}
-        self._recent: list[ref[Visit]] = []   # visits whose copies may be under way
+        self._recent: list[ref[Visit]] = []   # visits whose copies may be in flight
         for block in blocks.values():
             OffloadedForward(block, self)
 
     def visit(self, given: Any) -> "Visit":
-        """A forward of a block begins, with the arguments `given`; the one before the last must be out by now."""
-        with torch._C.DisableTorchFunctionSubclass():   # of what is on its way, too: to look at where it lies is not to wait for it
+        """A forward of a block begins. Frees the device memory of the visit before the last. given: the arguments"""
+        with torch._C.DisableTorchFunctionSubclass():   # for tensors in flight too: this need not wait
             stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
         stay |= {t.untyped_storage()._cdata for t in tree_leaves(given) if _plain(t) and not t.requires_grad}
         visit = Visit(self, stay, self._recent[-1] if self._recent else None)
@@ -74,14 +74,14 @@ class Offload:
         return visit
 
     def lane(self, device: torch.device) -> "Lane":
-        """The way to the CPU and back, one for each device."""
+        """The stream for copies of a device."""
         if device not in self._lanes:
             self._lanes[device] = Lane(device)
         return self._lanes[device]
 
 
 class OffloadedForward(Wrapped):
-    """The forward of a block whose saved tensors travel."""
+    """The forward of a block whose saved tensors are moved."""
 
     layer = 2
 
@@ -90,7 +90,7 @@ class OffloadedForward(Wrapped):
         self._offload = offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own forward."""
+        """The result of the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         visit = self._offload.visit((args, kwargs))
@@ -100,46 +100,46 @@ class OffloadedForward(Wrapped):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What autograd holds in the place of a saved tensor that stays."""
+    """What autograd holds for a saved tensor that stays on the device."""
 
-    tensor: Tensor           # without its graph, which would hold itself
+    tensor: Tensor           # detached: its graph would hold a cycle
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Travelling:
-    """What autograd holds in the place of one that travels."""
+    """What autograd holds for a saved tensor that is moved."""
 
     parcel: "Parcel"
-    number: int              # of those in the parcel
+    number: int              # index in `parcel.holds`
     dtype: torch.dtype
     where: tuple[Any, ...]   # offset, size, stride
 
 
 class Visit:
-    """One forward of one block, and its backward. Autograd holds it, and nobody else."""
+    """One forward of one block, and its backward. Only autograd holds a reference to it."""
 
     def __init__(self, offload: Offload, stay: set[int], before: "ref[Visit] | None"):
         self._offload, self._stay, self._before = offload, stay, before
-        # By storage and version: a storage may not change while it is saved. One that has changed before by its part too: parts may have
-        # versions of their own, as the gates of an LSTM, and the next part may be about to change.
+        # By storage and version: a storage must not change while it is saved. If it changed earlier, also by the part: parts may have
+        # their own versions, as the gates of an LSTM, and the next part may still change.
         self._parcels: WeakValueDictionary[tuple[int, int, Any], Parcel] = WeakValueDictionary()
         self._returning = False
 
     def pack(self, t: Tensor) -> Staying | Travelling:
-        """For autograd: what to hold in place of `t`."""
+        """For autograd: the object to hold in place of `t`."""
         if not _plain(t) or t.untyped_storage().nbytes() < self._offload.small or t.untyped_storage()._cdata in self._stay:
             return Staying(t.detach(), t._version)
         where = (t.storage_offset(), t.size(), t.stride())
         key = (t.untyped_storage()._cdata, t._version, where if t._version else None)
         parcel = self._parcels.get(key)
-        if parcel is None or parcel.here is None:   # a storage that has left may have left its address to another
+        if parcel is None or parcel.here is None:   # its address may be reused
             parcel = self._parcels[key] = Parcel(t.untyped_storage(), t.device, self._offload)
         parcel.holds.append(Staying(t.detach(), t._version))
         return Travelling(parcel, len(parcel.holds) - 1, t.dtype, where)
 
     def unpack(self, held: Staying | Travelling) -> Tensor:
-        """For autograd: the tensor again. The first one of a block calls those of the block before it."""
+        """For autograd: the tensor again. The first unpack of a block starts the copies of the block before it."""
         if isinstance(held, Staying):
             return _unchanged(held)
         if held.parcel.holds:
@@ -153,12 +153,12 @@ class Visit:
         return torch.empty(0, dtype=held.dtype, device=held.parcel.device).set_(held.parcel.storage(), *held.where)   # type: ignore[call-overload,no-any-return]
 
     def leave(self) -> None:
-        """The device memory of what has been copied out is free from here on."""
+        """Free the device memory of the copied storages."""
         for parcel in self._alive():
             parcel.leave()
 
     def come_back(self) -> None:
-        """Copies set out for the device."""
+        """Start the copies back to the device."""
         for parcel in self._alive():
             parcel.come_back()
 
@@ -167,7 +167,7 @@ class Visit:
 
 
 class Parcel:
-    """One storage: on the device (`here`), in CPU memory, or both. holds: what is saved of it, until it has left"""
+    """One storage: on the device (`here`), in CPU memory, or both. holds: its saved tensors, until device memory is freed"""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, offload: Offload):
         self.device = device
@@ -180,14 +180,14 @@ class Parcel:
         offload.bytes_out += storage.nbytes()
 
     def leave(self) -> None:
-        """Free the device memory, once it has been copied. What has changed since stays, to be refused when it is asked for."""
+        """Free the device memory after the copy. A storage that was changed meanwhile stays, and raises when it is unpacked."""
         if all(held.tensor._version == held.version for held in self.holds):
             self._lane.wait(self._under_way)
             self.here = None
             self.holds.clear()
 
     def come_back(self) -> None:
-        """Begin to copy it to the device, where it is not there."""
+        """Start the copy to the device, unless it is there."""
         if self.here is None:
             back = torch.empty_like(self._away, device=self.device, pin_memory=False)
             self._under_way = self._lane.copy(back, self._away)
@@ -195,24 +195,24 @@ class Parcel:
             self._offload.bytes_back += len(back)
 
     def storage(self) -> torch.UntypedStorage:
-        """On the device, to be read by what is asked of it from now on."""
+        """The storage on the device; work queued from now on may read it."""
         self.come_back()
         self._lane.wait(self._under_way)
         assert self.here is not None, "a parcel that has come back is here"
         return self.here
 
     def __del__(self) -> None:
-        self._lane.wait(self._under_way)   # a copy may not outlive what it reads or writes
+        self._lane.wait(self._under_way)   # a copy must not outlive the memory it uses
 
 
 class Lane:
-    """Copies beside the computation: a stream of its own on a GPU, at once on a CPU."""
+    """Copies beside the computation: on a side stream on a GPU; at once on a CPU."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy once everything asked of the device so far is done; returns what to wait for."""
+        """Copy when all work queued so far is done. Returns the event to wait for."""
         if self._stream is None:
             to.copy_(source)
             return None
@@ -222,13 +222,13 @@ class Lane:
             return self._stream.record_event()
 
     def wait(self, under_way: torch.cuda.Event | None) -> None:
-        """What is asked of the device from now on comes after that copy."""
+        """Work queued from now on runs after that copy."""
         if self._stream is not None and under_way is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(under_way)
 
 
 def _unchanged(held: Staying) -> Tensor:
-    """autograd checks this itself where no hooks stand between."""
+    """Raise when a saved tensor was changed. autograd checks this itself only without hooks."""
     if held.tensor._version != held.version:
         raise RuntimeError(f"a tensor of shape {tuple(held.tensor.shape)} that backward needs was changed in place after forward: it is at "
                            f"version {held.tensor._version}, expected {held.version}; change a copy, or step after backward")
@@ -236,7 +236,7 @@ def _unchanged(held: Staying) -> Tensor:
 
 
 def _plain(t: Any) -> bool:
-    """Whether bytes, a dtype and a shape are all there is to it: a view may be conjugated or negated only when it is read."""
+    """Whether a tensor is just a strided view of bytes: no subclass, and no lazy conjugation or negation."""
     return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not (t.is_conj() or t.is_neg())
 
 

@@ -1,11 +1,11 @@
 """What each rank of a mesh would hold, before any rank is started.
 
-Nothing is computed a second way here. The code of a real run (loop.py, prepare.py) builds an engine on a rank without peers or memory
-(world/paper.py). The engine does one step without a forward, and is asked what it holds, like a real one. `tests/train/test_paper.py`
-compares the two.
+There is no second model of memory here. The code of a real run (loop.py, prepare.py) builds an engine on a rank without peers or memory
+(world/paper.py). The engine runs one step without a forward, and then reports what it holds, like a real one.
+`tests/train/test_paper.py` compares the two.
 
-One engine is built for each place along pipe and shard. Ranks that differ along other axes hold equally many elements, but others: which,
-follows from the holdings (parallel/model_split.py).
+One engine is built for each place along pipe and shard. Ranks that differ along other axes hold as many elements, but different ones:
+parallel/model_split.py tells which.
 """
 
 from dataclasses import asdict, replace
@@ -28,7 +28,7 @@ from rankloom.train.sharded import ShardedPlacement, SplitPlacement
 from rankloom.train.split_model import ROW_AXES
 from rankloom.world.paper import NO_MEMORY, PaperWorld
 
-ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these hold equally much
+ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these axes hold equally many bytes
 
 
 def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
@@ -37,13 +37,13 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
     raises: ConfigError, as the run would before its first step
     """
     mesh = config.mesh.as_mesh()
-    if config.train.offload:   # the same bytes on the host, where memory cannot be left out
+    if config.train.offload:   # offload has the same bytes, but allocates them on the host
         config = config.model_copy(update={"train": config.train.model_copy(update={"offload": False})})
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         alike.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in ALIKE), []).append(rank)
     found: dict[int, RankPart] = {}
-    for ranks in alike.values():   # one engine at a time: a large model is many objects even without memory
+    for ranks in alike.values():   # one engine at a time: without memory too, a large model has many objects
         engine = build_engine(config, shape, PaperWorld(ranks[0], mesh))
         step_on_paper(engine)
         found |= {rank: _part_of(engine, PaperWorld(rank, mesh), config) for rank in ranks}
@@ -51,7 +51,7 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
 
 
 def step_on_paper(engine: Engine) -> None:
-    """A step without a forward. Memory is then as after a real one: parameters have had gradients, and the optimizer has its state."""
+    """A step without a forward. Afterwards memory is as after a real step: gradients and optimizer state have been made."""
     placement, shards = engine.placement, engine.settings.logical_shards
     if isinstance(placement, ShardedPlacement):
         placement.sharding.make_ready()

@@ -1,8 +1,8 @@
 """The mesh axis `pipe` in an engine: this rank holds some stages of the model, and a step runs a schedule.
 
-Parameters are gathered before a step and gradients reduced after it, because between, each rank runs its stages in an order of its own. A
-stage's parameters keep their names in the whole model, so optimizers, norms and saved states do not depend on the cut. A parameter that is
-in two stages (a tied embedding) counts once.
+Parameters are gathered before the schedule and gradients reduced after it, because ranks run their stages in different orders. A stage's
+parameters keep their names in the whole model, so optimizers, norms and saved states do not depend on the cut. A parameter in two
+stages (a tied embedding) counts once.
 
 Read parallel/pipeline/build.py and runtime.py before this file.
 """
@@ -48,11 +48,11 @@ from rankloom.world.group import Group
 
 
 class Turn:
-    """The micro-batch that is running on this rank, and which of its tokens are here.
+    """The micro-batch that is running on this rank, and which of its tokens this rank has.
 
     context: the ranks that share the tokens of a row   kind: of context parallelism
     scale:   factor of losses in backward
-    packs:   whether the pieces take a `part`, which may have the documents that are packed in rows
+    packs:   whether the pieces take a `part`, which may carry the documents that are packed into rows
     """
 
     def __init__(self, dropout: DropoutKey, context: Group, kind: str):
@@ -105,7 +105,7 @@ class Turn:
 class LocalStages:
     """This rank's part of a pipelined model.
 
-    body:   its modules under their names in the whole model; never called itself
+    body:   this rank's modules, under their names in the whole model; never called itself
     names:  trainable parameters of the whole model -> their shapes, in its order
     state:  the names in the state dict of the whole model, in its order
     where:  parameter -> the pipe ranks that have it
@@ -118,7 +118,7 @@ class LocalStages:
     state: tuple[str, ...]
     where: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
-    experts: tuple[str, ...]   # the layers of experts of the whole model, in its order
+    experts: tuple[str, ...]   # MoE layers of the whole model, in its order
 
     @property
     def shared(self) -> frozenset[str]:
@@ -128,7 +128,7 @@ class LocalStages:
 
 def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches: int, units: Policy, turn: Turn, *,
                sparing: bool) -> LocalStages:
-    """Cut `model` over the ranks of `group`; the whole may be dropped afterwards.
+    """Cut `model` over the ranks of `group`. Afterwards the whole model is not needed.
 
     sparing: recompute is on: do not hold the factors of weight gradients while the input gradient is sent (`send_gradients_first`)
     raises:  ConfigError for an unknown or impossible schedule, or more stages than pieces
@@ -163,7 +163,7 @@ def _pieces(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
 
 
 def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]:
-    """The pieces with every tied parameter under its first name in the model, on ranks without the module of that name too."""
+    """The pieces, with every tied parameter under its first name in the model, even if the module of that name is on another rank."""
     firsts = {id(param): name for name, param in model.named_parameters()}
     here = dict(Stage(pieces).named_parameters())
     named = {firsts.get(id(param), name): param for name, param in here.items()}
@@ -174,8 +174,8 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
 class PipelinePlacement(SplitPlacement):
     """Slices of this rank's stages.
 
-    16-bit gradients are accumulated in the dtype in which they are reduced, so they land after every backward. So do those of tied
-    parameters, which are sums over stages.
+    After every backward, 16-bit gradients are added to a buffer of the dtype in which they are reduced. So are gradients of tied
+    parameters, which are summed over stages.
     """
 
     def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages):
@@ -204,14 +204,14 @@ class PipelinePlacement(SplitPlacement):
         return {name: mine.get(name, OwnedRun(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
     def abandon(self) -> None:
-        """Drop all gradients, those too that an interrupted schedule has left in `.grad`."""
+        """Clear all gradients, and those that an interrupted schedule left in `.grad`."""
         super().abandon()
         for param in self.model.parameters():
             param.grad = None
 
     def collect(self) -> None:
         """After a schedule: sum the gradients of tied parameters over their stages, then reduce everything. A collective."""
-        for name in (name for name in self.local.where if name in self._tied):   # one order on all ranks
+        for name in (name for name in self.local.where if name in self._tied):   # the same order on all ranks
             gradient = self._tied[name]
             like = torch.empty_like(gradient.unit.params[name], dtype=gradient.unit.formats.reduce)
             total = sum_tied(gradient.local().get(name), like, self.pipe, self.local.where[name])
@@ -221,21 +221,21 @@ class PipelinePlacement(SplitPlacement):
             self.sharding.collect()
 
     def copies(self, name: str) -> int:
-        """A tied parameter has one more copy for each further stage."""
+        """A tied parameter has copies on each of its stages."""
         return super().copies(name) * len(self.local.where[name])
 
     def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """The first of its stages writes a tied parameter."""
+        """As of any split model. A tied parameter is written by the first of its stages."""
         later = self.pipe.rank != min(self.local.where[piece.name])
         return [replace(part, is_copy=later) for part in super().parts_like(name, piece, values)]
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """The values, in the order of the model, not of the stages."""
+        """The values, in the order of the model."""
         found = super().values(rank)
         return {name: found[name] for name in (*self.local.state, *found) if name in found}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each stage loads its part. Names that no stage has are kept, so that they raise."""
+        """Each stage loads its part. Names that no stage has are passed on, so that they raise."""
         elsewhere = {*self.local.state, *self.local.where} - self.model.state_dict(keep_vars=True).keys()
         super().load({name: value for name, value in state.items() if name not in elsewhere})
 
@@ -243,7 +243,7 @@ class PipelinePlacement(SplitPlacement):
         return replace(super()._place(), pipe=self.pipe.rank)
 
     def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
-        """Stage by stage: each joins its values, and sends them to the rank of `goal`, or to the other stages."""
+        """Stage by stage: gather the values, and send them to the rank of `goal`, or to all other stages."""
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
         self.pipe.agree(_odd_value(plain), label="extra state of stages")
@@ -259,7 +259,7 @@ class PipelinePlacement(SplitPlacement):
         return whole if goal in (None, self._place()) else {}
 
     def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: Goal | None) -> Tensor | None:
-        """The value that stage `root` has joined, on the ranks that want it."""
+        """Send the value that stage `root` has gathered. Returns it on the ranks that get it."""
         here = None if value is None else value.to(self.group.device)
         if goal is None:
             sent = torch.empty_like(like, device=self.group.device) if here is None else here
@@ -275,14 +275,14 @@ class PipelinePlacement(SplitPlacement):
 
 
 def _odd_value(values: Mapping[str, Any]) -> str | None:
-    """Why values that are no tensors cannot be sent to other stages, in words, or None."""
+    """Why values other than tensors cannot be sent to other stages, in words, or None."""
     found = next((name for name, value in values.items() if not isinstance(value, PLAIN_VALUES)), None)
     return None if found is None else (f"{found} is a {type(values[found]).__name__}, which stages cannot hand to each other: "
                                        "keep tensors, numbers, strings or None as extra state")
 
 
 def _expect_equal_buffers(stages: Sequence[Mapping[str, str]]) -> None:
-    """Raise ModelMismatch, on all pipe ranks, when a buffer has other values in another stage. stages: digests of each"""
+    """Raise ModelMismatch, on all pipe ranks, when a buffer differs between stages. stages: digests of each stage's buffers"""
     for name in dict.fromkeys(name for found in stages for name in found):
         ranks = [at for at, found in enumerate(stages) if name in found]
         other = next((at for at in ranks if stages[at][name] != stages[ranks[0]][name]), None)
@@ -310,7 +310,7 @@ class PipelineEngine(Engine):
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left in `.grad`."""
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        if self.settings.precision.scaled and self.scale is UNMEASURED:   # backward needs it before all forwards have ended
+        if self.settings.precision.scaled and self.scale is UNMEASURED:   # the first backward comes before the last forward
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
@@ -318,7 +318,7 @@ class PipelineEngine(Engine):
         return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
-        """The loss sees the last stage's output only: halves of a batch would need a schedule of their own."""
+        """No check: the loss gets the last stage's output only, and halves of a batch would need another schedule."""
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""

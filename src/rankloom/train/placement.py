@@ -1,11 +1,11 @@
-"""Where parameters, gradients and optimizer state of a model in training lie: whole on every rank, or cut.
+"""Where parameters, gradients and optimizer state are: replicated on every rank, or sharded.
 
-The engine runs a step over either, and does not know which:
+The engine runs the same step over both:
 
-    stage 0      ReplicatedPlacement   masters and buckets; parallel/gradients.py, or parallel/same_bits.py where every bit must be the same
-    stages 1-3   ShardedPlacement      units and slices; train/sharded.py
+    stage 0      ReplicatedPlacement   master weights and buckets; parallel/gradients.py, or deterministic, parallel/same_bits.py
+    stages 1-3   ShardedPlacement      units and their slices; train/sharded.py
 
-`owners` are what the optimizer updates: parameters, their fp32 masters, or slices of these.
+`owners` are the tensors that the optimizer updates: parameters, their fp32 masters, or slices of either.
 """
 
 import time
@@ -32,74 +32,74 @@ from rankloom.world.group import Group
 
 
 class Placement(Protocol):
-    """What the engine asks of it, in the order of a step."""
+    """What the engine calls, in the order of a step."""
 
     @property
     def model(self) -> nn.Module:
-        """What this rank holds of the model: all of it, or some stages."""
+        """The modules that this rank holds: the whole model, or some pipeline stages."""
 
     @property
     def owners(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizer updates, by the plain names."""
+        """Plain name of a parameter -> the tensor that the optimizer updates."""
 
     @property
     def group(self) -> Group:
-        """The ranks whose pieces together make the whole."""
+        """The ranks that hold the pieces of the parameters."""
 
     @property
     def waited(self) -> float:
-        """Seconds spent in waiting for communication, so far."""
+        """Seconds spent waiting for communication so far."""
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a forward-only pass; ranks may bring different numbers of them."""
 
     def abandon(self) -> None:
-        """Forget all gradients, and whatever a failed step left behind; raises UnitError when what computes is not what is trained."""
+        """Clear all gradients, and what a failed step left behind. Raises UnitError when the model's values differ from its masters."""
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Whether the backward inside is the step's last."""
+        """A context around forward and backward. on: this is the last micro-batch of the step."""
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """The backward inside makes gradients of this rank alone."""
+        """A context: a backward inside makes gradients of this rank alone."""
 
     def begin_shards(self, shards: int) -> None:
-        """Deterministic: the batch makes so many logical shards."""
+        """Deterministic: begin a step with this many logical shards."""
 
     def add_shard(self, index: int, totals: Tensor) -> None:
         """Deterministic: fold in the gradients and totals of one logical shard."""
 
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
-        """The step's last forward has ended, its gradients will soon be summed.
+        """Called between the last forward of a step and its backward.
 
-        items: how many this rank's losses of the step have summed over, fp64
-        scale: by what the losses are multiplied
+        items: how many items the losses of this rank have counted in this step, fp64
+        scale: the factor that the losses are multiplied by
         """
 
     def finish(self, totals: Tensor | None) -> Tensor:
-        """All gradients are summed over all ranks; so are the totals, which are returned."""
+        """Finish the sums of all gradients over the ranks. Returns the summed totals."""
 
     @property
     def factor(self) -> float:
-        """By what the gradients were multiplied before they were summed; the loss scale is no part of it."""
+        """The factor that gradients were multiplied by before the sum. The loss scale is not in it."""
 
     @property
     def compress(self) -> str:
-        """How they travelled: a name of comm/compress.py."""
+        """The compression of gradients: a name of comm/compress.py."""
 
     def norm(self) -> Tensor:
         """The 2-norm of the summed gradients, each element once, fp64."""
 
     def repeated_norms(self) -> dict[str, float]:
-        """The 2-norms of the summed gradients of parameters that every tensor rank has whole, by name. A collective."""
+        """Name -> 2-norm of the summed gradient, for parameters that every tensor rank holds whole. A collective."""
 
     def flat_gradients(self) -> list[Tensor]:
-        """All that this rank's part of the optimizer reads, in few tensors."""
+        """The gradients that this rank's optimizer reads, in few tensors."""
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """After a backward without communication: what it has made."""
+        """Name -> gradient of this rank alone, after a backward without reduction."""
 
     def publish(self) -> None:
-        """The optimizer has stepped: the model's parameters follow."""
+        """After the optimizer's step: update the parameters that the model computes with."""
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
@@ -111,22 +111,22 @@ class Placement(Protocol):
         """The inverse of `values`; raises ModelMismatch."""
 
     def parts(self) -> list[Part]:
-        """What this rank has of each tensor of the model's state dict, in the master format; extra state apart."""
+        """This rank's parts of each tensor of the model's state dict, in the master dtype, without extra state."""
 
     def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """The same of a tensor `name` that lies like a parameter of which this rank has `piece`, one of `pieces`."""
+        """The same for a tensor `name` that is sharded like a parameter. piece: this rank's piece of that parameter"""
 
     def rewritten(self) -> AbstractContextManager[None]:
-        """The memory of `parts` may be written inside; afterwards what computes is what was written. A collective."""
+        """A context in which the memory of `parts` may be written; afterwards the model computes with it. A collective."""
 
     def pieces(self) -> Mapping[str, OwnedRun]:
-        """For each owner, which elements it holds of its parameter, as that lies on this rank."""
+        """Name -> which elements of the parameter, as it is on this rank, its owner holds."""
 
     def part(self, name: str, value: Any) -> Any:
-        """This rank's part of a value that the optimizer remembers of parameter `name`."""
+        """This rank's part of a value of optimizer state of parameter `name`."""
 
     def held(self) -> tuple[int, int, int]:
-        """Bytes in memory on this rank now: parameters and masters, gathered parameters beyond these, gradients."""
+        """Bytes in memory on this rank now: parameters and masters; gathered parameters beyond these; gradients."""
 
 
 class ReplicatedPlacement:
@@ -142,11 +142,11 @@ class ReplicatedPlacement:
         self._reducer = CanonicalReducer(params, group, logical_shards, owners=owners) if logical_shards else GradientReducer(
             params, group, owners=owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
             by_rows=embeddings(model))
-        self._reducer.syncing = False   # a backward outside of a step is none of its gradients
+        self._reducer.syncing = False   # a backward outside a step sends nothing
         watch_optimizers()
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Each rank its own, as many as it has: a forward sends nothing."""
+        """This rank's batches: a forward needs no other rank."""
         yield from batches
 
     def abandon(self) -> None:
@@ -155,11 +155,11 @@ class ReplicatedPlacement:
         self._reducer.abandon()
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Buckets leave during the last backward only."""
+        """Buckets are sent during the last backward only."""
         return self._reducer.sync(on)
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """No bucket leaves."""
+        """No bucket is sent."""
         return self._reducer.sync(False)
 
     def begin_shards(self, shards: int) -> None:
@@ -173,10 +173,10 @@ class ReplicatedPlacement:
         self._reducer.add_shard(index, totals)
 
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
-        """Compressed, a gradient is made a mean over all items of the step before it is summed, and the loss scale taken out of it.
+        """With compression: set the factor that turns gradients into means over the items of the step, without the loss scale.
 
-        What compression loses of this step is added to the next one, which may have other items and another scale: so it is kept of
-        means. Of sums, a small batch after a large one would take what is owed times their ratio; and fp16 has no room for sums.
+        The error of this step's compression is added to the next step, which may have another count and loss scale; means can be
+        added, sums cannot. And a sum may be too large for fp16.
         sent:   all-reduce of one fp64, which the last backward waits for; nothing in exact steps
         """
         summing = self._reducer.summing
@@ -184,7 +184,7 @@ class ReplicatedPlacement:
         if self._world.size > 1 and not summing.is_exact_now:
             with self._waiting():
                 divisor = scale * self._world.all_reduce(items.clone(), label="items of the step").item()
-            summing.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step that has counted nothing
+            summing.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step without items
 
     def finish(self, totals: Tensor | None) -> Tensor:
         """Wait for the buckets."""
@@ -200,7 +200,7 @@ class ReplicatedPlacement:
 
     @property
     def compress(self) -> str:
-        """The name that the run was given."""
+        """The name that was given to `prepare`."""
         return self._reducer.summing.compress
 
     @contextmanager
@@ -210,7 +210,7 @@ class ReplicatedPlacement:
         self.waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
 
     def norm(self) -> Tensor:
-        """Of the buckets, in shares where there is much; deterministic, tensor by tensor, for buckets differ between stages."""
+        """Over the buckets; each rank sums a share if they are large. Deterministic: tensor by tensor, as buckets differ between stages."""
         if self._logical_shards:
             return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])
         return global_norm(self._reducer.flat_gradients(), self._world)
@@ -220,29 +220,29 @@ class ReplicatedPlacement:
         return {}
 
     def flat_gradients(self) -> list[Tensor]:
-        """The buckets, and what is summed in none."""
+        """The buckets, and gradients outside buckets."""
         return self._reducer.flat_gradients()
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """As they lie in the buckets, by the owners' names."""
+        """The gradients of the owners, in the buckets."""
         return {name: owner.grad for name, owner in self.owners.items() if owner.grad is not None}
 
     def publish(self) -> None:
-        """Round masters into the model."""
+        """Round the masters into the model."""
         self._masters.publish()
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Nothing to gather."""
+        """Every rank has the whole model: nothing is gathered."""
         return self._masters.full_values(self.model.state_dict(keep_vars=True)) if rank in (None, self._world.rank) else {}
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """Nothing to gather."""
+        """Every rank has the whole state: nothing is gathered."""
         mine = rank in (None, self._world.rank)
         return (gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group) or {}) if mine else {}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Into the masters, then the model."""
+        """Load into the masters and the model."""
         shapes = shapes_in(self.model.state_dict(keep_vars=True))
         self._world.agree(difference(shapes, state, f"rank {self._world.rank}"), error=ModelMismatch, label="load a state dict")
         self.model.load_state_dict(state)
@@ -252,7 +252,7 @@ class ReplicatedPlacement:
         self.publish()
 
     def parts(self) -> list[Part]:
-        """Everything: masters in place of what is rounded."""
+        """All tensors, with masters in place of rounded parameters."""
         masters = {id(param): self.owners[name] for name, param in self._masters.params.items()}
         return [whole_part(MODEL + name, masters.get(id(value), value)) for name, value in unique_tensors(self.model).items()]
 
@@ -262,13 +262,13 @@ class ReplicatedPlacement:
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
-        """Masters go into the model; what compression remembers was of other values."""
+        """Afterwards, round the masters into the model, and drop the error that compression has kept."""
         yield
         self._reducer.summing.begin_anew()
         self.publish()
 
     def pieces(self) -> dict[str, OwnedRun]:
-        """Everything, in its own shape."""
+        """Each parameter whole, in its own shape."""
         return {name: OwnedRun(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
     def part(self, name: str, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Number formats: what a model computes in, what the optimizer keeps, and the loss scale of fp16.
+"""Mixed precision: the dtypes that a model computes in and the optimizer keeps, and the loss scale of fp16.
 
-bf16 and fp16 compute in 16 bits and keep fp32 master weights: gradients are accumulated, summed over ranks and applied in
-fp32, and after each step the masters are rounded into the model. fp16 has too few exponents for small gradients, so its loss is
-multiplied by a scale that grows while it can and halves when something overflows.
+bf16 and fp16 compute in 16 bits and keep fp32 master weights. Gradients are accumulated, summed over ranks and applied in fp32; after
+each step the masters are rounded into the model. fp16 has too few exponents for small gradients, so the loss is multiplied by a
+scale, which doubles after 2000 steps without overflow and halves at an overflow.
 
 source: Micikevicius et al. 2018
 """
@@ -31,20 +31,20 @@ from rankloom.train.fp8 import Recipe
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
-HOPELESS_AFTER = 32      # overflows one after another: a mean would be scaled by 2**-16, and what still is not finite never was
+HOPELESS_AFTER = 32      # overflows in a row: a mean is then scaled by 2**-16, so its gradient is not finite at any scale
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The formats of one run. `compute` None means: as the model is.
+    """The dtypes of one run.
 
-    compute: of forward and backward, and in which parameters are gathered
+    compute: of forward, backward, and gathered parameters; None: the model keeps its dtypes
     master:  of the slices or copies that the optimizer updates; None: as compute
     reduce:  in which gradients are summed over ranks (stages 1 to 3); None: as master
-    output:  in which the model's outputs are handed to the loss; None: as they come
-    full:    patterns of module names (`*norm*`) that compute in the master format
-    scaled:  the loss is scaled, for a format with few exponents
-    float8:  how linear layers multiply in eight bits (fp8.py); None: they do not
+    output:  to which the model's outputs are cast before the loss; None: not cast
+    full:    patterns of names of modules (`*norm*`) that compute in the master dtype
+    scaled:  the loss is scaled, for a dtype with few exponents
+    float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """
 
     name: str
@@ -65,7 +65,7 @@ class Precision:
 PRECISIONS = {p.name: p for p in (
     Precision("fp32", torch.float32),
     Precision("fp64", torch.float64),
-    # A loss is a sum over thousands of items: in fp16 it would end at 65504, in bf16 after three digits.
+    # output: a loss is a sum over thousands of items. fp16 ends at 65504, and bf16 has three digits.
     Precision("bf16", torch.bfloat16, master=torch.float32, output=torch.float32),
     Precision("fp16", torch.float16, master=torch.float32, output=torch.float32, scaled=True),
     Precision("fp8", torch.bfloat16, master=torch.float32, output=torch.float32, float8=Recipe()),
@@ -73,7 +73,7 @@ PRECISIONS = {p.name: p for p in (
 
 
 def precision_named(name: str | Precision | None) -> Precision:
-    """The precision of that name; None keeps the dtypes that the model has; a `Precision` is one."""
+    """The precision of that name. None: keep the model's dtypes. A `Precision` is returned as it is."""
     if isinstance(name, Precision):
         return name
     if name is None:
@@ -84,9 +84,9 @@ def precision_named(name: str | Precision | None) -> Precision:
 
 
 def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
-    """The ids of parameters that compute in the master format, not in 16 bits.
+    """The ids of parameters that compute in the master dtype, not in 16 bits.
 
-    They are those beside running statistics (batch norm), those of modules that `full` names, and those that are no floats.
+    They are the parameters of batch norms, those of modules that `full` names, and those that are not floating point.
 
     raises: ConfigError for a pattern that no module has
     """
@@ -99,7 +99,7 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
 
 
 def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Parameter], Formats]:
-    """The formats of each parameter, for units. Whole, truth and complex numbers stay as they are."""
+    """The dtypes of each parameter, for units. Integer, bool and complex parameters keep theirs."""
     full = full_parameters(model, precision)
 
     def formats(name: str, param: nn.Parameter) -> Formats:
@@ -113,12 +113,12 @@ def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Para
 
 
 def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
-    """All floating parameters and buffers in one format; `model.to(dtype)` would drop the imaginary parts of complex ones too."""
+    """Cast floating parameters and buffers. `model.to(dtype)` would also cast complex ones, and drop their imaginary parts."""
     model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def cast_activations(model: nn.Module, precision: Precision) -> None:
-    """Inputs come in the compute format, outputs leave in the output format; modules that are `full` compute in theirs."""
+    """Add hooks: inputs are cast to the compute dtype, outputs to the output dtype; `full` modules compute in the master dtype."""
     if precision.compute is not None:
         model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
         for name, module in model.named_modules():
@@ -130,22 +130,22 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
 
 
 def cast_inputs(values: Any, precision: Precision) -> Any:
-    """What a model is called with, however nested, as its hook would cast it: for stages, which are never called as one model."""
+    """Cast a model's inputs, nested in any way, as its hook does: for pipeline stages, where the model itself is never called."""
     dtype = precision.compute
     return values if dtype is None else _cast_floats_in(values, dtype)
 
 
 def cast_outputs(values: Any, precision: Precision) -> Any:
-    """What a model returns, the same way."""
+    """Cast a model's outputs, the same way."""
     dtype = precision.output
     return values if dtype is None else _cast_floats_in(values, dtype)
 
 
 @contextmanager
 def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """An error inside about formats says which buffers have another one than what the model computes in.
+    """A context: an error inside about dtypes gets a note that names buffers of another dtype than the compute dtype.
 
-    They keep theirs, for nobody knows what for: statistics and tables of angles need their digits. And a wide buffer widens what it meets.
+    Buffers are not cast, because statistics and tables of angles need their digits. But a result with a wide buffer in it is wide.
     """
     try:
         yield
@@ -153,15 +153,15 @@ def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
         wide = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.dtype != precision.compute]
         if precision.master is not None and wide and "type" in str(error):
             error.add_note(f"precision {precision.name!r} casts parameters and inputs to {precision.compute}, and leaves buffers as they "
-                           f"are: {', '.join(wide[:3])} ({len(wide)} in all). What meets a wider one is wide afterwards, and fits no layer "
-                           "in 16 bits: cast it where it is used, for example `x + self.table.to(x)`")
+                           f"are: {', '.join(wide[:3])} ({len(wide)} in all). A result with a wider buffer in it is wide too, and "
+                           "layers in 16 bits refuse it: cast the buffer where it is used, for example `x + self.table.to(x)`")
         raise
 
 
 class MasterWeights:
-    """Casts a model to its compute format; holds the parameters that the optimizer updates.
+    """Casts a model to its compute dtype, and holds the master weights.
 
-    owners: name -> that parameter: the model's own, or its fp32 master copy
+    owners: name -> the parameter that the optimizer updates: the model's own, or its fp32 master copy
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
@@ -171,7 +171,7 @@ class MasterWeights:
             raise ConfigError(f"precision {precision.name!r} reduces in {precision.reduce}: that is for stages 1 to 3; at stage 0 "
                               "gradients are summed in the master format, or travel compressed: compress='bf16'")
         cast_activations(model, precision)
-        self._rounded: dict[str, tuple[int, int]] = {}   # parameters that have a master, as they were left
+        self._rounded: dict[str, tuple[int, int]] = {}   # parameters with a master: their marks when last written here
         if precision.master is None:
             if precision.compute is not None:
                 cast_floats(model, precision.compute)
@@ -180,7 +180,7 @@ class MasterWeights:
         wanted = {name: formats(name, param) for name, param in named.items()}
         self.owners = {name: param if wanted[name].compute == wanted[name].master else _copied(param, wanted[name].master)
                        for name, param in self.params.items()}
-        for name, param in named.items():   # those that are full too: their model may have come in 16 bits
+        for name, param in named.items():   # `full` ones too: the user's model may be in 16 bits
             param.data = param.data.to(wanted[name].compute)
         rounded = [name for name, owner in self.owners.items() if owner is not self.params[name]]
         for name in rounded:
@@ -196,14 +196,14 @@ class MasterWeights:
         return twin
 
     def _mark(self, name: str) -> tuple[int, int]:
-        """Changes when somebody writes into the parameter, or puts other memory in its place."""
+        """A mark that changes when the parameter is written, or its memory replaced."""
         return writes(self.params[name]), self.params[name].data_ptr()
 
     def expect_own_values(self) -> None:
-        """Raise UnitError when the model has other values than its masters, which the next step would put back."""
+        """Raise UnitError when the model's values differ from its masters: the next step would overwrite them."""
         for name, mark in self._rounded.items():
             param = self.params[name]
-            if self._mark(name) != mark and not torch.equal(param, self.owners[name].to(param)):   # put away and back is no change
+            if self._mark(name) != mark and not torch.equal(param, self.owners[name].to(param)):   # a value that was restored is no change
                 raise UnitError(f"{name} was changed in the model, and what is trained is a copy in {self.owners[name].dtype}: the change "
                                 "would be lost. Load values with `engine.load_full_state_dict`; a bound on a parameter goes into the "
                                 "forward (`scale.clamp(max=...)`)")
@@ -230,7 +230,7 @@ def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _CastInputs:
-    """A model in 16 bits wants its floating inputs in 16 bits; token numbers stay as they are."""
+    """Casts floating inputs to `dtype`; token ids stay integers."""
 
     dtype: torch.dtype
 
@@ -241,7 +241,7 @@ class _CastInputs:
 
 @dataclass(frozen=True, slots=True)
 class _CastOutputs:
-    """Every floating tensor of an output, however nested, in one dtype."""
+    """Casts all floating tensors of an output, nested in any way."""
 
     dtype: torch.dtype
 
@@ -250,7 +250,7 @@ class _CastOutputs:
 
 
 def _cast_floats_in(value: Any, dtype: torch.dtype) -> Any:
-    """The same nesting of what torch's pytree knows, of kinds of dicts and of dataclasses. What holds nothing to cast is itself."""
+    """The same nesting (torch's pytree, dicts, dataclasses) with floats cast. A value with nothing to cast is returned itself."""
     found, nesting = tree_flatten(value)
     changed = [_cast_leaf(leaf, dtype) for leaf in found]
     return tree_unflatten(changed, nesting) if any(new is not old for new, old in zip(changed, found)) else value
@@ -262,13 +262,13 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict | UserDict):
         held, put = dict(value), type(value).__setitem__
     elif is_dataclass(value) and not isinstance(value, type | nn.Module):
-        held, put = {field.name: getattr(value, field.name) for field in fields(value)}, object.__setattr__   # frozen ones too
+        held, put = {field.name: getattr(value, field.name) for field in fields(value)}, object.__setattr__   # frozen dataclasses too
     else:
         return value
     cast = {key: _cast_floats_in(part, dtype) for key, part in held.items()}
     if all(cast[key] is part for key, part in held.items()):
         return value
-    changed = copy.copy(value)   # with all that it knows besides
+    changed = copy.copy(value)   # with its other attributes
     for key, part in cast.items():
         put(changed, key, part)
     return changed
@@ -276,7 +276,7 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """What the loss is multiplied by before backward, always a power of two, so that it costs no bits.
+    """The factor of the loss before backward: a power of two, so that it costs no precision.
 
     >>> LossScale(8.0).after(overflow=True)
     LossScale(value=4.0, good_steps=0, overflows=1)
@@ -288,7 +288,7 @@ class LossScale:
 
     @classmethod
     def first(cls, count: float) -> "LossScale":
-        """For a loss that is a sum over `count` items: 2**16 over the power of two nearest to the count."""
+        """For a loss that is a sum over `count` items: 2**16, divided by the power of two nearest to the count."""
         return cls(2.0 ** (FIRST_EXPONENT - round(log2(max(count, 1.0)))))
 
     def after(self, overflow: bool) -> "LossScale":
@@ -301,8 +301,8 @@ class LossScale:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether a smaller scale is not what is missing."""
+        """Whether a smaller scale cannot help."""
         return self.overflows >= HOPELESS_AFTER
 
 
-UNMEASURED = LossScale()   # known by its identity: a measured scale may be 1 too
+UNMEASURED = LossScale()   # compared by identity: a measured scale may be 1 too

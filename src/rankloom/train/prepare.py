@@ -1,14 +1,14 @@
-"""`rl.prepare`: a plain model becomes an engine. Techniques are applied in the one legal order, written here once.
+"""`rl.prepare`: turns a plain model into an engine. Techniques are applied in the one order that works, written here once.
 
-    check       what has no meaning is refused before anything is changed: checks.py, rules.py
+    check       options that make no sense are refused before anything is changed: checks.py, rules.py
     device      the model is cast, moved, and made equal to that of rank 0
-    split       over the axes tensor, expert, context
-    memory      a model on the meta device gets stand-ins without memory, and values unit by unit, when it is placed
-    fp8         linear layers change their class
-    dropout     keyed by name and step
+    split       layers are split over the mesh axes tensor, expert and context
+    memory      parameters on the meta device get shapes without memory; the placement step gives them values, unit by unit
+    fp8         linear layers change their class to fp8 ones
+    dropout     random masks are keyed by module name and step
     blocks      recompute, activation offload, compile
-    stages      the axis pipe: this rank's are cut out of the model
-    placement   the optimizer is made, and the model lies whole (stage 0) or cut (stages 1 to 3): make_placement.py
+    stages      axis pipe: this rank's stages are cut out of the model
+    placement   the optimizer is made; the model is replicated (stage 0) or sharded (stages 1 to 3): make_placement.py
 """
 
 from collections.abc import Callable, Mapping
@@ -59,41 +59,47 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
             pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
-    """Make a plain model train over all ranks of `world`. Every rank calls it with an equal model.
+    """Prepare a plain model for training on all ranks of `world`. A collective: every rank passes an equal model.
 
-    loss:            loss(model, micro-batch) -> (sum, count)
-    optimizer:       parameters -> torch optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=3e-4)`, or a list of them
-    stage:           what is cut over the mesh's axis `shard` (all ranks, if the mesh names no axes): 0 nothing (DDP), 1 optimizer state,
-                     2 gradients too, 3 parameters too (FSDP); along `replicate` everything is repeated
-    accumulate:      micro-batches a step; gradients are reduced once, or at stages 2 and 3 each time (see gradient_memory)
+    A step then computes what one process would compute with the whole batch:
+
+        engine = rl.prepare(model, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), world=world, stage=3)
+        report = engine.step(batch)   # this rank's rows
+
+    loss:            loss(model, micro-batch) -> (sum, count): the loss summed over its items, and how many items there are
+    optimizer:       a function: list of parameters -> torch optimizer, or list of optimizers
+    stage:           what is sharded over the mesh axis `shard` (a mesh without named axes: over all ranks): 0 nothing (DDP), 1 optimizer
+                     state, 2 gradients too, 3 parameters too (FSDP). Along the axis `replicate` everything is replicated
+    accumulate:      micro-batches per step. Stages 0 and 1 reduce gradients once per step, stages 2 and 3 once per micro-batch (but see
+                     gradient_memory)
     clip:            the largest global gradient norm
-    precision:       fp32, fp64, bf16, fp16, fp8, or a `Precision`; left out, the dtypes the model has
-    deterministic:   the same bits on any number of ranks: True for 8 logical shards, or their number
-    seed:            of dropout, and of initial values drawn here
-    schedule:        step (from 0) -> learning rate of the first parameter group; the others keep their ratio to it
-    all_reduce:      "backend", "ring", or a registered name (stage 0)
-    compress:        "none", or how gradients travel: "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16" (stage 0)
-    compress_after:  steps that sum exactly first; after a resume they are counted anew (stage 0)
-    units:           stages 1 to 3: what is gathered and reduced together: "auto" (repeated blocks), a module class or several, a number of
-                     parameters, or a function of (name, module). Classes are the blocks of recompute, offload_activations and compile
-                     too, at every stage
-    reshard_after_forward: stage 3. False: keep parameters between forward and backward. n: keep them sharded over n neighbouring ranks
-                     (one node)
-    offload:         stages 1 to 3: slices, gradients and optimizer state lie in the host's memory, the optimizer runs on the CPU
-    ahead:           stage 3: how many `units` are gathered ahead of their use
-    gradient_memory: stages 2 and 3: bytes of whole gradients that micro-batches may leave behind, so that these are reduced once
-    initialize:      gives a model on the meta device its values: initialize(name, tensor) writes whole tensors, in place, under the names
-                     of the plain model, on any mesh; left out, modules do by `reset_parameters`
-    tensor_plan:     mesh axis tensor: pattern of module names -> a word of parallel/tensor/styles.py; left out, the model's own tp_plan
-    context:         mesh axis context: "ring" or "all_to_all" (parallel/context.py)
-    pipe:            mesh axis pipe: the name of a schedule, or a `Pipe` that says where to cut; `accumulate` micro-batches run through it
-    recompute:       what blocks compute again in backward in place of keeping it: "none", "selective", "full", or the bytes that
+    precision:       "fp32", "fp64", "bf16", "fp16", "fp8", or a `Precision`. Left out, the model keeps its dtypes
+    deterministic:   the same bits on any number of ranks. True: the batch is cut into 8 logical shards; or give their number
+    seed:            seed of dropout, and of initial values where `prepare` draws them
+    schedule:        a function: step (from 0) -> learning rate of the first parameter group. The others keep their ratio to it
+    all_reduce:      stage 0: "backend", "ring", or a registered name
+    compress:        stage 0: how gradients are sent: "none", "bf16", "int8", "int4", "1bit", "topk", "powersgd" or "powersgd:16"
+    compress_after:  stage 0: how many first steps send exact gradients; counted again after a resume
+    units:           stages 1 to 3: which parameters are gathered and reduced together: "auto" (each repeated block), a module class or a
+                     tuple of classes, a number of parameters, or a function of (name, module). At every stage, classes also say what is
+                     a block for recompute, offload_activations and compile
+    reshard_after_forward: stage 3. True: free gathered parameters after forward. False: keep them until backward. n: keep them
+                     sharded over n neighbouring ranks (one node)
+    ahead:           stage 3: how many units are prefetched, that is, gathered ahead of their use
+    offload:         stages 1 to 3: shards, gradients and optimizer state are in host memory, and the optimizer runs on the CPU
+    gradient_memory: stages 2 and 3: bytes of unsharded gradients that may be kept between micro-batches; these are reduced only once
+    initialize:      for a model on the meta device: initialize(name, tensor) writes a tensor's initial values in place. Names are
+                     those of the plain model, and tensors are whole, on any mesh. Left out, modules' `reset_parameters` is called
+    tensor_plan:     axis tensor: pattern of module names -> a style of parallel/tensor/styles.py. Left out, the model's own tp_plan
+    context:         axis context: "ring" or "all_to_all" (parallel/context.py)
+    pipe:            axis pipe: the name of a schedule, or a `Pipe` that says where to cut. Its micro-batches are the `accumulate` ones
+    recompute:       what blocks recompute in backward instead of keeping it: "none", "selective", "full"; or the most bytes that
                      activations may take, as a number or as "24 GiB"
-    offload_activations: what blocks keep for backward waits in the host's memory
-    compile:         blocks go through torch.compile
-    sink:            gets a StepDone after each step of this rank
-    raises:          ConfigError, on all ranks where they were given another way to train or optimizer; ModelMismatch, on all ranks, when
-                     their models differ
+    offload_activations: what blocks keep for backward is moved to host memory until then
+    compile:         compile each block with torch.compile
+    sink:            called with a `StepDone` after each step of this rank
+    raises:          ConfigError for options that make no sense, alone or together, and, on all ranks, when ranks pass different ones;
+                     ModelMismatch, on all ranks, when their models differ
     """
     expect_build(optimizer)
     check_types(model, world, loss=loss, schedule=schedule, sink=sink)
@@ -107,12 +113,12 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     check_numbers(settings)
     check_model(model, world, settings)
     check_axes(model, world, context, tensor_plan)
-    blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes are blocks then, at any stage
+    blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
     check_options(world, settings, stage, {"pipe": pipe} | summing | cutting | blocks_only)
     check_blocks(model, world, stage, units, changes_blocks)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
                                          "deterministic": settings.logical_shards, **summing})
-    vars(model)["_prepared_by_rankloom"] = True   # what was refused so far has changed nothing
+    vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
         _compute_alike(model, world)
@@ -139,9 +145,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
 
 
 def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
-    """Recompute, offload and compile, from the block outwards; hooks that gather parameters come around all three.
+    """Apply recompute, offload and compile to the blocks, in this order. Hooks that gather parameters stay outside all three.
 
-    Where units are module classes, these are the blocks.
+    Where `units` are module classes, modules of these classes are the blocks.
     """
     blocks = classes_in(units)
     chosen = recompute_blocks(model, recompute, blocks=blocks, group=_beside_pipe(world)) if recompute != NONE else None
@@ -153,12 +159,12 @@ def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str
 
 
 def _beside_pipe(world: World) -> Group:
-    """The ranks that hold something of the same stage."""
+    """The ranks that hold parts of the same pipeline stage."""
     return world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe"))
 
 
 def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8Layers:
-    """Convert the layers that multiply in eight bits; those that compute in the master format do not."""
+    """Convert the linear layers to fp8, except those that compute in the master dtype."""
     if precision.float8 is None:
         return Float8Layers({}, None)
     full = full_parameters(model, precision)
@@ -167,8 +173,8 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
 
 
 def _compute_alike(model: nn.Module, world: World) -> None:
-    torch.set_num_threads(1)   # how a kernel splits its sums depends on its threads
-    for param in model.parameters():   # and on strides: those of a flat buffer, into which each stage puts parameters at another time
+    torch.set_num_threads(1)   # how a kernel splits its sums depends on the number of threads
+    for param in model.parameters():   # and on strides: flat buffers make parameters contiguous, but when depends on the stage
         param.data = param.data.contiguous()
     if world.device.type == "cuda":
         fix_cublas_workspace()
@@ -176,10 +182,10 @@ def _compute_alike(model: nn.Module, world: World) -> None:
 
 
 def _bring_to_device(model: nn.Module, group: World, precision: Precision, initialize: Fill | None, seed: int) -> InitialValues | None:
-    """Cast, move, and make equal; a model on the meta device stays there, and what its values will be is returned."""
+    """Cast the model, move it, and make ranks equal. A model on the meta device stays there; returns what will give its values."""
     if precision.compute is not None and precision.master is None:
         cast_floats(model, precision.compute)
-    if group.device.type == "meta":   # ranks on paper (world/paper.py): no values anywhere
+    if group.device.type == "meta":   # simulated on paper (world/paper.py): no rank has values
         return None
     if not any(param.is_meta for param in model.parameters()):
         if initialize is not None:
@@ -192,6 +198,6 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
 
 
 def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit | None) -> FirstValues:
-    """Parameters of a model on the meta device get shapes without memory. Returns what will give them values."""
+    """Replace parameters on the meta device by stand-ins without memory. Returns what will give them values."""
     put_stand_ins(model, world.device)
     return FirstValues(initial, _beside_pipe(world), split=split)

@@ -1,16 +1,16 @@
-"""Recompute (activation checkpointing): blocks that keep less between forward and backward, and compute it again in backward.
+"""Recompute (activation checkpointing): blocks keep fewer activations for backward, and compute the others again there.
 
     recompute(model, "full")         each block keeps its inputs only; every forward runs twice, a third more work
-    recompute(model, "selective")    and the outputs of matrix products and attention (selective.KEPT): the rest is cheap to repeat
-    recompute(model, "24 GiB")       each block as much as fits, decided by budget.py from what the first micro-batch measures
+    recompute(model, "selective")    also the outputs of matrix products and attention (selective.KEPT): the rest is cheap to repeat
+    recompute(model, "24 GiB")       each block keeps as much as fits, decided by budget.py from measurements of the first micro-batch
 
-A block that runs again finds the world as it was: keyed dropout draws the masks of that step, micro-batch and call, whichever is
-running by then; torch's own generators are set back for the moment; buffers that it changes hold what they held, and are not changed
-twice (block_buffers.py); lists and dicts that it was given, too. So the gradient is the same bit for bit. torch's `checkpoint` keeps the
-inputs and runs the block again; the rest is here. Not put back: other state that a forward changes (plain attributes, buffers of modules
-around the block), and torch's own generator where several ranks draw from it at a time, as those of `simulate` do.
+A recomputed forward sees the same state as the first one. Keyed dropout draws the masks of the first run's step, micro-batch and
+call. torch's own generators are set back meanwhile. Buffers that the block changes have their earlier values, and are not changed
+twice (block_buffers.py); so do lists and dicts among its arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps
+the inputs and runs the block again; the rest is here. Not restored: other state that a forward changes (plain attributes, buffers of
+modules around the block), and torch's own generator where several ranks share it, as those of `simulate` do.
 
-A number of bytes is kept to for micro-batches as large as the first, counted without torch.compile, which keeps less as a rule.
+A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less.
 
 Read blocks.py, block_buffers.py, selective.py, measure.py and budget.py before this file.
 
@@ -40,18 +40,18 @@ from rankloom.train.measure import Trace
 from rankloom.train.selective import Keep, Reuse, is_kept
 from rankloom.world.group import Group
 
-UNDECIDED = "undecided"   # `full` for the moment, and measured
+UNDECIDED = "undecided"   # runs as `full`, and measures, until the plan is made
 
 
 def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = (), group: Group | None = None) -> "Recompute":
-    """Let the repeated blocks of `model` compute again in backward what they do not keep. A foreign `config.use_cache` becomes False.
+    """Make the repeated blocks of `model` recompute activations in backward. Sets `config.use_cache` of `transformers` models to False.
 
-    policy:  "none", "full", "selective", or the bytes that all blocks together may hold on this rank: a number, or text as "24 GiB"
-    blocks:  their classes; left out, those that stand in a list beside others of their class
-    group:   ranks that must decide alike, for what runs again may talk to them: each block is taken for the dearest of theirs
+    policy:  "none", "full", "selective", or the bytes that all blocks together may keep on this rank: a number, or text as "24 GiB"
+    blocks:  classes of the blocks; left out, modules that are in a list with others of their class
+    group:   ranks that must make the same plan, as recomputed forwards may communicate. A block's cost is the highest of any rank
     sent:    with a group and a number of bytes, one gather of the costs in the first backward
     returns: what was decided for each block; it can be printed
-    raises:  ConfigError; with a number of bytes also in the first backward, when they are too few
+    raises:  ConfigError; with too few bytes, in the first backward
     """
     choice, budget = _parse(policy)
     if choice == NONE:
@@ -63,15 +63,15 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
 
 
 def _expect_plain_calls(model: nn.Module, blocks: Iterable[str]) -> None:
-    """Raise ConfigError where a user has compiled a block, or what is around it: a graph cannot take in what runs again."""
+    """Raise ConfigError when the user has compiled a block, or a module around it: a graph cannot contain a recomputed block."""
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None and any(f"{block}.".startswith(f"{name}." if name else "") for block in blocks):
-            raise ConfigError(f"{name or 'the model'} is compiled as it is, and no graph can take in a block that is computed again: leave "
-                              "that out, and ask for it here, inside of the blocks: rl.prepare(..., compile=True)")
+            raise ConfigError(f"{name or 'the model'} is compiled as it is, and a graph cannot contain a recomputed block: do not "
+                              "compile it, and let rankloom compile inside the blocks: rl.prepare(..., compile=True)")
 
 
 def _keep_no_cache(model: nn.Module) -> None:
-    """Models of `transformers` keep the keys and values of what they have read: a block that runs again would add its own to them twice."""
+    """Turn off the key-value cache of `transformers` models: a recomputed block would append to it twice."""
     for module in model.modules():
         config: Any = vars(module).get("config")
         if getattr(config, "use_cache", False):
@@ -79,7 +79,7 @@ def _keep_no_cache(model: nn.Module) -> None:
 
 
 def _parse(policy: str | int) -> tuple[str, int]:
-    """The choice for all blocks, and the bytes there are.
+    """The choice for all blocks, and the budget in bytes.
 
     >>> _parse("full"), _parse("1 KiB"), _parse(4096)
     (('full', 0), ('undecided', 1024), ('undecided', 4096))
@@ -96,7 +96,7 @@ def _parse(policy: str | int) -> tuple[str, int]:
 
 
 class Recompute:
-    """What each block does. With a number of bytes: what the blocks cost, and from the first backward on the plan."""
+    """The choice of each block. With a budget: the measured costs, and from the first backward on the plan."""
 
     def __init__(self, blocks: dict[str, nn.Module], choice: str, budget: int, group: Group | None):
         self.budget = budget
@@ -104,8 +104,8 @@ class Recompute:
         self.plan: RecomputePlan | None = None
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
-        self._costs: dict[Any, BlockCost] = {}                     # by kind of block and input: equal ones are measured once
-        self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in the order of forward; dead where autograd has let go
+        self._costs: dict[Any, BlockCost] = {}                     # by kind of block and input: each kind is measured once
+        self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in forward order; the ref is dead once autograd drops it
 
     def __str__(self) -> str:
         if self.plan:
@@ -113,16 +113,16 @@ class Recompute:
         return "\n".join(f"{name}  {forward.choice}" for name, forward in self.forwards.items()) or "nothing is computed again"
 
     def _measure(self, name: str, replay: "Replay", args: Any, kwargs: Any) -> None:
-        """Before a forward: note what it would keep and repeat with each choice."""
+        """Before a forward: measure what it would keep and recompute with each choice."""
         forward = self.forwards[name]
-        # A trial may talk to ranks whose rows are more or fewer: so that all try at the same forwards, their number counts too.
+        # A trial run may communicate, so all ranks must try at the same forwards, though their rows differ: so the call number counts too.
         kind = sum(name == other for other, *_ in self._waiting), _kind(forward.block, args, kwargs)
         if kind not in self._costs:
             self._costs[kind] = _cost(forward, args, kwargs)
         self._waiting.append((name, ref(replay), self._costs[kind]))
 
     def _decide(self) -> None:
-        """In the first backward: autograd then holds as many forwards as will ever wait at the same time."""
+        """Make the plan, in the first backward: autograd then holds the largest number of forwards at a time."""
         if self.plan:
             return
         seen: dict[str, list[BlockCost]] = {}
@@ -136,25 +136,25 @@ class Recompute:
         self._waiting.clear()
         decided = {decision.block: decision.choice for decision in self.plan.decisions}
         for name, forward in self.forwards.items():
-            forward.choice = decided.get(name, NONE)   # one without gradient keeps nothing anyway
+            forward.choice = decided.get(name, NONE)   # a block without a gradient keeps nothing anyway
 
 
 class RecomputedForward(Wrapped):
-    """The forward of a block that computes again what it does not keep."""
+    """The forward of a block that recomputes what it does not keep."""
 
     layer = 1
 
     def __init__(self, block: nn.Module, choice: str, measure: Callable[["Replay", Any, Any], None], decide: Callable[[], None]):
         super().__init__(block)
         self.choice = choice
-        self.plain = self.inner                          # as it was before it was compiled
+        self.plain = self.inner                          # before it is compiled
         self._in_graph: Callable[..., Any] | None = None   # `selective`, compiled
         self._measure, self._decide = measure, decide
-        self._products: int | None = None   # how many `selective` has to keep
-        self._changing: set[str] | None = None   # buffers that a forward is known to change; None: none has run in training
+        self._products: int | None = None   # how many products `selective` has to keep
+        self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own forward."""
+        """The result of the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.choice == SELECTIVE and self._in_graph:
@@ -166,7 +166,7 @@ class RecomputedForward(Wrapped):
         return self.run(self.inner, FULL, replay, args, kwargs)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """raises: ConfigError after a forward that changes a buffer: the graph's backward would compute with the changed one."""
+        """Raises ConfigError when the forward changes a buffer: the graph's backward would recompute with the changed value."""
         before = Before(self.block) if self._changing is None else None
         try:
             out = forward(*args, **kwargs)
@@ -182,15 +182,15 @@ class RecomputedForward(Wrapped):
         return out
 
     def compile(self, compiler: Compiler) -> None:
-        """The block's own forward; and with `selective` around it, as one graph."""
+        """Compile the block's own forward, and, for `selective`, that forward and its recomputation as one graph."""
         super().compile(compiler)
         self._in_graph = compiler(partial(_selectively, self.plain))
 
     def run(self, forward: Callable[..., Any], choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
-        """The forward with one of the choices; `replay` is what stands around it when it runs again."""
+        """Run the forward with one of the choices. replay: restores the present state when the forward runs again"""
         if choice == NONE:
             return forward(*args, **kwargs)
-        # `checkpoint` notices a change of tensors that it is given by place only, and its own names must not meet those in kwargs.
+        # Positional arguments only: `checkpoint` detects changes only of these, and its own keywords might collide with kwargs.
         given, places = tree_flatten((args, kwargs), is_leaf=_is_no_container)
         placed, before = _Placed(forward, args, kwargs, places), Before(self.block)
         around: Any = ExitStack() if choice == FULL else Keep(self._products)
@@ -203,19 +203,19 @@ class RecomputedForward(Wrapped):
         return out
 
     def _changed(self, before: Before) -> Values:
-        """Buffers that the forward which has just run changed, as they were; the first one in training is looked at more closely."""
+        """Earlier values of the buffers that the last forward changed. After the first training forward, values are compared too."""
         changed = before.changed(known := self._changing or set(), compare=self._changing is None and self.block.training)
         if self.block.training:
             self._changing = known
         return changed
 
     def _learn(self, used: int) -> None:
-        """A second run has come to so many products; later forwards need not keep more."""
+        """A recomputation has used this many products: later forwards need not keep more."""
         self._products = max(used, self._products or 0)
 
 
 class _Placed:
-    """A forward that is given the very lists and dicts of its caller the first time, and as they were then where it runs again."""
+    """A forward that gets the caller's own lists and dicts the first time, and copies as they were then when it runs again."""
 
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, places: TreeSpec):
         self._forward, self._places = forward, places
@@ -236,15 +236,15 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 
 def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`selective` for the compiler, which knows torch's own way to say it, and repeats operations, not Python."""
+    """`selective` as the compiler understands it: through torch's own policy. It repeats operations, not Python code."""
     around = partial(create_selective_checkpoint_contexts, _keep_products)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=around)   # type: ignore[no-untyped-call]
 
 
 class Replay:
-    """The world of a block as it is now, to be put back while the block runs again. May be entered several times.
+    """The state that a block sees now, to be restored while the block runs again. May be entered several times.
 
-    buffers: set after the forward: those that it has changed, as they were before it
+    buffers: set after the forward: earlier values of the buffers that it changed
     """
 
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
@@ -257,7 +257,7 @@ class Replay:
         self._undo = ExitStack()
 
     def reuse(self, kept: Keep, learn: Callable[[int], None]) -> None:
-        """Hand out the products of `kept`, and tell `learn` how many were asked for."""
+        """Reuse the products of `kept` when the block runs again, and call `learn` with how many were used."""
         self._reuse, self._learn = Reuse(kept), learn
 
     def __enter__(self) -> None:
@@ -282,14 +282,14 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int]) -> 
 # ---------------------------------------------------------------------- what a block costs
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
-    """Runs the block once with each choice, and leaves no trace of that."""
+    """Run the block once with each choice, on copies of its state."""
     kept, work, dear = {}, 0, 0
     buffers = Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block):
         for choice in CHOICES:
             with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), on_copies(forward.block, buffers), Trace() as trace:
-                tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # lists and dicts stay as they are
+                tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
                 out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
             kept[choice] = trace.kept(out)
             del out
@@ -306,7 +306,7 @@ def _kind(block: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _dearest(name: str, costs: list[BlockCost]) -> BlockCost:
-    """Several forwards of one block, taken for the dearest of them."""
+    """The highest cost of several forwards of one block."""
     most = {choice: max(cost.kept[choice] for cost in costs) for choice in CHOICES}
     return replace(max(costs, key=lambda cost: cost.work), name=name, kept=most)
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: where they lie, how many are kept, and the one that another run goes on from.
+"""Checkpoints of a run: where they are, how many are kept, and how a new run resumes from one.
 
     runs/<name>/checkpoints/step-00000200/     train/checkpoint.py says what is in it
 
-A run that goes on has a folder of its own, and may have another mesh; only the step and the state come from the one before. What its
-config says holds: rates, decay, betas and momentum are those of the config, not of the checkpoint.
+A resumed run has its own folder and may have another mesh. Only the step and the state come from the checkpoint. Learning rate, weight
+decay, betas and momentum are those of its own config.
 """
 
 import math
@@ -25,11 +25,11 @@ from rankloom.train.run_facts import changes_of_run, facts_of_run, misfit_of_run
 from rankloom.train.weights import save_tokenizer
 
 FOLDER = "checkpoints"
-CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the rate is the schedule's in every step
+CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the learning rate comes from the schedule
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The newest whole checkpoint of a run folder, or of the folder of its checkpoints; or `path` itself, if it is one.
+    """The newest complete checkpoint in a run folder, or in its folder of checkpoints; or `path` itself, if it is one.
 
     raises: DataError
     """
@@ -47,15 +47,15 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Those in a folder of checkpoints, oldest first; what has no manifest is none, and what the user has renamed is the user's."""
+    """The complete checkpoints in a folder, oldest first: those with a manifest, without those that the user renamed."""
     found = {path.parent.name.removeprefix("step-"): path.parent for path in folder.glob(f"step-*/{MANIFEST}")}
     return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def save_in_run(job: Job, engine: Engine) -> None:
-    """Write a checkpoint of this step, and the tokenizer, in whose place a run that goes on may learn another; then remove the oldest
-    checkpoints beyond those to keep. A collective.
+    """Write a checkpoint of this step, then remove the oldest ones beyond `keep_latest`. A collective.
 
+    The tokenizer is written too: a resumed run could otherwise learn another one.
     raises: ConfigError, on all ranks, when it cannot be written
     """
     path, problem = job.run / FOLDER / f"step-{engine.steps_done:08}", None
@@ -70,13 +70,13 @@ def save_in_run(job: Job, engine: Engine) -> None:
     if job.world.rank == 0:
         job.sink(Saved(0, str(path)))
         for old in whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]:
-            with suppress(OSError):   # what cannot be removed is no reason to end a run
-                (old / MANIFEST).unlink()   # first: half of a checkpoint is none
+            with suppress(OSError):   # failing to remove it must not end the run
+                (old / MANIFEST).unlink()   # first: without it, a half-removed checkpoint is invalid
             shutil.rmtree(old, ignore_errors=True)
 
 
 def resume(job: Job, engine: Engine) -> None:
-    """Go on from the checkpoint that the config names, if it does. A collective.
+    """Resume from the checkpoint that the config names, if any. A collective.
 
     raises: ConfigError, DataError, ModelMismatch, on all ranks
     """
@@ -97,7 +97,7 @@ def resume(job: Job, engine: Engine) -> None:
 
 
 def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
-    """The checkpoint to go on from, and what it says of its run. A collective. raises: DataError, on all ranks"""
+    """The checkpoint to resume from, and its facts about its run. A collective. raises: DataError, on all ranks"""
     problem, path, saved = None, place, dict[str, Any]()
     try:
         path = newest_checkpoint(place)
@@ -105,12 +105,12 @@ def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
     except DataError as error:
         problem = str(error)
     job.world.agree(problem, error=DataError, label="find a checkpoint")
-    told = job.world.all_gather_object([str(path), saved], label="which checkpoint")[0]   # the other run may write a newer one meanwhile
+    told = job.world.all_gather_object([str(path), saved], label="which checkpoint")[0]   # another run may be writing a newer one
     return Path(told[0]), told[1]
 
 
 def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
-    """What does not go on as it would have in the run before."""
+    """Report what differs from the run that wrote the checkpoint."""
     if changes := changes_of_run(saved, job.config):
         job.say(f"unlike the run of that checkpoint: {changes}")
     rate, last = schedule(job.config), float(engine.optimizer.param_groups[0]["lr"])

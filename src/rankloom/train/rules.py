@@ -14,18 +14,18 @@ NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress":
 
 
 class Conflict(NamedTuple):
-    """An option that cannot be, and why. A caller puts its own words for the option before the reason."""
+    """An option that must be left out, and why. Callers put their own name of the option before the reason."""
 
     option: str
     reason: str
 
 
 def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int) -> Iterator[Conflict]:
-    """The options in `asked` (name -> value) that exclude others, or that have no effect here. A name that is left out has its default.
+    """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
     asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None
-    split:      the mesh has ranks along other axes than replicate and shard
-    pipe_ranks: along the axis pipe
+    split:      whether the mesh has ranks along other axes than replicate and shard
+    pipe_ranks: number of ranks along the axis pipe
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
@@ -36,7 +36,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
     if asked.get("pipe") is not None and pipe_ranks == 1:
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
     for option, (default, stages) in HAS_EFFECT.items():
-        if option not in asked or repr(asked[option]) == repr(default):   # 1 is equal to True, and asks for something else
+        if option not in asked or repr(asked[option]) == repr(default):   # 1 == True, but asks for something else
             continue
         if option in NOT_DETERMINISTIC and split:
             yield Conflict(option, "is for data parallel alone: not on a mesh with other axes than replicate and shard")

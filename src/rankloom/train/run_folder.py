@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, and the journals that fill it while the run goes.
+"""The folder of a run, and the journals that are written to it while the run goes on.
 
     runs/<name>/
       config.toml         every key with its value; `rankloom train` on it repeats the run
@@ -10,9 +10,9 @@
       model.safetensors, model.json, tokenizer.json
       samples.txt, summary.json, loss.png
 
-A folder that was named is used when it holds no run yet: neither a step nor weights. Else it is an error: a run is
-never overwritten. A name that was left out is the time and the preset. It gets a number when it is taken, and so does a given one
-when torchrun starts the job again: the first time's folder is there.
+A run is never overwritten: a folder that the user named must not hold a run yet (a step or weights). Without a name, the name is the
+time and the preset, with a number if it is taken. A given name gets a number too when torchrun restarts the job, since the folder
+of the first start is there.
 """
 
 import json
@@ -46,8 +46,8 @@ PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic
 def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> Path:
     """Make the folder of a run, and its sub-folders, and return its path.
 
-    again:  a launcher has started the job again: it gets a folder beside that of the time before
-    raises: ConfigError when it cannot be made, or when the name is that of a folder that holds a run
+    again:  a launcher has restarted the job: use a new folder beside that of the first start
+    raises: ConfigError when the folder cannot be made, or holds a run already
     """
     parent = Path(config.run.folder)
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
@@ -67,13 +67,13 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a folder holds what nobody wants to lose: a finished step, or weights."""
+    """Whether a folder holds a finished step, a checkpoint or weights."""
     metrics = path / "metrics.jsonl"
     return (path / "model.safetensors").exists() or (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _next_free(path: Path) -> Path:
-    """Make `path`, or path-2, path-3 ...: the first that nobody has; safe when two runs start at once."""
+    """Make `path`, or path-2, path-3 ...: the first that does not exist. Safe when two runs start at once."""
     for number in count(1):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
@@ -99,8 +99,8 @@ def write_json(path: Path, value: object) -> None:
 class Journal:
     """A sink that appends each event of this rank as a JSON line; rank 0 keeps `metrics.jsonl` too.
 
-    A line that cannot be written does not raise here, in the middle of a step, where the other ranks would be left
-    waiting: `problem` says it, and the loop makes all ranks raise together.
+    A line that cannot be written does not raise here, in the middle of a step, while other ranks wait. It sets `problem`, and the
+    loop makes all ranks raise together.
     """
 
     def __init__(self, run: Path, rank: int):
@@ -125,7 +125,7 @@ class Journal:
 
     def _open(self, path: Path) -> FileIO | None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)   # on a host that shares no disk with rank 0's
+            path.parent.mkdir(parents=True, exist_ok=True)   # this host may share no disk with rank 0
             return open(path, "ab", buffering=0)
         except OSError as error:
             self.problem = f"{path}: cannot be opened ({error.strerror})"

@@ -1,4 +1,4 @@
-"""Text from a trained model: what `samples.txt` shows and `rankloom generate` prints."""
+"""Text written by a trained model, for `samples.txt` and `rankloom generate`."""
 
 from collections.abc import Sequence
 
@@ -24,10 +24,10 @@ def continue_texts(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, max_tokens: int,
     temperature: float = TEMPERATURE, top_k: int | None = TOP_K, seed: int = 0,
 ) -> list[str]:
-    """Each prompt and how the model goes on with it, until it ends the text or has written `max_tokens`.
+    """Each prompt with the model's continuation, until the model ends the text or has written `max_tokens`.
 
-    An empty prompt is a text that is about to begin. Prompt number i draws from the stream of seed + i.
-    raises: DataError when a prompt has a token that the model does not know
+    An empty prompt means the beginning of a text. Prompt number i draws from the stream of seed + i.
+    raises: DataError when a prompt has a token outside the model's vocabulary
     """
     device = model.output_weight.device
     texts = []

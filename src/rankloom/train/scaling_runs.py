@@ -1,4 +1,4 @@
-"""The runs of a scaling study: the same config on 1, 2, 4 ... ranks, short, and without what comes after the steps."""
+"""The runs of a scaling study: the same config on 1, 2, 4 ... ranks, with few steps and nothing after them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,11 +27,11 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threads: int, folder: Path) -> list[str]:
-    """The overrides, after the user's own, that make `config` the run on `ranks` ranks.
+    """The overrides, added after the user's own, that turn `config` into the run on `ranks` ranks.
 
-    Strong scaling keeps the global batch, so that each rank has less to do with more ranks; weak scaling keeps the
-    rows of a rank, so that the batch grows. Axes other than replicate and shard stay as they are. Every rank computes on the
-    same number of threads in all runs: else one rank that has the whole machine would be compared with two that share it.
+    Strong scaling keeps the global batch, so each rank has less work on more ranks. Weak scaling keeps the rows per rank, so the batch
+    grows. Axes other than replicate and shard stay the same. Every rank has the same number of threads in all runs: otherwise one
+    rank with the whole machine would be compared with two that share it.
     """
     batch = config.batch()
     if weak:
@@ -43,11 +43,11 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
     train["threads"] = None if config.train.deterministic else config.train.threads or threads
     words = [f"--train.{key}={'none' if value is None else value}" for key, value in train.items()]
-    axes = config.mesh.model_copy(update={"replicate": None, "shard": None}).filled(ranks, config.train.stage)   # the others stay
+    axes = config.mesh.model_copy(update={"replicate": None, "shard": None}).filled(ranks, config.train.stage)   # other axes stay
     warm_up = min(config.schedule.warmup_steps, steps)
     return [
         *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
-        *(["--comm.compress_after=0"] if config.comm.compress_after else []),   # timed is how a run goes on, not how it begins
+        *(["--comm.compress_after=0"] if config.comm.compress_after else []),   # time the compressed steps, not the exact first ones
         "--checkpoint.interval=0", "--checkpoint.resume=none", f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
     ]
 
@@ -57,8 +57,8 @@ def plan_study(
 ) -> dict[int, list[str]]:
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
-    raises: ConfigError that names the number of ranks that cannot be, such as one that the axes which stay do not divide; or an override
-            that would have no effect
+    raises: ConfigError for an impossible number of ranks, such as one that the other axes do not divide, and for an override that would
+            have no effect
     """
     for flag in parse_overrides(overrides):
         if reason := DECIDED.get((flag.section, flag.key)):

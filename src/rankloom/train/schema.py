@@ -1,7 +1,7 @@
 """What a config file may say: a frozen, strict model for each section, and the rules between sections.
 
-Nothing is accepted and then ignored. An option that this version cannot honour, or that has no meaning beside
-another one, is refused here, before any rank starts. No torch in this file: a mistake is told in milliseconds.
+Nothing is accepted and then ignored. An option that has no effect, or excludes another one, is refused here, before any rank starts. No
+torch in this file: a mistake is reported in milliseconds.
 `config.py` turns a file and command-line overrides into a `Config`.
 """
 
@@ -22,7 +22,7 @@ from rankloom.train.batch_size import LOGICAL_SHARDS, Batch, solve_batch
 from rankloom.train.budget import CHOICES, NONE
 from rankloom.train.rules import conflicts
 
-LARGEST = (1 << 63) - 1   # what tensors can count
+LARGEST = (1 << 63) - 1   # the largest int64
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0)]
@@ -48,32 +48,32 @@ class Run(ConfigSection):
 
 
 class MeshSection(ConfigSection):
-    """The grid of ranks. Where all axes are left out, the ranks that a launcher started (or the one) take the axis of the stage.
+    """The grid of ranks. `replicate` may be left out: it gets the ranks that the other axes leave.
 
-    `replicate` alone left out: as many as the ranks that were started leave to the other axes.
+    If `shard` is left out too, these ranks go along `replicate` at stage 0, and along `shard` at stages 1 to 3.
     """
 
     pipe: Count = 1   # stages of layers
     replicate: Count | None = None   # copies of the model, each with rows of its own
-    shard: Count | None = None   # ranks that cut parameters, gradients and optimizer state ([train] stage), each with rows of its own
+    shard: Count | None = None   # ranks that share parameters, gradients and optimizer state ([train] stage); each has its own rows
     context: Count = 1   # parts of each sequence
     tensor: Count = 1   # parts of each matrix
-    expert: Count = 1   # ranks that experts are spread over
+    expert: Count = 1   # ranks over which experts are distributed
 
     def as_mesh(self) -> Mesh:
-        """The value that the floors below know; axes that are left out are 1."""
+        """This section as a `Mesh`; axes that are left out are 1."""
         return Mesh(**{axis: ranks or 1 for axis, ranks in self})
 
     def row_ranks(self) -> int:
-        """Over how many ranks the rows of a batch are dealt: along the others ranks share them."""
+        """The number of ranks over which rows of a batch are distributed. Along the other axes, ranks have the same rows."""
         return (self.replicate or 1) * (self.shard or 1) * self.expert
 
     def is_known(self) -> bool:
-        """Whether the number of ranks is."""
+        """Whether the number of ranks is known."""
         return self.replicate is not None
 
     def filled(self, ranks: int, stage: int) -> dict[str, int]:
-        """The axes of a run of `ranks` ranks at a stage, where `replicate` is left out.
+        """The axes replicate and shard of a run on `ranks` ranks, if `replicate` is left out.
 
         raises: MeshError when the axes that are given do not divide the ranks
         """
@@ -86,15 +86,15 @@ class MeshSection(ConfigSection):
 
 
 class MoESection(ConfigSection):
-    """A mixture of experts in place of each block's MLP; MoEConfig of models/config.py says what each number is."""
+    """A mixture of experts in place of each block's MLP. MoEConfig in models/config.py explains each number."""
 
     experts: Count = MOE.experts   # in each block
     top_k: Count = MOE.top_k   # experts that a token goes to
     ffn: Count = MOE.ffn   # inner width of an expert
     shared: Whole = MOE.shared   # experts that every token goes to
-    capacity: float = Field(default=MOE.capacity, ge=0)   # tokens of an expert, as a multiple of its fair share; 0: none is dropped
+    capacity: float = Field(default=MOE.capacity, ge=0)   # most tokens per expert, as a multiple of its fair share; 0: no limit
     balance_loss: float = Field(default=MOE.balance_loss, ge=0)   # weight of the auxiliary loss
-    router_z_loss: float = Field(default=MOE.router_z_loss, ge=0)   # its weight
+    router_z_loss: float = Field(default=MOE.router_z_loss, ge=0)   # weight of the router z-loss
     bias_rate: float = Field(default=MOE.bias_rate, ge=0)   # step of the biases that balance without an auxiliary loss
 
 
@@ -115,7 +115,7 @@ class Model(ConfigSection):
     moe: MoESection | None = None        # left out: dense
 
     def overrides(self) -> dict[str, Any]:
-        """What the file changes in the preset, `vocab_size` aside."""
+        """The keys that change the preset, without `vocab_size`."""
         return self.model_dump(exclude={"preset", "vocab_size"}, exclude_none=True)
 
     @model_validator(mode="after")
@@ -126,12 +126,12 @@ class Model(ConfigSection):
 
 
 class Data(ConfigSection):
-    """The text, how it becomes tokens, and the part of it that is kept for validation."""
+    """The text, its tokenizer, and the part that is kept for validation."""
 
     source: str = Field(default="stdlib", pattern=PRINTABLE)               # stdlib, shakespeare, or a path
     tokenizer: str | None = Field(default=None, pattern=PRINTABLE)         # bytes (when left out), bpe, or a tokenizer.json
     vocab_size: Count | None = None   # tokens that bpe learns, or that an array of tokens has
-    validation: float = Field(default=0.05, gt=0, lt=1)   # the part of the text that is never trained on
+    validation: float = Field(default=0.05, gt=0, lt=1)   # the fraction of the text that is not trained on
     cache: str | None = Field(default=None, pattern=PRINTABLE)   # folder of tokenised texts; left out: ~/.cache/rankloom
     baseline: bool = True                                          # compute a trigram model's loss to compare with
 
@@ -155,32 +155,32 @@ class Data(ConfigSection):
         raise ValueError("must be 'bytes', 'bpe' or the path of a tokenizer.json")
 
     def is_array(self) -> bool:
-        """Whether the source is tokens already."""
+        """Whether the source is an array of tokens."""
         return self.source.endswith((".npy", ".bin"))
 
 
 class Train(ConfigSection):
-    """How long, how much per step, and in which numbers. One batch size may be left out, or two: it is solved."""
+    """How many steps, how much per step, and how it is computed. Of the batch sizes and `accumulate`, what is left out is computed."""
 
     steps: Count = 1000
-    seq_len: Count = 256   # tokens of a row
+    seq_len: Count = 256   # tokens per row
     local_batch_size: Count | None = None   # rows of a micro-batch of one rank
     global_batch_size: Count | None = None   # rows of a step, over all ranks
     accumulate: Count | None = None   # micro-batches of a step
-    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; masters stay fp32 (fp64: all of it)
-    deterministic: bool | Count = False   # true: 8 logical shards; a number: that many
-    threads: Count | None = None            # of the CPU, per rank; left out: as the launcher or torch has set
-    stage: Annotated[int, Field(ge=0, le=3)] = 0   # what is cut over [mesh] shard: 1 optimizer state, 2 gradients, 3 parameters
-    recompute: str = NONE               # selective, full, or the bytes that activations may take: 24 GiB
-    offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in the host's memory
-    offload_activations: bool = False   # to the memory of the host, until backward
-    compile: bool = False              # blocks, by torch.compile
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; master weights are fp32, or fp64
+    deterministic: bool | Count = False   # same bits on any number of ranks; true: 8 logical shards; a number: that many
+    threads: Count | None = None            # CPU threads per rank; left out: as set by the launcher or torch
+    stage: Annotated[int, Field(ge=0, le=3)] = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too
+    recompute: str = NONE               # none, selective, full, or the bytes that activations may take: 24 GiB
+    offload: bool = False              # stages 1 to 3: shards, gradients and optimizer state in host memory; the optimizer on the CPU
+    offload_activations: bool = False   # what blocks keep for backward is moved to host memory until then
+    compile: bool = False              # compile each block with torch.compile
     pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; left out: 1f1b (rankloom schedule list)
-    reshard_after_forward: bool | Count = True   # stage 3; false: parameters stay until backward; a number n: cut over n neighbours
-    evaluate: bool = True   # the validation loss
+    reshard_after_forward: bool | Count = True   # stage 3; false: parameters stay until backward; n: sharded over n neighbours
+    evaluate: bool = True   # measure the validation loss
     eval_every: Whole = 0   # 0: only after the last step
-    samples: Whole = 3   # texts that the model writes in the end
-    sample_tokens: Count = 128   # of each
+    samples: Whole = 3   # texts that the model writes at the end
+    sample_tokens: Count = 128   # tokens of each text
 
     @field_validator("recompute")
     @classmethod
@@ -199,7 +199,7 @@ class Train(ConfigSection):
         return name
 
     def logical_shards(self) -> int:
-        """Into how many a batch is cut so that bits do not depend on the ranks; 0 where they may."""
+        """The number of logical shards that a batch is cut into; 0 if not deterministic."""
         return LOGICAL_SHARDS if self.deterministic is True else int(self.deterministic)
 
     @model_validator(mode="after")
@@ -216,16 +216,16 @@ class Train(ConfigSection):
 
 
 class Optimizer(ConfigSection):
-    """Which optimizer, and its numbers; weight decay acts on matrices only. `max_norm` 0 turns clipping off."""
+    """The optimizer and its settings. Weight decay acts on matrices only. `max_norm` 0 turns clipping off."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = 1e-3   # its peak
+    lr: Positive = 1e-3   # the peak learning rate
     betas: tuple[Fraction, Fraction] | None = Field(default=None, strict=False)   # adamw: (0.9, 0.95) when left out
     momentum: Fraction | None = None                                      # sgd: 0.9 when left out
     weight_decay: float = Field(default=0.1, ge=0)
     max_norm: float = Field(default=1.0, ge=0)
     base_batch_size: Count | None = None   # the batch that lr was chosen for
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"   # how lr follows the batch
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"   # how lr scales with the batch
 
     @model_validator(mode="after")
     def _no_option_without_effect(self) -> Self:
@@ -257,9 +257,9 @@ class Comm(ConfigSection):
 
     all_reduce: Literal["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"] = "backend"
     compress: str = EXACT   # a name of base/compression.py; powersgd may have a rank: "powersgd:16"
-    compress_after: Whole = 0   # steps that sum exactly first
+    compress_after: Whole = 0   # how many first steps send exact gradients
     topology: str | None = Field(default=None, pattern=PRINTABLE)   # a cluster file; left out: as the launcher says
-    backend: Literal["auto", "gloo", "rankloom"] = "auto"   # what carries CPU tensors; auto: shared memory where all ranks share a host
+    backend: Literal["auto", "gloo", "rankloom"] = "auto"   # for CPU tensors; auto: shared memory if all ranks are on one host
     timeout: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT)   # seconds
 
     @field_validator("compress")
@@ -276,15 +276,15 @@ class Comm(ConfigSection):
 
 
 class Checkpoint(ConfigSection):
-    """The state of a run (train/state.py), written to its folder now and then, after its last step and when a signal ends it."""
+    """The state of a run (train/state.py), written to its folder at intervals, after the last step, and when a signal ends the run."""
 
-    interval: Whole = 0                    # steps between two; 0: none is written
+    interval: Whole = 0                    # steps between checkpoints; 0: none are written
     keep_latest: Count = 2                 # older ones are removed
-    resume: str | None = Field(default=None, pattern=PRINTABLE)   # a run folder, or a checkpoint in it; what this config says holds
+    resume: str | None = Field(default=None, pattern=PRINTABLE)   # a run folder, or a checkpoint in it; settings are those of this config
 
 
 class Config(ConfigSection):
-    """A whole run. Every section may be left out, [train] aside: it must say a batch size."""
+    """A whole run. Every section except [train], which needs a batch size, may be left out."""
 
     run: Run = Run()
     mesh: MeshSection = MeshSection()
@@ -329,7 +329,7 @@ class Config(ConfigSection):
             raise ValueError(f"[train] reshard_after_forward {reshard} does not divide [mesh] shard {shard}")
 
     def _expect_no_conflicts(self) -> None:
-        """Between options that `rl.prepare` takes, too."""
+        """Refuse options that `rl.prepare` would refuse together."""
         sections = {"comm": ("all_reduce", "compress", "compress_after"),
                     "train": ("deterministic", "pipe", "offload", "reshard_after_forward")}
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
@@ -376,7 +376,7 @@ class Config(ConfigSection):
         return preset(self.model.preset, **changes)
 
     def batch(self) -> Batch:
-        """The rows of a step on this config's ranks; raises BatchError when the equation cannot hold."""
+        """The batch sizes on this config's ranks; raises BatchError when they contradict each other."""
         sizes = self.train
         return solve_batch(
             self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size

@@ -1,4 +1,4 @@
-"""Placements of stages 1 to 3: units and slices (parallel/sharding.py), and on meshes that split the model too, slices of its parts.
+"""Placements of stages 1 to 3: units and their slices (parallel/sharding.py). On meshes that also split layers, slices of the parts.
 
 Read train/placement.py before this file; parallel/zero.py has the table of stages.
 """
@@ -33,22 +33,22 @@ class ShardedPlacement:
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
         self.model, self.sharding, self._everyone = model, sharding, everyone
-        sharding.syncing = None   # a backward outside of a step is none of its gradients
+        sharding.syncing = None   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
 
     @property
     def waited(self) -> float:
-        """Every collective notes its own wait, in the ledger of its group."""
+        """Every collective records its waiting time in the ledger of its group."""
         return sum(ledger.waited for ledger in {id(group.ledger): group.ledger for group in self._groups()}.values())
 
     def _groups(self) -> tuple[Group, ...]:
         return self.group, self.sharding.replicas
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Where a forward gathers parameters or sends rows to experts, a rank without a batch goes along (parallel/follow.py)."""
+        """Where a forward gathers parameters or sends rows to experts, a rank without a batch still takes part (parallel/follow.py)."""
         pending, sharding = iter(batches), self.sharding
-        if not sharding.reshards:   # then all forwards use what is gathered once
+        if not sharding.reshards:   # then parameters are gathered once for all forwards
             sharding.make_ready()
         alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
@@ -68,7 +68,7 @@ class ShardedPlacement:
 
     @contextmanager
     def sync(self, on: bool) -> Iterator[None]:
-        """Sections are reduced during the last backward; those that must not stay whole, in each, also where no gradient came here."""
+        """Reduce sections during the last backward, or, if gradients may not stay unsharded, in each; also where a rank has no gradient."""
         sharding = self.sharding
         with sharding.sync(on):
             sharding.begin_pass()
@@ -80,7 +80,7 @@ class ShardedPlacement:
             sharding.end_backward()
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """Whole gradients stay."""
+        """Gradients stay unsharded, and are not reduced."""
         return self.sharding.without_reduction()
 
     def begin_shards(self, shards: int) -> None:
@@ -92,17 +92,17 @@ class ShardedPlacement:
         raise AssertionError("logical shards need canonical gradients")
 
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
-        """Sums are exact, in any unit."""
+        """Nothing to do: gradients are summed without compression."""
 
     def finish(self, totals: Tensor | None) -> Tensor:
-        """All reductions have ended with the backward; agree who was used."""
+        """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
         summed = self.sharding.agree(totals)
         assert summed is not None, "no totals"
         return summed
 
     @property
     def factor(self) -> float:
-        """Sums are of the gradients themselves."""
+        """Gradients are summed without a factor."""
         return 1.0
 
     @property
@@ -111,7 +111,7 @@ class ShardedPlacement:
         return EXACT
 
     def norm(self) -> Tensor:
-        """Of all slices together."""
+        """The norm over the slices of all ranks."""
         square = global_norm(self.flat_gradients()).square().to(self.group.device)
         return self.group.all_reduce(square, label="gradient norm").sqrt()
 
@@ -124,39 +124,39 @@ class ShardedPlacement:
         return [gradient.slice for gradient in self.sharding.gradients() if gradient.slice is not None]
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """Views of whole gradients, before any reduction."""
+        """Views of unsharded gradients, before any reduction."""
         return {name: view for gradient in self.sharding.gradients() for name, view in gradient.local().items()}
 
     def publish(self) -> None:
-        """Slices go into the wholes that are kept."""
+        """Gather the updated slices of the units that stay gathered."""
         self.sharding.publish()
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Joined tensor by tensor; replicas of the rank that gets it have nothing to do."""
+        """Gathered tensor by tensor. Only the shard group of the receiving rank takes part; its replicas do nothing."""
         if rank is not None and rank not in self.group.ranks:
             return {}
         return full_values(self.model, self.sharding, rank=None if rank is None else self.group.ranks.index(rank))
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """Gathered tensor by tensor as `values` are, each as long as its parameter."""
+        """Gathered tensor by tensor, as `values` are."""
         if rank is not None and rank not in self.group.ranks:
             return {}
         among = None if rank is None else self.group.ranks.index(rank)
         return gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group, rank=among) or {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank takes its pieces."""
+        """Each rank keeps its pieces."""
         load_values(self.model, self.sharding, state, self._groups())
 
     def parts(self) -> list[Part]:
-        """Slices, and what is in no unit as a whole."""
+        """Slices of units, and whole tensors that are in no unit."""
         units, found = units_of(self.sharding), list[Part]()
         for name, value in unique_tensors(self.model).items():
             if id(value) in units:
                 unit, own = units[id(value)]
                 piece = OwnedRun(own, unit.layout.slot(own).shape, *unit.layout.piece(own, unit.group.rank))
                 found += self.parts_like(MODEL + name, piece, unit.slice_view(unit.own, own))
-            elif isinstance(value, nn.Parameter):   # frozen; it may be split over other ranks
+            elif isinstance(value, nn.Parameter):   # frozen, in no unit; it may be split over tensor ranks
                 found += self.parts_like(MODEL + name, OwnedRun(name, value.shape, 0, value.numel()), value)
             else:
                 found.append(whole_part(MODEL + name, value))
@@ -168,13 +168,13 @@ class ShardedPlacement:
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
-        """Readers of the old slices have ended before; the new ones are published after."""
+        """Wait until nothing reads the old slices; publish the new ones afterwards."""
         self.sharding.wait_for_readers()
         yield
         self.sharding.publish()
 
     def pieces(self) -> dict[str, OwnedRun]:
-        """One for each parameter, maybe empty."""
+        """One per parameter; it may be empty."""
         return owned_pieces(self.sharding)
 
     def part(self, name: str, value: Any) -> Any:
@@ -182,7 +182,7 @@ class ShardedPlacement:
         return value
 
     def held(self) -> tuple[int, int, int]:
-        """Slices, the wholes beyond them, and gradients, whole or not."""
+        """Slices; gathered parameters beyond them; gradients, sharded or not."""
         units = [unit.held() for section in self.sharding.sections for unit in section.units]
         cut = {id(param) for section in self.sharding.sections for unit in section.units for param in unit.params.values()}
         rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
@@ -191,11 +191,11 @@ class ShardedPlacement:
 
 
 class CanonicalShardedPlacement(ShardedPlacement):
-    """Slices of sums whose bits do not depend on the ranks (comm/canonical.py).
+    """Sharded training whose bits do not depend on the number of ranks (comm/canonical.py).
 
-    Whole gradients are folded leaf by leaf, then over all ranks, and only then cut. Ranks may run different numbers of leaves, so
-    parameters are gathered once, for the whole step.
-    memory: whole parameters in a step, and whole gradients at every stage, up to log2(leaves) + 1 copies
+    Unsharded gradients are folded over the logical shards of this rank, then over all ranks, and only then sharded. Ranks may run
+    different numbers of logical shards, so parameters are gathered once for the whole step.
+    memory: all parameters during a step, and up to log2(logical shards) + 1 copies of all gradients, at every stage
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
@@ -208,28 +208,28 @@ class CanonicalShardedPlacement(ShardedPlacement):
         self._folds = ShardFolds(shards)
 
     def add_shard(self, index: int, totals: Tensor) -> None:
-        """Fold what has landed, and forget it."""
+        """Add the gradients of this logical shard to the folds, and clear them."""
         for gradient in self.sharding.gradients():
             self._folds.add(gradient, index, gradient.take_local())
         self._folds.add(TOTALS, index, totals)
 
     def finish(self, totals: Tensor | None) -> Tensor:
-        """Fold over the ranks, then cut."""
+        """Fold over the ranks, then keep this rank's slices."""
         for gradient in self.sharding.gradients():
             gradient.set_sum(self._folds.sum(gradient, self._everyone, f"gradients of {gradient.unit.name}"))
         self.sharding.agree()
         return self._folds.sum(TOTALS, self._everyone, "totals")
 
     def norm(self) -> Tensor:
-        """Tensor by tensor, of the whole gradients that every rank has: the same bits as at stage 0."""
+        """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0."""
         views = {name: view for gradient in self.sharding.gradients() for name, view in gradient.summed().items()}
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
 
 
 class SplitPlacement(ShardedPlacement):
-    """Slices of the parts of a model that is split over tensor and expert ranks (parallel/model_split.py).
+    """Slices of a model whose layers are split over tensor and expert ranks (parallel/model_split.py).
 
-    everyone: all ranks that hold different elements: along shard, tensor and expert
+    everyone: the ranks that hold different elements: along shard, tensor and expert
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit):
@@ -241,7 +241,7 @@ class SplitPlacement(ShardedPlacement):
         return *super()._groups(), self.split.tensor, self.split.expert, self.split.context
 
     def norm(self) -> Tensor:
-        """Each element once: what lies on several ranks counts for a part on each."""
+        """Each element counts once: the square of one that n ranks hold is divided by n on each."""
         terms = [norm_of(owner.grad).square() / self.copies(name)
                  for name, owner in self.owners.items() if owner.grad is not None]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
@@ -258,18 +258,18 @@ class SplitPlacement(ShardedPlacement):
         return dict(zip(names, total.sqrt().tolist(), strict=True))
 
     def copies(self, name: str) -> int:
-        """On how many of these ranks the same elements lie."""
+        """How many of these ranks hold the same elements of a parameter."""
         return self.split.copies(name)
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Joined over the shard axis, then over the others, tensor by tensor."""
+        """Gathered over the shard axis, then over the other axes, tensor by tensor."""
         if rank is not None and rank not in self._everyone.ranks:
             return {}
         goal = self._goal(rank)
         return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """Joined as `values` are: over the shard axis, then over the others."""
+        """Gathered as `values` are: over the shard axis, then over the other axes."""
         if rank is not None and rank not in self._everyone.ranks:
             return {}
         goal = self._goal(rank)
@@ -281,20 +281,20 @@ class SplitPlacement(ShardedPlacement):
         return Goal(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
 
     def _goal(self, rank: int | None) -> Goal | None:
-        """Where that rank of the world stands. A collective."""
+        """The place in the mesh of a rank of the world. A collective."""
         if rank is None:
             return None
         places = self._everyone.all_gather_object(list(astuple(self._place())), label="who gets the whole")
         return Goal(*places[self._everyone.ranks.index(rank)])
 
     def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
-        """The wholes by name, on the rank of `goal` or on all."""
+        """Name -> whole tensor, on the rank of `goal`, or on all ranks."""
         mine = goal in (None, self._place())
         values = {entry.name: self._join(entry, goal) for entry in entries}
         return values if mine else {}
 
     def _join(self, entry: Entry, goal: Goal | None) -> Any:
-        """The whole before the model was split; where the value is no tensor that lies like the parameter, the part's."""
+        """The whole tensor of the unsplit model. A value that is not split as its parameter is returned as it is."""
         name = entry.parameter if self._lies_alike(entry) else ""
         if entry.dtype is None or not self.split.is_asked(name, goal):
             return entry.get() if entry.dtype is None else None
@@ -306,21 +306,21 @@ class SplitPlacement(ShardedPlacement):
         return self.split.whole_shape(entry.parameter, entry.shape) if self._lies_alike(entry) else entry.shape
 
     def _lies_alike(self, entry: Entry) -> bool:
-        """Whether it is a tensor that lies on the ranks as its parameter does."""
+        """Whether the value is a tensor that is split over ranks as its parameter is."""
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
     def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """Boxes of the model before it was split."""
+        """Boxes of the unsplit model."""
         whole = self.split.whole_shape(piece.name, piece.shape)
         return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank takes its pieces of its parts."""
+        """Each rank keeps its pieces of its parts."""
         load_values(self.model, self.sharding, state, self._groups(), self.split)
 
     def part(self, name: str, value: Any) -> Any:
-        """Tensors that lie like the parameter; those of one that there is not are for others to refuse."""
+        """Cut a tensor of the parameter's shape to this rank's part. A value of an unknown parameter is returned, and refused later."""
         whole = self.split.whole_shape(name, self._shapes[name]) if name in self._shapes else None
         return self.split.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
 

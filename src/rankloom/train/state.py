@@ -1,8 +1,8 @@
-"""The state of a model in training, all of it: what a run needs to go on as if it had not stopped. Gathered whole, and taken over.
+"""The whole state of a model in training: what a run needs to continue as if it had not stopped. Gathered, and loaded.
 
-That is parameters, what the optimizer remembers, the step, the loss scale, the magnitudes that fp8 scales by. Nothing else is:
-random numbers, the data's position and learning rates follow from the step. What compressed gradients still owe would be, and is left out
-(comm/lossy.py): a run that goes on with compression does not give the same bits. On disk it is a checkpoint: train/checkpoint.py.
+It consists of parameters, optimizer state, the step, the loss scale, and the amax history of fp8. Random numbers, the position in the
+data and learning rates follow from the step. The error that compression has kept of gradients (comm/lossy.py) is left out, so a run that
+resumes with compression does not give the same bits. On disk the state is a checkpoint: train/checkpoint.py.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ NEW_RUN: dict[str, Any] = {"step": 0, "loss_scale": None, "amax": {}}
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where the state of an engine is, and its numbers."""
+    """The objects that hold an engine's state, and its numbers."""
 
     world: World
     placement: Placement
@@ -31,7 +31,7 @@ class TrainingState:
     loss_scale: dict[str, Any] | None
 
     def run(self) -> dict[str, Any]:
-        """What belongs to no parameter."""
+        """The state that belongs to no parameter."""
         return {"step": self.step, "loss_scale": self.loss_scale, "amax": self.float8.state_dict()}
 
 
@@ -45,7 +45,7 @@ def gather_state(state: TrainingState, rank: int | None) -> dict[str, dict[str, 
 
 
 def _expect_one_receiver(world: World, rank: Any) -> None:
-    if rank is None:   # whoever holds the whole has it when the other ranks are gone, too
+    if rank is None:   # no check: the state may be held whole, when the other ranks are gone
         return
     asked = world.all_gather_object(repr(rank), label="who gets the whole state")
     if len(set(asked)) > 1:
@@ -56,7 +56,7 @@ def _expect_one_receiver(world: World, rank: Any) -> None:
 
 
 def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """See `Engine.load_full_state_dict`. Returns what belongs to no parameter."""
+    """See `Engine.load_full_state_dict`. Returns the state of the run: step, loss scale, amax."""
     world, placement = state.world, state.placement
     lacks = " and ".join(key for key in ("model", "optimizer") if not whole.get(key))
     problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
@@ -64,7 +64,7 @@ def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> 
     world.agree(problem, error=ModelMismatch, label="load a state")
     saved, run = own_parts(state, whole["optimizer"]), NEW_RUN | whole["optimizer"].get("run", {})
     expect_fit(state, saved, run)
-    state.float8.drop_casts()   # a step that failed left them
+    state.float8.drop_casts()   # of a failed step
     placement.load(whole["model"])
     load_optimizer_state(state.optimizer, placement.owners, placement.pieces(), saved, rank=world.rank)
     state.float8.load_state_dict(run["amax"])
@@ -72,14 +72,14 @@ def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def own_parts(state: TrainingState, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer, each value cut to this rank's part of the model."""
+    """An optimizer's state, with each value cut to this rank's part of the model."""
     parts = {name: {key: state.placement.part(name, value) for key, value in held.items()}
              for name, held in optimizer.get("state", {}).items()}
     return {**optimizer, "state": parts}
 
 
 def expect_fit(state: TrainingState, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raise ModelMismatch, on all ranks, when an optimizer's state, cut to parts, or fp8's is not this engine's."""
+    """Raise ModelMismatch, on all ranks, unless the optimizer state `saved` (this rank's parts) and fp8's fit this engine."""
     placement = state.placement
     problem = misfit(state.optimizer, placement.owners, placement.pieces(), saved) or state.float8.misfit(run["amax"])
     state.world.agree(problem, error=ModelMismatch, label="load an optimizer")

@@ -1,6 +1,6 @@
 """A trained model on disk: `model.safetensors`, its shape in `model.json`, its tokenizer in `tokenizer.json`.
 
-Each file is written whole or not at all, the weights last: where they are, the other two are.
+Each file is written whole or not at all, the weights last: if they exist, so do the other two.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, toke
         save_tokenizer(run, tokenizer)
         with replacing(path) as temporary:
             save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, temporary)
-            temporary.chmod(run.stat().st_mode & 0o666)   # safetensors lets nobody else read it
+            temporary.chmod(run.stat().st_mode & 0o666)   # safetensors makes it readable for its owner only
     except (OSError, DataError, SafetensorError) as error:
         raise ConfigError(f"{run}: the weights cannot be written ({error})") from None
     return path
 
 
 def save_tokenizer(run: Path, tokenizer: Tokenizer | None) -> None:
-    """Write `tokenizer.json`; nothing where there is none. raises: OSError, DataError"""
+    """Write `tokenizer.json`, if there is a tokenizer. raises: OSError, DataError"""
     if tokenizer is not None:
         with replacing(run / "tokenizer.json") as temporary:
             tokenizer.save(temporary)
@@ -49,7 +49,7 @@ def save_tokenizer(run: Path, tokenizer: Tokenizer | None) -> None:
 def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer | None]:
     """The model of a run folder, ready to generate, and its tokenizer, if it has one.
 
-    raises: DataError when a file is missing or damaged; ModelMismatch when the weights are not those of the shape
+    raises: DataError when a file is missing or damaged; ModelMismatch when the weights do not have the shapes of `model.json`
     """
     try:
         if not run.is_dir():
@@ -59,7 +59,7 @@ def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Toke
         raise DataError(f"{run}: holds no model.safetensors; did the run finish?") from None
     except (OSError, SafetensorError) as error:
         raise DataError(f"{run / 'model.safetensors'}: cannot be read ({error})") from None
-    kinds = {tensor.dtype for tensor in weights.values()}   # tables of rotary positions are not saved, and are made in fp64 for fp64
+    kinds = {tensor.dtype for tensor in weights.values()}   # rotary tables are not saved; an fp64 model makes its own in fp64
     model = GPT(_read_shape(run / "model.json"), device="meta", dtype=torch.float64 if torch.float64 in kinds else torch.float32)
     _expect_same_tensors(model, weights, run)
     model.load_state_dict(weights, assign=True)

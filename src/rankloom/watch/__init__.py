@@ -1,1 +1,1 @@
-"""What a run looks like from outside: progress line, history, plots. Reads events and run folders, nothing else."""
+"""Show a run: progress line, history, plots. Reads events and run folders, nothing else."""

@@ -1,10 +1,10 @@
-"""The picture of a mesh: a box for each rank, by host, coloured by its stage of the pipeline, with marks for what it holds.
+"""Draw a mesh: a box for each rank, grouped by host, coloured by pipeline stage, with marks for what the rank holds.
 
-    strip   the blocks of the model, from the embedding down to the head; in colour: those that are here
+    strip   the blocks of the model, from the embedding down to the head; in colour: this rank's
     slab    the matrices of these blocks: a row for each tensor rank, a column for each shard rank; dark: what this rank's optimizer updates
-    bars    experts that are here; rows of the batch and tokens of a row that this rank is given
+    bars    this rank's experts, its rows of the batch, and its tokens of a row
 
-Only marks that differ between ranks are drawn. Above 16 ranks boxes are small, and say less in words.
+Only marks that differ between ranks are drawn. Above 16 ranks boxes are small, with fewer words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ SHORT = {"parameters": "param", "gathered": "whole", "gradients": "grad", "optim
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Lengths of a box, and how large its words are."""
+    """Lengths in a box, and its font sizes."""
 
     width: float
     header: float
@@ -42,9 +42,9 @@ SMALL = Size(width=142, header=20, slab=52, strip=10, bar=11, words=7.5, gap=8)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """All ranks, and what a box must know beside its own.
+    """All ranks, and what a box shows besides its own rank.
 
-    hosts: the ranks of each; None: nobody said
+    hosts: the ranks of each host; None: not known
     kept:  parameters stay whole between steps (stages 0 to 2)
     """
 
@@ -57,12 +57,12 @@ class Scene:
 
     @property
     def size(self) -> Size:
-        """That of all boxes."""
+        """The size of every box."""
         return LARGE if len(self.ranks) <= FEW else SMALL
 
     @property
     def bars(self) -> list[str]:
-        """Which ones there are."""
+        """The bars to draw."""
         sizes = self.mesh.sizes()
         rows = len({part.rows for part in self.ranks}) > 1
         there = {"experts": sizes["expert"] > 1, "rows": rows, "tokens": sizes["context"] > 1}
@@ -70,29 +70,29 @@ class Scene:
 
     @property
     def height(self) -> float:
-        """Of a box."""
+        """The height of a box."""
         size = self.size
         return size.header + size.slab + 2 * size.gap + size.bar * (len(self.bars) + (size is LARGE))
 
     @property
     def axes(self) -> list[str]:
-        """Those with more than one rank."""
+        """The mesh axes with more than one rank."""
         return [axis for axis, n in self.mesh.sizes().items() if n > 1]
 
     @property
     def letters(self) -> bool:
-        """Axes are told by their first letters: there is no room for more."""
+        """Whether axes are named by their first letters, for lack of room."""
         return self.size is SMALL or len(self.axes) > 3
 
     @property
     def columns(self) -> int:
-        """Boxes side by side."""
+        """The number of boxes side by side."""
         most = max(map(len, self.panels))
         return min(most, 4 if self.size is LARGE else 8)
 
     @property
     def panels(self) -> Sequence[Sequence[int]]:
-        """Ranks that stand together."""
+        """The ranks of each panel."""
         return self.hosts or [range(len(self.ranks))]
 
 
@@ -126,7 +126,7 @@ def colour_of(part: RankPart) -> str:
 
 
 def tint(colour: str, white: float) -> str:
-    """The colour with so much white in it.
+    """The colour mixed with a share `white` of white.
 
     >>> tint("#000080", 0.5)
     '#8080c0'
@@ -184,7 +184,7 @@ def draw_slab(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
 
 
 def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
-    """The bytes, by kind where there is room."""
+    """The rank's bytes; by kind where there is room."""
     total = show_bytes(part.total)
     if scene.size is SMALL:
         number, unit = total.split()
@@ -198,7 +198,7 @@ def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterat
 
 
 def draw_bar(scene: Scene, part: RankPart, kind: str, place: tuple[float, float]) -> Iterator[Mark]:
-    """One of `bars`: a line for all there is, in colour what is this rank's."""
+    """One of `bars`: a line for the whole, with this rank's part in colour."""
     (left, top), size = place, scene.size
     label = size.words * 4.6
     width, high = size.width - 2 * size.gap - label, size.bar * 0.55
@@ -219,7 +219,7 @@ def _spans(scene: Scene, part: RankPart, kind: str) -> tuple[Sequence[range], in
 
 
 def draw_legend(scene: Scene, top: float) -> Iterator[Mark]:
-    """What the marks mean, in lines."""
+    """The legend: one line for each mark."""
     mesh, colour = scene.mesh, COLOURS[0]
     cuts = [f"a row for each of {mesh.tensor} tensor ranks"] if mesh.tensor > 1 else []
     cuts += [f"a column for each of {mesh.shard} shard ranks"] if mesh.shard > 1 else []

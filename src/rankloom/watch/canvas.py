@@ -1,6 +1,6 @@
-"""Boxes and words on a sheet, as values: drawn as SVG without any library, as PNG with matplotlib (an optional extra).
+"""Boxes and words on a sheet, as values: written as SVG without a library, as PNG with matplotlib (an optional extra).
 
-Lengths are pixels of the SVG; down is more. Words are set in DejaVu Sans where there is one: the PNG has it always.
+Lengths are in pixels of the SVG; y grows downwards. The font is DejaVu Sans where it is installed; for a PNG it always is.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ INCH = 96.0          # pixels of an inch, as browsers have it
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle, with corners rounded by `radius`; no line around it where `line` is empty."""
+    """A rectangle, with corners rounded by `radius`. line: the colour of its border; empty: no border"""
 
     left: float
     top: float
@@ -28,7 +28,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A line of text. at: its start, middle or end, on the base line."""
+    """A line of text. at: which of its start, middle or end is at (x, y), on the base line"""
 
     x: float
     y: float
@@ -44,16 +44,16 @@ Mark = Box | Word
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What is drawn, in order: later marks lie on earlier ones."""
+    """All marks, in drawing order: later ones cover earlier ones."""
 
     width: float
     height: float
     marks: tuple[Mark, ...]
-    title: str      # for readers who do not see it
+    title: str      # for screen readers
 
 
 def as_svg(sheet: Sheet) -> str:
-    """A picture of its own, on white.
+    """A complete SVG file, on white.
 
     >>> print(as_svg(Sheet(20, 10, (Box(0, 0, 5, 5, "#ff0000"),), "a & b")).splitlines()[-2])
     <rect x="0" y="0" width="5" height="5" fill="#ff0000"/>
@@ -83,7 +83,7 @@ def _short(length: float) -> str:
 
 
 def write_png(sheet: Sheet, path: Path) -> None:
-    """The same as pixels. raises: ImportError without matplotlib; OSError"""
+    """The same picture as a PNG. raises: ImportError without matplotlib; OSError"""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 

@@ -1,4 +1,4 @@
-"""What a run folder tells about its run, read back from `metrics.jsonl` and `summary.json`."""
+"""Read the history of a run from its folder: `metrics.jsonl` and `summary.json`."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rankloom.base.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The steps and the evaluations of a run, oldest first, each as the fields of its event."""
+    """The steps and evaluations of a run, oldest first, each as the fields of its event."""
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -19,7 +19,7 @@ class History:
 
 
 def read_history(run: Path) -> History:
-    """Read a run folder; a last line that was cut by a kill is left out.
+    """Read a run folder. Leaves out a last line that is incomplete because the run was killed.
 
     raises: DataError when there is no run, or when a line in the middle is damaged
     """
@@ -47,7 +47,7 @@ def _event(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """The summary of a finished run; empty for one that did not finish."""
+    """The summary of a run; empty if it did not finish."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -56,26 +56,26 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def smooth(values: list[float], reach: int | None = None) -> list[float]:
-    """The mean of each value and its neighbours, as many on either side: it neither lags nor leads.
+    """The mean of each value and its neighbours, the same number on both sides, so that the curve neither lags nor leads.
 
-    At the end there are no neighbours to come. The straight line through the last full window stands for them, so that the curve ends
-    where the values are going, and not at whatever the last one happens to be.
+    The last values have too few neighbours. Their curve is the straight line through the last full window, so that it ends on the
+    trend, not at the last value.
 
-    reach: neighbours on a side; a fortieth of all when left out. The i-th value has i/4 at most: losses fall fastest in the beginning, and
-           a window that holds the first, greatest ones until they all leave it at once would show a cliff that is not there
+    reach: neighbours on each side; left out, a fortieth of all values. The i-th value has at most i/4: losses fall fastest in the
+           beginning, and a wide window would show a false cliff where it leaves the first, largest ones
 
     >>> smooth([1.0, 2.0, 6.0, 2.0], reach=1)
     [1.0, 3.0, 3.3333333333333335, 3.3333333333333335]
     """
     reach = max(1, len(values) // 40) if reach is None else reach
-    whole = max(0, len(values) - reach)   # so many have neighbours to come
+    whole = max(0, len(values) - reach)   # the number of values with enough neighbours after them
     spans = [min(reach, -(-i // 4)) for i in range(whole)]
     end = _line(values[-2 * reach - 1 :])
     return [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)] + end[len(end) - len(values) + whole :]
 
 
 def _line(values: list[float]) -> list[float]:
-    """The straight line that lies nearest to the values, at their places."""
+    """The least-squares straight line through the values, at their places."""
     places = [i - (len(values) - 1) / 2 for i in range(len(values))]
     slope = sum(x * y for x, y in zip(places, values)) / max(1e-9, sum(x * x for x in places))
     return [fmean(values) + slope * x for x in places] if values else []

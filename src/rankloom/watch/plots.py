@@ -1,6 +1,6 @@
-"""The pictures of a run folder: `loss.png`, `scale.png`, `bench-<collective>.png`. Needs matplotlib, which is an optional extra.
+"""Plots for run folders: `loss.png`, `scale.png`, `bench-<collective>.png`. Needs matplotlib, an optional extra.
 
-Figures are made without pyplot: no window, no backend to choose, nothing global.
+Figures are made without pyplot, so there is no window, no backend and no global state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from rankloom.base.quantities import bus_factor, show_bytes, show_seconds
 from rankloom.watch.history import History, read_history, smooth
 from rankloom.watch.scaling import Row
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # told apart by colour-blind readers too
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # distinct for colour-blind readers, too
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#8B5A2B", GREY)
 MARKERS = "osD^vPX*"
-TITLE_WIDTH = 40   # characters, the widest: longer names of runs go on in a second line
+TITLE_WIDTH = 40   # characters; the title of a run with a longer name gets a second line
 
 
 def plot_loss(run: Path) -> Path:
@@ -127,7 +127,7 @@ def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
 
 
 def _number_of_ranks(axes: Axes, ranks: list[int]) -> None:
-    """Double-logarithmic axes whose ticks are the measured numbers of ranks, written plainly."""
+    """Make both axes logarithmic, with plain ticks at the measured numbers of ranks."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks)

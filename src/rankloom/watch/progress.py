@@ -1,7 +1,7 @@
-"""The one line that tells how a run goes: redrawn in place on a terminal, printed now and then elsewhere.
+"""The progress line of a run: redrawn in place on a terminal, printed now and then elsewhere.
 
-`Progress` and `BenchProgress` are sinks. Give one to one rank only, and a job has one line whatever its number of ranks. What
-the line says is a pure function of the last event and of the pace so far. Colours follow the console, so NO_COLOR holds.
+`Progress` and `BenchProgress` are sinks. Give one to a single rank, so that a job has one line for any number of ranks. The text of
+the line is a pure function of the last event and the pace so far. Colours follow the console, so NO_COLOR works.
 """
 
 import math
@@ -19,15 +19,15 @@ from rich.text import Text
 from rankloom.base.events import Evaluated, Event, Notice, Progressed, Saved, StepDone
 from rankloom.base.text import printable
 
-SLOWEST_WEIGHT = 0.05        # a pace remembers about 20 steps
+SLOWEST_WEIGHT = 0.05        # of a step in the running means: they cover about 20 steps
 SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be redrawn
 SECONDS_BETWEEN_DRAWS = 0.1
-LEFT_OUT = ("memory", "comm", "auxiliary", "grad", "rate", "dropped", "experts", "left")   # of a line that is too long, in this order
+LEFT_OUT = ("memory", "comm", "auxiliary", "grad", "rate", "dropped", "experts", "left")   # where a line is too long, in this order
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Running means over recent steps; the first step, which also warms everything up, is forgotten at once."""
+    """Running means over recent steps. The first step, which is slow, is dropped at the second."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class Pace:
     exposed: float = 0.0
 
     def after(self, done: StepDone) -> "Pace":
-        """The pace once `done` is counted in."""
+        """The pace with the step `done` included."""
         weight = max(SLOWEST_WEIGHT, 1 / max(1, self.steps))
         values = ((self.seconds, done.seconds), (self.tokens, done.count), (self.exposed, done.exposed))
         return Pace(self.steps + 1, *(old + weight * (new - old) for old, new in values))
@@ -44,11 +44,11 @@ class Pace:
 def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None) -> str:
     """The line after a step of a run of `steps` steps.
 
-    grad is the global gradient norm before clipping; comm the share of a step that waited for communication; the memory
-    that of this rank at its peak. Of a mixture of experts: how many times the mean the busiest expert had, the share of
-    choices that were dropped, and the auxiliary losses beside the loss; metrics.jsonl has every expert's tokens.
+    grad: the global gradient norm before clipping; comm: the share of the step spent waiting for communication; then this
+    rank's peak memory. For a mixture of experts also the busiest expert's tokens over the mean, the share of choices dropped, and the
+    auxiliary losses; metrics.jsonl has every expert's tokens.
 
-    width: columns that there are; what metrics.jsonl tells as well is left out until the line fits, memory first. None: any number
+    width: columns of the terminal, None for no limit. A line that is too long leaves out parts (metrics.jsonl has them), memory first
 
     >>> done = StepDone(0, 20, 3.25, 1024, 0.5, 1e-3, 0.5, 0.1, 2**28, False)
     >>> format_line(done, Pace().after(done), 100)
@@ -85,7 +85,7 @@ def _experts(done: StepDone) -> dict[str, str]:
 
 
 def decimal(value: float, places: int) -> str:
-    """A number with so many places; with an exponent where these would show nothing of it, or it is long: 1000000 is `1.0e+06`."""
+    """A number with `places` decimals; with an exponent where these would all be zero, or the number is long: 1000000 is `1.0e+06`."""
     return f"{value:.{places}f}" if value == 0 or 10**-places <= abs(value) < 100_000 else f"{value:.1e}"
 
 
@@ -100,7 +100,7 @@ def si(value: float, digits: int = 1) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a clock shows them: 3725 is `1:02:05`; from a day on days and hours: 180000 is `2d 2h`."""
+    """Seconds as on a clock: 3725 is `1:02:05`; a day or more in days and hours: 180000 is `2d 2h`."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -111,18 +111,18 @@ def clock(seconds: float) -> str:
 
 
 class Screen(Console):
-    """A console that leaves it to `OneLine` what happens when nobody reads any more; rich would end the process in the middle of a step."""
+    """A console that leaves a broken pipe to `OneLine`; rich itself would end the process in the middle of a step."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what rich has caught."""
+        """Raise the error that rich has caught."""
         raise BrokenPipeError
 
 
 class OneLine:
-    """A line that is drawn over and over on a terminal, and printed now and then elsewhere.
+    """A line that is redrawn on a terminal, and printed now and then elsewhere.
 
-    Use it as a context, so that the terminal is given back when a run ends in any way. Once nothing can be shown (the terminal
-    was closed, `| head` has seen enough) nothing is, and the process sends itself SIGHUP, as a closed terminal does.
+    Use it as a context, which restores the terminal however a run ends. When output fails (the terminal was closed, `| head` has
+    ended) it stops drawing, and the process sends itself SIGHUP, as a closing terminal does.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
@@ -141,11 +141,11 @@ class OneLine:
             self._live = None
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line of its own, above the one that is drawn."""
+        """Print a separate line, above the progress line."""
         self._try(lambda: self.console.print(Text(printable(text), style=style), soft_wrap=True))
 
     def draw(self, text: Callable[[], str], *, last: bool = False) -> None:
-        """Show `text()`, unless another was shown a moment ago; the last one is always shown."""
+        """Show `text()`, unless the line was drawn a moment ago. last: always show it"""
         now = self._clock()
         every = SECONDS_BETWEEN_DRAWS if self.console.is_terminal else SECONDS_BETWEEN_LINES
         if now - self._drawn < every and not last:
@@ -174,7 +174,7 @@ class OneLine:
 
 
 class Progress(OneLine):
-    """The sink that draws a training run."""
+    """The sink that draws the progress of a training run."""
 
     def __init__(self, console: Console, steps: int, *, clock: Callable[[], float] = time.monotonic):
         super().__init__(console, clock=clock)
@@ -198,7 +198,7 @@ class Progress(OneLine):
 
 
 class BenchProgress(OneLine):
-    """The sink that draws a bench: what is being timed, how far all is, and how long it may still take."""
+    """The sink that draws the progress of a bench: what is being timed, the share done, and the time left."""
 
     def __init__(self, console: Console, ranks: int, *, clock: Callable[[], float] = time.monotonic):
         super().__init__(console, clock=clock)

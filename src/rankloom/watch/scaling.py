@@ -1,4 +1,4 @@
-"""What more ranks bring: speed-up, efficiency and the share of a step that waits for communication."""
+"""How training scales with the number of ranks: speed-up, efficiency, and the share of a step that waits for communication."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from statistics import median
 from rankloom.base.errors import DataError
 from rankloom.watch.history import read_history
 
-WARM_UP_STEPS = 3   # left out: the first steps learn the bucket order and fill the allocator
+WARM_UP_STEPS = 3   # not measured: they learn the bucket order and fill the allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table; `efficiency` is 1 when no rank is wasted."""
+    """One line of the table. `efficiency` is 1 for perfect scaling."""
 
     ranks: int
     tokens_per_second: float
@@ -32,7 +32,7 @@ class Row:
 
 
 def measure(run: Path, ranks: int) -> MeasuredRun:
-    """The pace of the run in a folder, its first steps left out; raises DataError when it has too few."""
+    """Measure the run in a folder, without its first steps. raises: DataError when it has too few"""
     steps = read_history(run).steps[WARM_UP_STEPS:]
     if not steps:
         raise DataError(f"{run}: has no step after its first {WARM_UP_STEPS}, which warm up; give more --steps")
@@ -41,9 +41,9 @@ def measure(run: Path, ranks: int) -> MeasuredRun:
 
 
 def scaling_rows(measured: list[MeasuredRun]) -> list[Row]:
-    """Compare every run with the one of the fewest ranks, p ranks; that one's efficiency is 1 by definition.
+    """Compare every run with the one on the fewest ranks, p. That one's efficiency is 1 by definition.
 
-    speed-up:   p x tokens per second / tokens per second on p ranks, so that 1 rank has speed-up 1
+    speed-up:   p x tokens per second / tokens per second on p ranks; on 1 rank it is 1
     efficiency: speed-up / ranks. With the same global batch this is T1 / (N x TN); with the same batch per rank, T1 / TN
 
     >>> scaling_rows([MeasuredRun(1, 1.0, 100, 0.0), MeasuredRun(4, 0.5, 100, 0.1)])[1]
