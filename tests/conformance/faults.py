@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks import make_group, seconds
-from patience import AT_ONCE
+from patience import AT_ONCE, threads_of_this_process
 
 KINDS = ("kill", "exit", "abort", "stop")
 LARGEST = 5        # ranks
@@ -126,7 +126,7 @@ def use_once(store: Any, name: str, rank: int, size: int) -> tuple[Any, ...]:
     group.shutdown()
     del group
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), Path("/proc/self/maps").read_text().count("memfd:")
+    return len(os.listdir("/proc/self/fd")), threads_of_this_process(), Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def serve(pipe: Any, port: int) -> None:

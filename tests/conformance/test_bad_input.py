@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_group, make_ranks, seconds
-from patience import AT_ONCE
+from patience import AT_ONCE, threads_of_this_process
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
 from rankloom.world.transport import meet
 
@@ -542,7 +542,7 @@ def test_a_group_leaves_no_file_no_thread_no_descriptor_and_no_memory_behind():
     def left():
         gc.collect()
         maps = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps
+        return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd")), threads_of_this_process(), maps
 
     def use():
         world = Ranks(3)
