@@ -409,16 +409,18 @@ class Perceives(nn.Module):
         return x + self.after(self.down(self.inside(self.up(x).tanh())))
 
 
-def made_between(flat: bool) -> nn.Module:
+def made_between(flat: bool, on: bool = True) -> nn.Module:
     torch.manual_seed(3)
-    blocks = nn.Sequential(Attends(16, 0.3, flat), Perceives(16, 0.4))
-    return nn.Sequential(nn.Embedding(37, 16), nn.Dropout(0.1), blocks, nn.Linear(16, 37)).double()
+    blocks = nn.Sequential(Attends(16, 0.3 * on, flat), Perceives(16, 0.4 * on))
+    return nn.Sequential(nn.Embedding(37, 16), nn.Dropout(0.1 * on), blocks, nn.Linear(16, 37)).double()
 
 
-def train_between(world, plain: nn.Module, plan=None, **options):
+def train_between(world, plain: nn.Module, plan=None, raised_to=None, **options):
     model = copy.deepcopy(plain)
     loss = lambda model, batch: (nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), reduction="sum"), batch.numel())
     engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, tensor_plan=plan, seed=7, **options)
+    for dropout in (module for module in model.modules() if raised_to and isinstance(module, KeyedDropout)):
+        dropout.p = raised_to
     tokens = torch.randint(0, 37, (4, 6), generator=torch.Generator().manual_seed(1)).tensor_split(engine.group.size)[engine.group.rank]
     return [number for _ in range(2) for report in [engine.step(tokens)] for number in (report.loss, report.grad_norm)]
 
@@ -434,6 +436,14 @@ def test_features_and_heads_that_ranks_share_are_dropped_as_in_one_process(flat,
     plain = made_between(flat)
     (alone,) = rl.simulate(1, lambda world: train_between(world, plain))
     for mine in rl.simulate(rl.Mesh(**mesh), lambda world: train_between(world, plain, BETWEEN, **options)):
+        assert mine == pytest.approx(alone, rel=1e-12)
+
+
+def test_dropout_that_is_turned_on_later_drops_as_in_one_process():
+    plain = made_between(flat=False, on=False)
+    (alone,) = rl.simulate(1, lambda world: train_between(world, plain, raised_to=0.3))
+    assert alone != rl.simulate(1, lambda world: train_between(world, plain))[0]
+    for mine in rl.simulate(rl.Mesh(tensor=2), lambda world: train_between(world, plain, BETWEEN, raised_to=0.3)):
         assert mine == pytest.approx(alone, rel=1e-12)
 
 

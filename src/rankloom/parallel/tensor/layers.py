@@ -203,14 +203,14 @@ class Between:
 
 
 def watch_dropout(model: nn.Module, columns: list[str], rows: list[str], heads: Mapping[str, int], group: Group) -> None:
-    """Give a `Between` to every `nn.Dropout` inside a module that has column-cut and row-cut layers.
+    """Give a `Between` to every `nn.Dropout` inside a module that has column-cut and row-cut layers; its p may be raised from 0 later.
 
     columns, rows: names of these layers
     heads:         attention module -> query heads of this rank
     """
     known: dict[str, Between] = {}
     for name, module in model.named_modules():
-        owner = _owner(name, columns, rows) if type(module) is nn.Dropout and module.p > 0 and group.size > 1 else None
+        owner = _owner(name, columns, rows) if type(module) is nn.Dropout and group.size > 1 else None
         if owner is None:
             continue
         if owner not in known:
