@@ -1209,8 +1209,11 @@ def test_a_model_is_sharded_once_and_as_a_whole():
 
     def body(world):
         for start in (blocks_first, blocks_in_place, lambda world: rl.fully_shard(made(), world)):
-            with pytest.raises(ConfigError, match="has been sharded before: shard it once, as a whole"):
-                rl.fully_shard(start(world), world)
+            for wrap in (rl.fully_shard, rl.data_parallel):
+                with pytest.raises(ConfigError, match="has been sharded before.*: shard a model once, as a whole"):
+                    wrap(start(world), world)
+            with pytest.raises(ConfigError, match="has been sharded before"):
+                rl.prepare(start(world), loss=lambda model, batch: (model(batch).sum(), 1), optimizer=torch.optim.SGD, world=world)
 
     rl.simulate(2, body)
 

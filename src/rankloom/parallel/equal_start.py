@@ -13,6 +13,7 @@ from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps
 from rankloom.parallel.buffers import address_of
+from rankloom.parallel.guards import CUT, OWNED
 from rankloom.world.group import Group
 
 
@@ -23,14 +24,18 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expect_model_and_group(model: Any, group: Any) -> None:
-    """Check the types of model and group. Raises ConfigError, also when `data_parallel` has already wrapped the model."""
+    """Check the types of model and group. Raises ConfigError, also for a model that `data_parallel` or `fully_shard` has changed."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
-    expect_not_averaged(model)
+    expect_unchanged(model)
 
 
-def expect_not_averaged(model: nn.Module) -> None:
-    """Raise ConfigError when `data_parallel` has wrapped the model or a part of it: gradients would be summed twice."""
+def expect_unchanged(model: nn.Module) -> None:
+    """Raise ConfigError when the gradients of the model, or of a part of it, are averaged already, or its parameters are cut."""
+    for name, param in model.named_parameters():
+        if hasattr(param, CUT) or hasattr(param, OWNED):
+            raise ConfigError(f"{name} has been sharded before, and is not whole on any rank: shard a model once, as a whole (blocks are "
+                              "found by themselves, or as `units` says), and wrap it in nothing else; `replicas` adds ranks")
     for name, module in model.named_modules():
         if keeps(module):
             raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and its gradients are averaged even when "

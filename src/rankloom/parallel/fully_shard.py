@@ -23,7 +23,7 @@ from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
-from rankloom.parallel.guards import CUT, guard_owners
+from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values
@@ -212,9 +212,6 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     """
     expect_model_and_group(model, group)
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
-    if any(isinstance(part, FullySharded) for part in model.modules()) or any(hasattr(param, CUT) for param in model.parameters()):
-        raise ConfigError("the model, or a part of it, has been sharded before: shard it once, as a whole; the blocks are found by "
-                          "themselves, or as `units` says")
     for name, dtype in (("compute", compute), ("reduce", reduce)):
         expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
     if next(model.parameters(), None) is None:

@@ -15,7 +15,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.context import RING, expect_kind
-from rankloom.parallel.equal_start import expect_not_averaged
+from rankloom.parallel.equal_start import expect_unchanged
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_plan
 from rankloom.parallel.wrapping import Policy, section_names
@@ -69,7 +69,7 @@ def check_model(model: nn.Module, world: World, settings: Settings) -> None:
     _expect_all_in_model(settings.loss, model)
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before; prepare a fresh copy")
-    expect_not_averaged(model)
+    expect_unchanged(model)
     expect_no_sync_batch_norm(model, world.group(*ROW_AXES).size)
     if (script := _script_with_parameters(model)) is not None:
         raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "
