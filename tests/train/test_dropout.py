@@ -419,8 +419,8 @@ def train_between(world, plain: nn.Module, plan=None, raised_to=None, **options)
     model = copy.deepcopy(plain)
     loss = lambda model, batch: (nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), reduction="sum"), batch.numel())
     engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, tensor_plan=plan, seed=7, **options)
-    for dropout in (module for module in model.modules() if raised_to and isinstance(module, KeyedDropout)):
-        dropout.p = raised_to
+    for module in (module for module in model.modules() if raised_to and isinstance(module, KeyedDropout)):
+        module.p = raised_to
     tokens = torch.randint(0, 37, (4, 6), generator=torch.Generator().manual_seed(1)).tensor_split(engine.group.size)[engine.group.rank]
     return [number for _ in range(2) for report in [engine.step(tokens)] for number in (report.loss, report.grad_norm)]
 

@@ -1,1 +1,1 @@
-"""Floor 1: who is here. The only floor that talks to torch.distributed and to the environment."""
+"""Floor 1: groups of ranks, and how they start. The only floor that uses torch.distributed and the environment."""

@@ -1,15 +1,15 @@
-"""`launch_ranks`: start the ranks of a job on this host, watch them, end them together, and say which one failed first.
+"""`launch_ranks`: start the ranks of a job on this host, watch them, end them together, and report which one failed first.
 
-torch's elastic agent starts the processes and gives each its rank and a store to meet in. What it lacks is added here:
+torch's elastic agent starts the processes and gives each its rank and a store to meet in. This file adds:
 
-- Every rank is on a leash (leash.py): it cannot outlive this process, however that ends.
-- Nothing listens but on loopback, on a port that the system chose.
+- Every rank is on a leash (leash.py): it cannot outlive this process, however this process ends.
+- Sockets listen on loopback only, on a port that the system chose.
 - When a rank fails, the others have some seconds to notice and to end by themselves, which tells cause from consequence;
-  then they get SIGTERM, and SIGKILL after a grace. torch's agent sends SIGTERM at once, and SIGKILL after 30 seconds.
-- SIGINT and SIGTERM are passed on to the ranks once, so that they can end cleanly; a second signal kills them.
-- When all is over, verdict.py picks the cause; the agent's own talk goes to launcher.log.
+  then they get SIGTERM, and SIGKILL after a grace period. torch's agent sends SIGTERM at once, and SIGKILL after 30 seconds.
+- SIGINT and SIGTERM are forwarded to the ranks once, so that they can end cleanly; a second signal kills them.
+- When all ranks have ended, verdict.py picks the cause; the agent's own log messages go to launcher.log.
 
-The agent runs in a thread, so that signals are ours alone. Read verdict.py for the causes.
+The agent runs in a thread, so that only this file handles signals. Read verdict.py for the causes.
 """
 
 import contextlib
@@ -44,35 +44,35 @@ from rankloom.world.rank_logs import RankLogs, chatter_in
 from rankloom.world.verdict import CLEAN_CODES, Ending, explain
 
 LEASH = Path(__file__).with_name("leash.py")
-TICK = 0.05            # seconds between two looks at the ranks
-SETTLE = 1.0           # seconds that the others have to end by themselves when the cause is known
-PATIENCE = 5.0         # the same when all that is known is that a rank lost another: a process may take long to end
+TICK = 0.05            # seconds between two checks of the ranks
+SETTLE = 1.0           # seconds for the other ranks to end by themselves when the cause is known
+PATIENCE = 5.0         # the same when it is only known that a rank lost another: the failing process may take long to end
 FAILURE_GRACE = 5.0    # seconds from SIGTERM to SIGKILL when a rank failed: there is nothing left to save
 GRACE = 20.0           # the same when the user asked to stop: the ranks finish their step and save the weights
-STOPPED_GRACE = 300.0  # seconds that a stopped rank may take to go on when all others are done: as ranks wait for each other
+STOPPED_GRACE = 300.0  # seconds for a stopped rank to continue when all others are done: the time that ranks wait for each other
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic: bool = False, grace: float = GRACE) -> int:
-    """Run `command` as `ranks` processes of this host that find each other as under torchrun; wait for all of them.
+    """Run `command` as `ranks` processes of this host, which find each other as under torchrun; wait for all of them.
 
-    Rank 0 has this process's terminal; its stderr goes through `log_dir`/rank-0.stderr.log on its way there. What the other
-    ranks write is in files beside that one. `command` tells why it fails with launch.record_failure.
+    Rank 0 uses this process's terminal; its stderr is also written to `log_dir`/rank-0.stderr.log. The output of the other
+    ranks goes to files beside that one. `command` reports why it fails with launch.record_failure.
 
-    grace:   seconds that the ranks have to end cleanly after Ctrl-C or SIGTERM
-    returns: 0 when all are done; 128 + the number of the signal that stopped them
-    raises:  RankFailed with the box that names the cause; what all ranks raised alike when it is the user's to mend
+    grace:   seconds for the ranks to end cleanly after Ctrl-C or SIGTERM
+    returns: 0 when all ranks succeeded; 128 + the number of the signal that stopped them
+    raises:  RankFailed with a box that names the cause; or the error itself, if the user can fix it and all ranks raised it alike
     """
     if ranks < 1:
         raise ConfigError(f"the number of ranks is {ranks}, expected 1 or more")
-    make_room(16 + 4 * ranks, f"a launcher of {ranks} ranks")   # the store with a connection from each, and its log
+    make_room(16 + 4 * ranks, f"a launcher of {ranks} ranks")   # the store with a connection from each rank, and the logs
     with _scratch() as failures:
         return _run_ranks(ranks, command, RankLogs(log_dir, failures, rank_environment(ranks, deterministic=deterministic)), grace)
 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Where failures are told: not beside the logs, for a rank may fail because that disk is full."""
+    """A folder for the failure files. Not beside the logs: a rank may fail because that disk is full."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="rankloom-")
     except OSError as error:
@@ -93,16 +93,16 @@ def _run_ranks(ranks: int, command: list[str], logs: RankLogs, grace: float) -> 
         try:
             running.result()
         finally:
-            agent.give_up()   # nobody is left, unless waiting for them was cut short
+            agent.give_up()   # no rank is left then, unless waiting for them was interrupted
     code = conclude(agent.watch.endings(logs), stop.number)
     logs.tidy()
     return code
 
 
 def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
-    """The exit code of a job whose ranks ended so; raises what `verdict.explain` says when it failed.
+    """The exit code of a job whose ranks ended like this; raises the error of `verdict.explain` if it failed.
 
-    stop_signal: what the launcher was asked to stop with, or 0. Then only an error that a rank reported counts.
+    stop_signal: the signal that asked the launcher to stop, or 0. After one, only an error counts that a rank reported as its own.
     """
     errors = [e for e in endings if e.failure and not (stop_signal and e.failure.is_collateral)]
     codes, hung = {ending.code for ending in endings}, any(ending.hung for ending in endings)
@@ -114,7 +114,7 @@ def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
 
 
 class StopRequests:
-    """While it is entered, counts the signals that ask this process to stop; `number` is the first.
+    """While entered, counts the signals that ask this process to stop; `number` is the first of them.
 
     A signal that was ignored before (nohup) stays ignored. Outside the main thread no handler can be set.
     """
@@ -139,9 +139,9 @@ class StopRequests:
 
 
 class RankWatch:
-    """The processes of the ranks: which still run, how the others ended, and the means to end them all.
+    """The processes of the ranks: which still run, how the others ended, and how to end them all.
 
-    The ranks work -> they are asked to end (SIGTERM, or the user's signal) -> they are killed. `tick` moves on.
+    The ranks work -> they are asked to end (SIGTERM, or the user's signal) -> they are killed. `tick` moves from one state to the next.
     """
 
     def __init__(self, processes: dict[int, subprocess.Popen], files: dict[int, Path], stop: StopRequests, grace: float):
@@ -150,14 +150,14 @@ class RankWatch:
         self.alive_at = dict.fromkeys(processes, time.monotonic())   # when each was last seen alive
         self.codes: dict[int, int] = {}
         self.asked: set[int] = set()          # the ranks that still ran when they were asked to end
-        self.asked_at = float("inf")          # when they were, because of a failure
+        self.asked_at = float("inf")          # when they were asked, because of a failure
         self.hung: dict[int, str] = {}
         self.ask_at = float("inf")            # when to ask them, once a failure was seen
-        self.at_work = time.monotonic()       # when there was more than stopped ones that nobody waits for
-        self.patience = (float("inf"), 0)     # until when, and up to how many signals, they are not killed
+        self.at_work = time.monotonic()       # last time when a rank ran that was not stopped, or no rank had ended
+        self.patience = (float("inf"), 0)     # kill them after this time, or on more stop signals than this
 
     def tick(self) -> bool:
-        """Look at every process, and press on those that should have ended; returns whether any still runs."""
+        """Check every process, and end those that should have ended; returns whether any still runs."""
         now = time.monotonic()
         for rank, process in list(self.running.items()):
             self._look(rank, process, now)
@@ -174,14 +174,14 @@ class RankWatch:
         return True
 
     def kill(self, reason: str = "") -> None:
-        """SIGKILL to all that still runs. reason: what each of them did wrong, if it did."""
+        """Send SIGKILL to all ranks that still run. reason: what each of them did wrong, if anything."""
         for rank, process in self.running.items():
             if reason:
                 self.hung.setdefault(rank, reason)
             _kill_group(process)
 
     def endings(self, logs: RankLogs) -> list[Ending]:
-        """How every rank ended, with what it left behind."""
+        """How every rank ended, with its failure and its log."""
         return [self._ending(rank, logs) for rank in sorted(self.codes)]
 
     def _look(self, rank: int, process: subprocess.Popen, now: float) -> None:
@@ -195,10 +195,10 @@ class RankWatch:
         if failure or code not in CLEAN_CODES | {None}:
             self.ask_at = min(self.ask_at, now + (PATIENCE if failure and failure.is_collateral else SETTLE))
             if code is not None:
-                _kill_group(process)   # the helpers that it left behind
+                _kill_group(process)   # the helper processes that it left behind
 
     def _waits_in_vain(self, now: float) -> bool:
-        """Whether only stopped ones are left, of ranks of which some failed; or all others were done long ago."""
+        """Whether all ranks that still run are stopped, and a rank has failed, or all others were done long ago."""
         failed = self.ask_at < float("inf")
         if (failed or self.codes) and all(_is_stopped(process.pid) for process in self.running.values()):
             return failed or now - self.at_work > STOPPED_GRACE
@@ -211,7 +211,7 @@ class RankWatch:
             if _is_stopped(process.pid):
                 self.hung[rank] = "it was stopped (SIGSTOP, or Ctrl-Z) and did not go on"
             process.send_signal(number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)   # one that is stopped does not see the first
+            process.send_signal(signal.SIGCONT)   # a stopped process does not handle the first signal
 
     def _ending(self, rank: int, logs: RankLogs) -> Ending:
         failure = read_failure(self.files[rank])
@@ -223,11 +223,11 @@ class RankWatch:
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    """SIGKILL to a rank and what it started: every rank leads a process group of its own."""
+    """Send SIGKILL to a rank and the processes that it started: every rank leads a process group of its own."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        process.kill()   # does nothing when it has ended
+        process.kill()   # does nothing if it has ended
 
 
 def _is_stopped(pid: int) -> bool:
@@ -241,17 +241,17 @@ def _is_stopped(pid: int) -> bool:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which ends its ranks our way."""
+    """torch's agent, but RankWatch ends the ranks."""
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, stop: StopRequests, grace: float):
-        # The template is empty: what rank 0 writes to stderr reaches the terminal as it is.
+        # The template is empty, so that rank 0's stderr reaches the terminal unchanged.
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")
         self.logs, self.stop, self.grace = logs, stop, grace
         self.watch = RankWatch({}, {}, stop, grace)
         self.given_up = False
 
     def give_up(self) -> None:
-        """SIGKILL to all ranks that run; those that are just being started are not forgotten."""
+        """Send SIGKILL to all ranks that run, and to those that are being started."""
         self.given_up = True
         self.watch.kill()
 
@@ -271,27 +271,27 @@ class _Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        self.watch.kill()   # every way out of run() comes here; normally none is left
+        self.watch.kill()   # every way out of run() calls this; normally no rank is left
         super()._shutdown(*args, **kwargs)
 
 
 class _Meeting(RendezvousHandler):
-    """The meeting of one agent with itself, and the store for its ranks."""
+    """The rendezvous of a single agent, and the store for its ranks."""
 
     def __init__(self) -> None:
         listener = socket.create_server((LOOPBACK, 0))
         self.port, self.job = listener.getsockname()[1], uuid.uuid4().hex
-        # A TCPStore listens on every interface, unless it is given a socket; it owns that from here.
+        # A TCPStore listens on every interface unless it is given a socket. The store owns the socket from here on.
         self.store = dist.TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,
                                    master_listen_fd=listener.detach())
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Rank 0 of 1 agents."""
+        """This is agent 0 of 1."""
         return RendezvousInfo(dist.PrefixStore("agent", self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.port))
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks meet in this store too."""
+        """The ranks use this store too."""
         return True
 
     def get_backend(self) -> str:
@@ -299,18 +299,18 @@ class _Meeting(RendezvousHandler):
         return "rankloom"
 
     def get_run_id(self) -> str:
-        """A number nobody else has."""
+        """A unique name for the job."""
         return self.job
 
     def is_closed(self) -> bool:
-        """Never: it lives as long as the agent."""
+        """Never: it stays open as long as the agent lives."""
         return False
 
     def set_closed(self) -> None:
         """Nothing to do."""
 
     def num_nodes_waiting(self) -> int:
-        """No other agent ever comes."""
+        """Always 0: no other agent joins."""
         return 0
 
     def shutdown(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which ranks share a node, as the launcher or a cluster file says. base/topology.py describes the file."""
+"""Which ranks share a node, according to the launcher or a cluster file. base/topology.py describes the file."""
 
 import json
 import tomllib
@@ -15,10 +15,10 @@ DEFAULT = Links()
 
 
 def find_topology(place: Place, store: dist.Store, file: str | Path | None = None, *, links: Links = DEFAULT) -> Topology:
-    """The topology of the job, the same on all ranks. A launcher tells each rank its own node only, so ranks tell each other.
+    """The topology of the job, the same on all ranks. A launcher tells each rank only its own node, so ranks tell each other.
 
-    file:   a cluster file; what it says overrides the launcher
-    links:  what links cost, where the file does not say
+    file:   a cluster file; it overrides the launcher
+    links:  the cost of links, where the file does not give it
     raises: ConfigError, on all ranks, when the file is wrong on one of them or differs between them; RankLost
     """
     one_node = place.local_size == place.size
@@ -41,7 +41,7 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
 
 
 def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str]:
-    """What every rank has said of `what`, in rank order."""
+    """Tell the others `text` about `what`. Returns the texts of all ranks, in rank order."""
     keys = [f"{what}/{rank}" for rank in range(place.size)]
     store.set(keys[place.rank], text)
     try:
@@ -54,18 +54,18 @@ def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str
 
 
 def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:
-    """A cluster file (TOML, or JSON as `rankloom bench --save` writes it); what it leaves out is as in `otherwise`.
+    """Read a cluster file (TOML, or JSON as `rankloom bench --save` writes it); missing keys are as in `otherwise`.
 
     raises: ConfigError that names file and key
     """
     try:
         return parse_topology(_read_table(Path(path)), size, otherwise)
-    except ValueError as error:   # ConfigError is one; an integer of too many digits to print is another
+    except ValueError as error:   # ConfigError is a ValueError; so is the error about an integer of too many digits to print
         raise ConfigError(f"{path}: {error}") from None
 
 
 def write_links(path: str | Path, links: Links) -> None:
-    """Write a cluster file in JSON with these links; which rank is where is left to the launcher."""
+    """Write a cluster file in JSON with these links; the launcher still says which rank is on which node."""
     try:
         Path(path).write_text(json.dumps({"links": links.as_table()}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

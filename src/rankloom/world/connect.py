@@ -1,6 +1,6 @@
-"""Build process groups by hand: no default group, no environment, so many worlds may live in one process.
+"""Build process groups directly: without a default group or environment variables, so one process may have many worlds.
 
-Every group has its own prefix in the store, which carries the generation: a rebuilt group never reads an old address.
+Every group has its own prefix in a store that is new for each start of the job (meet.py): a rebuilt group never reads an old address.
 """
 
 import os
@@ -28,16 +28,16 @@ from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
-SPARE = 16   # open files beside the connections of a group: of the store, of memory while it is mapped, and what a program opens
+SPARE = 16   # open files besides a group's connections: for the store, for memory while it is being mapped, and for the program itself
 
 
 def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
-    """Which backend connects the ranks: shared memory (and TCP between hosts; GPUs as router.py tells) where it runs, else gloo.
+    """The backend that connects the ranks: shared memory (TCP between hosts; router.py for GPUs) where it runs, else gloo.
 
     own_gpu:  no other rank uses this rank's GPU: then gloo and NCCL are enough
-    one_host: on several, shared memory must be asked for: over a fast network nobody has measured it. Not where ranks share a GPU:
-              most of what gloo does it cannot do with tensors of a GPU
-    raises: ConfigError for an unknown name, and where shared memory is asked for and cannot be
+    one_host: all ranks are on one host. On several, "auto" is gloo: shared memory with TCP was never measured on a fast network. Except
+              where ranks share a GPU: gloo cannot do most operations on tensors of a GPU
+    raises: ConfigError for an unknown name, or if shared memory is asked for and cannot run
     """
     if asked not in BACKENDS:
         raise ConfigError(f"there is no backend {asked!r}. {did_you_mean(asked, BACKENDS)}")
@@ -49,16 +49,16 @@ def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one
 
 
 def why_not_shared(device: torch.device) -> str | None:
-    """What stands against shared memory here, or None."""
+    """Why shared memory cannot be used here, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"it carries tensors on the CPU and on CUDA devices, and the ranks compute on {device.type}"
     return None if sys.platform == "linux" else f"it needs Linux, and this is {sys.platform}"
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
-    """Where a rank computes. The ranks of a host take its GPUs in turns; a rank's is its process's current one from here on.
+    """The device of a rank. The ranks of a host take its GPUs in turns; the GPU becomes the current device of this process.
 
-    raises: ConfigError when there is none
+    raises: ConfigError when there is no GPU
     """
     if kind != "cuda":
         return torch.device(kind)
@@ -70,7 +70,7 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
 
 def has_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> bool:
-    """Whether no two ranks use one GPU. All ask, and all hear the same; how many a rank sees tells nothing: Slurm may show each its own.
+    """Whether no two ranks use the same GPU; the answer is the same on all. Compares UUIDs, as Slurm may show each rank only its own GPU.
 
     raises: RankLost when the others do not come within `timeout` seconds
     """
@@ -83,7 +83,7 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     """A process group of `size` ranks that meet in `store`: gloo for CPU tensors, NCCL for CUDA tensors.
 
     loopback: all ranks are on this host, so connections need neither a host name nor an open interface
-    own_gpu:  no other rank uses this rank's GPU; NCCL refuses to share one, gloo (through the host) does not
+    own_gpu:  no other rank uses this rank's GPU; if one does, CUDA tensors use gloo (through the host), as NCCL refuses to share a GPU
     raises:   RankLost when the others do not come within `timeout` seconds
     """
     group = dist.ProcessGroup(store, rank, size)
@@ -110,14 +110,14 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
 
 @cache
 def _gloo_device(process: int, address: str) -> Any:
-    """What moves the bytes of all of a process's groups, in one thread: with a thread for each group they would take turns on the cores,
-    and whoever closes one would wait for its end. A fork has none of its parent's threads, so it makes its own.
+    """The device that moves the bytes of all gloo groups of a process, in one thread. With a thread for each group, threads would compete
+    for the cores, and closing a group would wait for its thread. A forked child has no threads of its parent, so it makes its own device.
     """
     return dist.ProcessGroupGloo.create_device(hostname=address)
 
 
 def as_mesh(ranks: int | Mesh) -> Mesh:
-    """A number of ranks stands for that many replicas."""
+    """`ranks` itself, or for a number a mesh of that many replicas."""
     if isinstance(ranks, Mesh):
         return ranks
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -129,8 +129,8 @@ class World(Group):
     """All ranks of the job as one group, and the mesh that names their axes.
 
     `group("replicate")` is the group of the ranks that differ from this one along that axis only; several axes make
-    one flattened group; no axes, the world itself. Asking again gives the same group.
-    `axes_named` is False where only a number of ranks was given: a technique may then spread them along the axis it needs.
+    one flattened group; no axes, the world itself. Asking again returns the same group.
+    `axes_named` is False if only a number of ranks was given: a technique may then use them along the axis that it needs.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int | Mesh, device: torch.device, *, timeout: float,
@@ -150,7 +150,7 @@ class World(Group):
                          topology=topology, twin=partial(_twin, weakref.ref(self), everyone))
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank's peers along `axes`. All those peers must ask for it in the same order.
+        """The group of this rank's peers along `axes`. All of them must ask for their groups in the same order.
 
         raises: RankLost when the world is closed
         """
@@ -164,12 +164,12 @@ class World(Group):
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that this rank has begun in any of its groups, and holds a handle of, has ended."""
+        """Whether all collectives have ended that this rank has begun in any of its groups, and whose handle still exists."""
         handles = [reference() for group in (self, *self._parts()) for reference in group._handles.valuerefs()]
         return all(work.is_completed() for handle in handles if handle for work in handle.works or ())
 
     def close(self) -> None:
-        """Drop every connection of this rank; peers that wait for it are set free."""
+        """Drop every connection of this rank; peers that wait for it get RankLost."""
         for group in self._parts():
             group.close()
         super().close()
@@ -187,9 +187,9 @@ class World(Group):
         if len(ranks) == 1:
             return None, None
         n = len(ranks)
-        make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # they may be threads of one process
+        make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # ranks may be threads of one process: each then needs n
         store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
-        gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell
+        gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone
         if self.backend == SHARED:
             shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
             pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
@@ -201,17 +201,17 @@ class World(Group):
 
 
 def has_default_group() -> bool:
-    """Whether the program has made torch's default process group; rankloom never does."""
+    """Whether the program has created torch's default process group; rankloom never does."""
     return dist.is_initialized()
 
 
 def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
-    """The second connection of these ranks. A collective, once. The world does not live because its groups may ask for it."""
+    """The second connection of these ranks; the first call is a collective. A weak reference: groups must not keep the world alive."""
     home = world()
     if home is None:
         raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
     group = home if ranks == home.ranks else home._groups[ranks]
-    if home.backend == SHARED and home.device.type == "cuda":   # it keeps the directions of messages apart itself (nccl.py)
+    if home.backend == SHARED and home.device.type == "cuda":   # the router itself keeps the directions of messages apart (nccl.py)
         return group
     if ranks not in home._twins:
         home._twins[ranks] = home._connect(ranks, group.name, "twin", group.ledger)

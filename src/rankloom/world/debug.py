@@ -1,17 +1,17 @@
-"""Debug mode: before any byte moves, all ranks of a group compare what each is about to do.
+"""Debug mode: before any byte moves, all ranks of a group compare the calls that they are about to make.
 
-Without it, two same-shape collectives issued in swapped order add the wrong tensors silently, a wrong dtype
-does so too, and a skipped call only times out. With it (`RANKLOOM_DEBUG=1`), every call of every rank is
-written to the group's key-value store under its number, and read back by the others: a difference raises
-`CollectiveMismatch` on all ranks with both call sites, and a silent rank is named with the last call it made.
+Without it, two same-shape collectives issued in swapped order silently add the wrong tensors, a wrong dtype
+does so too, and a skipped call only times out. With it (`RANKLOOM_DEBUG=1`), every rank writes each of its calls
+to the group's key-value store under the number of the call, and reads those of the others. A difference raises
+`CollectiveMismatch` on all ranks with both call sites; a silent rank is named with the last call that it made.
 
 An asynchronous call is compared, and then started, in a thread of its group, so that its caller can go on: groups, threads and
-messages do not wait for each other, as without debug mode. What is wrong with it is raised by its `wait`.
+messages do not wait for each other, as without debug mode. If the comparison fails, its `wait` raises the error.
 
-A rank that ends or leaves is found within about 0.2 s, but not with gloo and NCCL, which cannot tell: there the others learn it from
-the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others are told so at once.
+A rank that ends or leaves is noticed within about 0.2 s, except with gloo and NCCL, which cannot tell: there the others notice it
+at the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others get an error at once.
 
-Price: two writes and two reads of the store per call, so about a millisecond. Off by default.
+Cost: two writes and two reads of the store per call, about a millisecond. Off by default.
 """
 
 import atexit
@@ -29,23 +29,23 @@ import torch.distributed as dist
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rankloom.world.debug_queue import Queue, Start
 
-SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two looks into the store; other threads use it meanwhile
-LOOK_AROUND = 0.2                        # seconds between two looks at whether the others are still there
-PATIENCE = 1.0                           # seconds in which a call that is being started must have been, when its group is closed
+SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two reads of the store; other threads use it meanwhile
+LOOK_AROUND = 0.2                        # seconds between two checks whether the others are still there
+PATIENCE = 1.0                           # seconds to wait, when a group is closed, for a call that is being started
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a rank is about to do. Ranks of one group must agree on all of it but the call site."""
+    """The call that a rank is about to make. Ranks of one group must agree on all of it except the call site."""
 
     op: str
     shape: str
     dtype: str
     label: str
-    site: str      # file:line of the code that called
+    site: str      # file:line of the calling code
 
     def agrees_with(self, other: "Fingerprint") -> bool:
-        """Whether both ranks mean the same call; the same call may stand on different lines."""
+        """Whether both ranks make the same call; its call site may differ."""
         mine, theirs = asdict(self), asdict(other)
         return all(mine[key] == theirs[key] for key in ("op", "shape", "dtype", "label"))
 
@@ -57,8 +57,8 @@ class Inspector:
     """Compares the calls of one rank, in order, with those of its group's other ranks.
 
     rank:  this rank's number in the group
-    ranks: the numbers of the group's ranks in the world, for messages
-    gone:  which ranks of the group have ended or left, as far as can be told
+    ranks: the numbers of the group's ranks in the world, for error messages
+    gone:  returns the ranks of the group that have ended or left, as far as is known
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, gone: Callable[[], Sequence[int]] = tuple):
@@ -68,9 +68,9 @@ class Inspector:
         _inspectors.add(self)
 
     def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
-        """`start`, now that all ranks have been found to make this call; of an asynchronous call, one that compares in the background.
+        """`start`, after all ranks were found to make this call. For an asynchronous call, a function that compares in the background.
 
-        raises: CollectiveMismatch, CollectiveTimeout, RankLost; an asynchronous call, when it is waited for
+        raises: CollectiveMismatch, CollectiveTimeout, RankLost; for an asynchronous call, its `wait` raises them
         """
         compare = partial(self.check, mine)
         if async_op:
@@ -110,8 +110,8 @@ class Inspector:
             return f"  not known. {error}"
 
     def close(self) -> None:
-        """Compare no more: what is in the queue fails."""
-        self._closed, self._gone = True, tuple   # a group that is closed keeps no connection
+        """Stop comparing: calls in the queue fail."""
+        self._closed, self._gone = True, tuple   # a closed group must not keep the connection, which `_gone` refers to
         self._queue.drain(PATIENCE)
 
     def _last_call(self, rank: int) -> str:
@@ -121,7 +121,7 @@ class Inspector:
         return f"call {last.pop('call')}, {Fingerprint(**last)}"
 
     def _await(self, keys: Sequence[str]) -> None:
-        """Until all have announced their call. Never long in the store: while it waits there, it serves no other thread."""
+        """Wait until all have announced their call. Polls: while a thread waits inside the store, no other thread can use it."""
         begin = looked = time.monotonic()
         nap = SHORTEST_NAP
         while not self.store.check(keys):   # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class Inspector:
 
     def _expect_alive(self, keys: Sequence[str]) -> None:
         if gone := [*self._gone()]:
-            for rank in self._silent(keys):   # after the look: what it did before it went counts
+            for rank in self._silent(keys):   # after `_gone`: a call that a rank announced before it went counts
                 if rank in gone:
                     raise RankLost(f"{self._where}: lost rank {self.ranks[rank]}: it has ended, or has left the group. "
                                    f"Who is where:\n{self.where_is_everyone()}")
@@ -183,6 +183,6 @@ _inspectors: weakref.WeakSet[Inspector] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is in torch's store when Python ends would end the process with an abort."""
+    """Close all inspectors: a thread that is inside torch's store when Python ends would abort the process."""
     for inspector in list(_inspectors):
         inspector.close()

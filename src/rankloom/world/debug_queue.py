@@ -1,4 +1,4 @@
-"""The asynchronous calls of a group in debug mode: compared, then started, one after the other, while their caller goes on."""
+"""The asynchronous calls of a group in debug mode: compared, then started, one after the other, in the background."""
 
 import threading
 from collections import deque
@@ -25,14 +25,14 @@ class Compared:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has ended, with or without an error."""
         if not self._works.done():
             return False
         return self._works.exception() is not None or all(work.is_completed() for work in _as_list(self._works.result()))
 
 
 class Queue:
-    """The calls of one group. They are made in a thread that ends when there are no more."""
+    """The calls of one group. A thread makes them, and ends when there are no more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()   # guards the rest
@@ -51,7 +51,7 @@ class Queue:
         return queue
 
     def drain(self, seconds: float | None = None) -> None:
-        """Until all calls have been started, or so long."""
+        """Wait until all calls have been started, but at most so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, seconds)
 
@@ -79,12 +79,12 @@ def _make(works: "Future[Any]", compare: Callable[[], None], begin: Start, pg: A
     try:
         compare()
         works.set_result(begin(pg))
-    except BaseException as error:   # raised to whoever waits for it
-        works.set_exception(error.with_traceback(None))   # its frames hold the connection
+    except BaseException as error:   # raised by the `wait` of this call
+        works.set_exception(error.with_traceback(None))   # its frames refer to the connection
 
 
 def _with_settings_of_caller(start: Start) -> Start:
-    """`start` as this thread would do it now, for another thread."""
+    """`start` with the settings that this thread has now (stream, inference mode), for another thread."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     inference = torch.is_inference_mode_enabled()
 

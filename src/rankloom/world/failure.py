@@ -1,7 +1,7 @@
-"""What a rank that fails leaves behind for its launcher: which error, when, and where in the user's code.
+"""The failure file that a rank leaves for its launcher: which error, when, and where in the user's code.
 
-A small file, in the format of torchrun's own error file. Imports neither torch nor rich: whoever trains pays for this.
-world/verdict.py reads what all ranks left, and decides which was the cause.
+A small file in the format of torchrun's own error file. Imports neither torch nor rich, as every training process imports this.
+world/verdict.py reads the files of all ranks, and decides which rank was the cause.
 """
 
 import json
@@ -18,7 +18,7 @@ from types import TracebackType
 
 from rankloom.base.files import replacing
 
-# What a rank raises because another is gone. Raw torch errors too, for code that works below Group.
+# Errors that a rank raises because another is gone. Also raw torch errors, for code that does not use Group.
 COLLATERAL = {"RankLost", "CollectiveTimeout", "DistNetworkError", "DistStoreError", "DistBackendError"}
 LOST_CONNECTION = ("onnection closed by peer", "onnection reset by peer")
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -43,15 +43,15 @@ class Failure:
         return lost or self.type in COLLATERAL
 
     def same_as(self, other: "Failure") -> bool:
-        """Whether two ranks raised the same; `rank 3: ` at the beginning of a message does not count."""
+        """Whether two ranks raised the same error; `rank 3: ` at the beginning of a message does not count."""
         texts = [(f.type, re.sub(r"^rank \d+: ", "", f.message)) for f in (self, other)]
         return texts[0] == texts[1]
 
 
 def write_failure(error: BaseException, file: Path) -> bool:
-    """Leave `error` in `file` for the launcher, whole or not at all; the first one that a rank writes stays.
+    """Write `error` to `file` for the launcher, completely or not at all; the first error that a rank writes stays.
 
-    The file is torchrun's own error file, with one more key. Returns whether it is there: a full disk is no reason to
+    The file is torchrun's own error file, with one more key. Returns whether the file exists: a full disk must not
     hide the error that is being reported.
     """
     with suppress(OSError):
@@ -63,7 +63,7 @@ def write_failure(error: BaseException, file: Path) -> bool:
 
 
 def describe(error: BaseException) -> Failure:
-    """What the launcher needs to know of an exception."""
+    """The facts about an exception that the launcher needs."""
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     place, source = user_frame(error.__traceback__)
     trace = "".join(traceback.format_exception(error))
@@ -71,7 +71,8 @@ def describe(error: BaseException) -> Failure:
 
 
 def _torchrun_format(failure: Failure) -> dict:
-    # torchrun takes the earliest for the cause, in whole seconds, and sees a killed rank only after the ranks that lost it.
+    # torchrun takes the earliest error for the cause, in whole seconds, and notices a killed rank only after the ranks that lost it.
+    # So errors of ranks that lost another are dated two seconds later.
     told_at = int(time.time()) + (2 if failure.is_collateral else 0)
     extra = {"py_callstack": failure.traceback, "timestamp": str(told_at)}
     message = {"message": f"{failure.type}: {failure.message}", "extraInfo": extra}
@@ -79,7 +80,7 @@ def _torchrun_format(failure: Failure) -> dict:
 
 
 def read_failure(file: Path) -> Failure | None:
-    """What `write_failure` left, or None when there is nothing or something else."""
+    """The failure that `write_failure` wrote, or None when there is no file or it has another format."""
     try:
         return Failure(**json.loads(file.read_text())["rankloom"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -104,7 +105,7 @@ def _is_users(file: str) -> bool:
 
 
 def shorter_path(file: str) -> str:
-    """Relative to the current folder where it lies in it: shorter, and still to be clicked on."""
+    """The path relative to the current folder, if it is inside: shorter, and terminals can still open it."""
     with suppress(ValueError, OSError):
         return str(Path(file).relative_to(Path.cwd()))
     return file

@@ -1,11 +1,11 @@
-"""A group of ranks: the one object that may talk to other ranks. It is given, never looked up.
+"""A group of ranks: the one object that may communicate with other ranks. It is passed to functions, never looked up.
 
-Every collective checks that its tensor is contiguous (gloo moves the wrong bytes of a view silently), writes what
-it costs into the group's ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a
-label. Called plainly, a collective returns its result; with `async_op=True` it returns a `Handle` at once.
+Every collective checks that its tensor is contiguous (gloo silently moves the wrong bytes of others), enters
+its cost into the group's ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a
+label. By default a collective returns its result; with `async_op=True` it returns a `Handle` at once.
 
-A group of one rank has no connection at all: every collective is the identity.
-Read `world/connect.py` for how groups come to be, `base/cost.py` for the bills.
+A group of one rank has no connection: every collective is the identity.
+Read `world/connect.py` for how groups are made, `base/cost.py` for the bills.
 """
 
 import json
@@ -34,11 +34,11 @@ from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # as the kernel numbers them
+SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # by the kernel's numbers
 
 
 class Handle:
-    """A collective on its way. `wait()` returns its result; the buffers must not be touched before."""
+    """A collective in flight. `wait()` returns its result; do not use the buffers before."""
 
     def __init__(self, group: "Group", label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
         self.group, self.label, self._finish = group, label, finish
@@ -46,7 +46,7 @@ class Handle:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until the result is there (on CUDA: order the current stream behind it). Waiting again changes nothing.
+        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result.
 
         raises: RankLost, CollectiveTimeout
         """
@@ -60,7 +60,7 @@ class Handle:
                 for at in range(len(works)):
                     works[at].wait()
             finally:
-                del works   # a traceback that names them would keep the connection open
+                del works   # a traceback that refers to them would keep the connection open
             self.group.ledger.waited += time.perf_counter() - begin
             self._result = self._finish()
         self.works = ()
@@ -70,9 +70,9 @@ class Handle:
 class Group:
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
-    `rank` and `ranks` left out are the process group's own; `ranks` are numbers in the world, for messages. `device` is where this
-    rank's tensors live; `one_host` that no byte leaves this machine; `topology` says who shares a node, one node when left out;
-    `twin()` gives another connection of the same ranks, whose calls do not queue with those of this one; both enter into one `ledger`.
+    `rank` and `ranks` are by default those of the process group; `ranks` are numbers in the world, for error messages. `device` is where
+    this rank's tensors are; `one_host`: no byte leaves this host; `topology` says which ranks share a node, by default all of them;
+    `twin()` gives a second connection of the same ranks, whose calls do not queue with those of this one; both share one `ledger`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,
@@ -86,39 +86,39 @@ class Group:
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
         self._process_group, self._inspector, self.twin, self.ledger = process_group, inspector, twin, ledger or Ledger()
-        # Debug mode compares every call before it is made, which the short way leaves out.
+        # Debug mode compares every call before it is made. The fast path (at_once.py) does not, so debug mode turns it off.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     @property
     def world_rank(self) -> int:
-        """This rank's number in the world, as messages name it."""
+        """This rank's number in the world, as error messages name it."""
         return self.ranks[self.rank]
 
     @property
     def debug(self) -> bool:
-        """Whether what the ranks do is compared before they do it."""
+        """Whether ranks compare each call before they make it."""
         return self._inspector is not None
 
     @property
     def in_order(self) -> bool:
-        """Whether what one rank sends to another must be received in the order of sending, whatever the tags say: so with NCCL."""
+        """Whether messages from one rank to another must be received in the order of sending, whatever their tags: so with NCCL."""
         if (pg := self._process_group) is None or self.device.type != "cuda":
             return False
         return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else pg._get_backend(self.device).name() == "nccl"
 
     @property
     def lends_memory(self) -> bool:
-        """Whether `buffer` gives memory in which collectives reduce; else any memory is as good."""
+        """Whether `buffer` gives memory in which collectives reduce in place; if not, any memory is as good."""
         return isinstance(self._process_group, SharedMemoryGroup | DeviceRouter)
 
     def _goes_directly(self, x: Tensor) -> bool:
-        """Whether gathers and reduce-scatters are made of messages (world/pairwise.py)."""
+        """Whether gathers and reduce-scatters are made of point-to-point messages (world/pairwise.py)."""
         return self.size > 1 and x.device.type == "cpu" and not self.lends_memory
 
     @property
@@ -134,9 +134,9 @@ class Group:
     # ------------------------------------------------------------------ collectives
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
-        """Combine `x` over the ranks, in place; every rank ends with the same. op: sum, mean, max, min, product.
+        """Combine `x` over the ranks, in place; every rank gets the same result. op: sum, mean, max, min, product.
 
-        x: any shape, the same on all ranks; over gloo, max and min may pass over a NaN   sent: 2n(p-1)/p
+        x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p
         """
         if op not in SHARED_OPS:
             raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
@@ -151,16 +151,16 @@ class Group:
                              start=lambda pg: pg.allreduce([x], options), finish=finish)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
-        """Overwrite `x` on every rank with rank `root`'s. x: any shape, the same on all ranks."""
+        """Overwrite `x` on every rank with that of rank `root`. x: any shape, the same on all ranks."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = self._peer(root), 0, async_op
         return self._collect(f"broadcast(from {root})", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
                              start=lambda pg: pg.broadcast([x], options), finish=lambda: x)
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
-        """All ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)
+        """Concatenate all ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)
 
-        out: where to write it, contiguous; left out, a new tensor
+        out: where to write the result, contiguous; by default a new tensor
         """
         if self._at_once and not async_op and (whole := self._at_once.all_gather(x, out, label)) is not None:
             return whole
@@ -179,8 +179,8 @@ class Group:
                        async_op: bool = False) -> Any:
         """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
 
-        `x` is not changed, but for what `out` has of it.
-        scratch: where the others' slices arrive, if they have to (world/pairwise.py), [n(p-1), ...]; left out, new memory
+        `x` is not changed, except where `out` overlaps it.
+        scratch: where the others' slices arrive, if they must (world/pairwise.py), [n(p-1), ...]; by default new memory
         """
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
             return mine
@@ -199,11 +199,11 @@ class Group:
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
-        """Deal rows of `x` out: the first send_rows[0] to rank 0, the next send_rows[1] to rank 1, and so on.
+        """Send rows of `x`: the first send_rows[0] to rank 0, the next send_rows[1] to rank 1, and so on.
 
-        Returns what all ranks dealt to this one, in rank order: [sum(recv_rows), ...]. Left out, shares are equal.
+        Returns the rows that all ranks sent to this one, in rank order: [sum(recv_rows), ...]. By default shares are equal.
         """
-        splits: list[list[int]] = [list(recv_rows or []), list(send_rows or [])]   # empty: equal
+        splits: list[list[int]] = [list(recv_rows or []), list(send_rows or [])]   # empty: equal shares
         if send_rows is None and recv_rows is None:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
@@ -217,12 +217,12 @@ class Group:
         bill = Bill((there - send_rows[self.rank]) * (x.nbytes // max(there, 1)), self.size - 1)
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
-        # Uneven shares differ between ranks by design, so debug mode compares the row's shape only.
+        # Uneven shares differ between ranks on purpose, so debug mode compares only the shape of a row.
         return self._collect("all_to_all", x, label, async_op, bill=bill, shape=tuple(x.shape[1:]), finish=lambda: mine,
                              start=lambda pg: pg.alltoall_base(mine, untouched(x, mine), *splits, options))
 
     def barrier(self, *, label: str = "") -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         self.all_reduce(torch.zeros(1, device=self.device), label=label or "barrier")
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -230,8 +230,8 @@ class Group:
     def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros to communicate from; every rank of the group must ask for the same.
 
-        Where the ranks share a host, all of them map it, and collectives reduce it where it lies, with no copy.
-        raises: MemoryError on all ranks when there is not that much
+        If the ranks share a host, all of them map it, and collectives reduce it in place, without a copy.
+        raises: MemoryError on all ranks when there is not enough memory
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if isinstance(self._process_group, DeviceRouter):
@@ -239,11 +239,11 @@ class Group:
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
 
     def common_buffer(self, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, bool]:
-        """A flat tensor of n zeros that exists once for all ranks, where they share the memory of one host; and whether it is so.
+        """A flat tensor of n zeros, one for all ranks if they share the memory of one host; and whether it is shared.
 
-        If so, what one rank writes all see, once they have met at a barrier; rank r of p writes [r * n / p : (r + 1) * n / p],
-        and nothing is left to be gathered. If not, each rank has its own.
-        raises: ShapeMismatch when n is not divisible by p, or ranks ask for different ones; MemoryError on all ranks
+        If it is, all ranks see what one writes, after a barrier: rank r of p writes [r * n / p : (r + 1) * n / p],
+        and nothing has to be gathered. If not, each rank has its own tensor.
+        raises: ShapeMismatch when n is not divisible by p, or ranks ask for different sizes; MemoryError on all ranks
         """
         if n % self.size:
             raise ShapeMismatch(f"{self.where('common_buffer')}: {n} elements cannot be cut in {self.size} equal slices; pad them")
@@ -251,7 +251,7 @@ class Group:
         return (torch.zeros(n, dtype=dtype, device=self.device), False) if common is None else (common, True)
 
     def alone(self) -> "Group":
-        """This rank as a group of its own: every collective is the identity."""
+        """A group of this rank only: every collective is the identity."""
         return Group(None, 0, (self.world_rank,), name="alone", device=self.device, timeout=self.timeout, one_host=True)
 
     # ------------------------------------------------------------------ one to one
@@ -267,7 +267,7 @@ class Group:
         return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Fill `into` with what rank `frm` of this group sends; shape and dtype are the receiver's to know."""
+        """Fill `into` with what rank `frm` of this group sends; the receiver must know shape and dtype."""
         if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
             return into
         peer = self._peer(frm, tag)
@@ -275,13 +275,13 @@ class Group:
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Send `out` to one rank while receiving `into` from another (or the same); no order of ranks can deadlock."""
+        """Send `out` to one rank while receiving `into` from another (or the same). Cannot deadlock, in whatever order ranks call it."""
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
-        self._connected(label or "exchange")   # not named: a traceback would keep the connection open
-        self._peer(to, tag)   # before anything is begun
+        self._connected(label or "exchange")   # no local name: a traceback would keep the connection open
+        self._peer(to, tag)   # before anything is started
         expect_movable(out, self.device, self.where(label or "exchange"))
-        out = untouched(out, into)   # by what arrives before it has left
+        out = untouched(out, into)   # arriving bytes must not overwrite `out` before it is sent
         if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
             both = self._exchange_coalesced(out, to, into, frm, label)
         else:
@@ -293,7 +293,7 @@ class Group:
     def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
         # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
         expect_movable(into, self.device, self.where(label))
-        pg, device = self._connected(label), into.device   # whose `close` aborts, whoever has it
+        pg, device = self._connected(label), into.device   # a local name is fine here: `close` aborts NCCL in any case
         self.ledger.add(Bill(sent=out.nbytes, messages=1))
         pg._start_coalescing(device)
         pg.recv([into], self._peer(frm), 0)
@@ -304,7 +304,7 @@ class Group:
     # ------------------------------------------------------------------ values that are not tensors
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        """Every rank's `value`, in rank order. JSON values only: nothing is ever unpickled."""
+        """Every rank's `value`, in rank order. JSON values only: nothing is unpickled."""
         text = json.dumps(value).encode()
         sizes = self.all_gather(torch.tensor([len(text)], device=self.device), label=f"{label}: length").tolist()
         padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
@@ -312,7 +312,7 @@ class Group:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes)]
 
     def agree(self, problem: str | None, *, error: type[RankloomError] = ConfigError, label: str = "agree") -> None:
-        """Every rank raises or none does: a rank that raised alone would leave the others waiting.
+        """Every rank raises or none does: if one rank raised alone, the others would wait for it.
 
         problem: what is wrong on this rank, or None. Each rank raises `error` with the problems of all.
         """
@@ -323,26 +323,26 @@ class Group:
     # ------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """Drop the connection. Peers that wait for this rank are set free at once, with `RankLost`; what NCCL has begun is done first."""
+        """Drop the connection. Peers that wait for this rank get `RankLost` at once; what NCCL has begun is finished first."""
         if self._inspector:
             self._inspector.close()
         if (pg := self._process_group) is not None:
-            pg.shutdown()   # NCCL aborts what it is doing when it is merely dropped
+            pg.shutdown()   # if NCCL is dropped without this, it aborts what it is doing
         self._process_group = self._at_once = None
-        # A traceback may keep a handle, whose work keeps the connection open: peers would wait for the time-out.
+        # A traceback may refer to a handle, whose work keeps the connection open: peers would wait until the time-out.
         for reference in self._handles.valuerefs():
             if handle := reference():
                 handle.works = None
 
     def translated_errors(self, label: str) -> TranslatedErrors:
-        """A context that turns a backend's failure into an error that names rank, group and label."""
+        """A context that turns a backend's failure into an error with rank, group and label."""
         return TranslatedErrors(self.where, label, self.timeout, self._inspector)
 
     # ------------------------------------------------------------------ inside
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
-        """Check, enter into the ledger, start; the common part of all collectives."""
+        """Check, enter into the ledger, start: the common part of all collectives."""
         if self.size == 1:
             return Handle(self, label, (), finish) if async_op else finish()
         expect_operand(x, self.device, self.where(label or op))
@@ -363,14 +363,14 @@ class Group:
         return works if isinstance(works, list) else [works]
 
     def _keep(self, handle: Handle) -> Handle:
-        """So that `close` finds it."""
+        """Remember a handle, so that `close` finds it."""
         self._handles[id(handle)] = handle
-        if self._process_group is None:   # closed meanwhile by another thread
+        if self._process_group is None:   # another thread has closed the group meanwhile
             handle.works = None
         return handle
 
     def _output(self, out: Tensor | None, x: Tensor, shape: tuple[int, ...], label: str) -> Tensor:
-        """`out`, if it fits, or a new tensor; in a group of one rank the input itself."""
+        """`out`, if it fits, or a new tensor. In a group of one rank: `out` with a copy of the input, or the input itself."""
         if out is None:
             return x.new_empty(shape) if self.size > 1 else x
         if out.shape != shape or out.dtype != x.dtype:
@@ -396,5 +396,5 @@ class Group:
         return x.shape[0] // self.size
 
     def where(self, label: str) -> str:
-        """This rank, a label and the group, as messages begin."""
+        """The beginning of error messages: this rank, a label and the group."""
         return f"rank {self.world_rank}: {label} in group {self.name!r}"

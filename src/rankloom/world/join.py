@@ -1,4 +1,4 @@
-"""`init`: join the ranks that torchrun, Slurm, Open MPI or `rankloom train` started, or be the only one."""
+"""`init`: join the ranks that torchrun, Slurm, Open MPI or `rankloom train` started, or run as the only rank."""
 
 import atexit
 import os
@@ -26,27 +26,27 @@ from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
 from rankloom.world.transport.meet import start_afresh
 
-SLACK = 2.0   # seconds that torch's own time-out may come late: its message says more
-# Stores stay open as long as the process: were rank 0's closed with its world, a peer that is quick to build the next one could still
-# meet the old server, which is about to go. In one process torch lets all stores of a port share one server.
+SLACK = 2.0   # seconds to wait beyond torch's own time-out: its error says more than ours
+# Stores stay open until the process ends. If rank 0's store closed with its world, a peer that quickly builds the next world could
+# still connect to the old server, which is about to stop. Within one process, torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
-_worlds: weakref.WeakSet[World] = weakref.WeakSet()   # those that `init` has built on CPUs
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()   # worlds of CPU ranks that `init` has built
 os.register_at_fork(after_in_child=_worlds.clear)
 
 
 def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None = None,
          topology: str | Path | None = None, backend: str = AUTO) -> World:
-    """Join the ranks that torchrun, Slurm or Open MPI (with MASTER_ADDR and MASTER_PORT) started, or be the only one.
+    """Join the ranks that torchrun, Slurm or Open MPI (with MASTER_ADDR and MASTER_PORT) started, or run as the only rank.
 
-    mesh:     names the axes; left out, all ranks are data parallel, sharded from stage 1 on
+    mesh:     names the axes; by default all ranks are data parallel, sharded from stage 1 on
     timeout:  seconds after which a silent rank ends the job
-    device:   "cpu", or "cuda"; left out, CUDA where there is one
-    topology: a cluster file (base/topology.py); left out, nodes are as the launcher says
-    backend:  what carries CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
-              shared memory where all ranks share a host
-    A world of CPU ranks that is open when the program ends is closed then, before what `atexit` was told earlier runs.
-    raises:   MeshError when the mesh needs another number of ranks; RankLost when the others do not come; ConfigError, on all ranks
-              where one runs another program or was given something else
+    device:   "cpu" or "cuda"; by default CUDA if there is a GPU
+    topology: a cluster file (base/topology.py); by default the launcher says which ranks share a node
+    backend:  for CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
+              shared memory if all ranks share a host
+    A world of CPU ranks that is open and idle when the program ends is closed then, before functions registered earlier with `atexit`.
+    raises:   MeshError if the mesh needs another number of ranks; RankLost if the others do not come; ConfigError, on all ranks,
+              if one runs another program or got other arguments
     """
     place = find_place()
     keep_freed_memory()
@@ -55,7 +55,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     if place.launcher != "alone":
         report_uncaught()
     if has_agent() and sys.platform == "linux":
-        die_with(os.getppid())   # torchrun's ranks would go on without it
+        die_with(os.getppid())   # torchrun's ranks would otherwise outlive it
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_for(kind, place.local_rank)
@@ -72,10 +72,11 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
 
 @atexit.register
 def _close_what_is_idle() -> None:
-    """A program need not close its world: torch's gloo frees the tensors of its last call in a thread of its own, and where Python had
-    ended before, that thread would abort the process (one end in twelve).
+    """Close idle worlds, for programs that do not. torch's gloo frees the tensors of its last call in a thread of its own: if Python had
+    ended before, that thread would abort the process (one exit in twelve).
 
-    After an exception others may never come to what this rank has begun, and closing would wait for them. So would NCCL, always.
+    After an exception worlds stay open: other ranks may never join a collective that this rank has begun, and closing would wait for
+    them. Worlds of CUDA ranks always stay open, because closing NCCL would always wait.
     """
     for world in list(_worlds):
         if world.is_idle and not hasattr(sys, "last_value"):
@@ -83,7 +84,7 @@ def _close_what_is_idle() -> None:
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:
-    """The store in which all ranks of this job meet, a part of it for every world that they build together."""
+    """The store in which all ranks of this job meet: a new part of it for each world that they build together."""
     (host, port), patience = meeting_point(place), seconds(timeout)
     try:
         if host is not None:
@@ -98,14 +99,14 @@ def _meet(place: Place, timeout: float) -> dist.Store:
 
 
 def _rendezvous(place: Place, patience: timedelta) -> dist.Store:
-    """Through torch, in a thread: a service that takes the connection and says nothing is waited for without end there,
-    and no signal gets through."""
+    """torch's rendezvous, in a thread: if a service accepts the connection and never answers, torch waits forever,
+    and no signal interrupts it."""
     found: SimpleQueue[dist.Store | Exception] = SimpleQueue()
 
     def meet() -> None:
         try:
             found.put(next(dist.rendezvous("env://", place.rank, place.size, timeout=patience))[0])
-        except Exception as error:   # raised by the thread that waits
+        except Exception as error:   # raised in the thread that waits
             found.put(error)
 
     threading.Thread(target=meet, daemon=True, name="rankloom-meet").start()
@@ -119,7 +120,7 @@ def _rendezvous(place: Place, patience: timedelta) -> dist.Store:
 
 
 def _wait_for_name(host: str, timeout: float) -> None:
-    """Names of hosts that have just been started may take a while to be known; torch would ask too, and fill the screen meanwhile."""
+    """Wait until `host` resolves: names of newly started hosts may take a while. torch would retry too, but fill the screen."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,7 +1,7 @@
-"""What a launcher left in the environment: who this process is, and where all meet.
+"""Read what a launcher left in the environment: the rank of this process, and where all ranks meet.
 
-The only file that reads the environment, and free of torch, so that a command line can ask before it pays for the import.
-`init` in world/join.py makes a World of it; world/agent.py is `rankloom train`'s own launcher.
+The only file that reads the environment. It does not import torch, so that a command line can use it without that delay.
+`init` in world/join.py builds a World from it; world/agent.py is the launcher of `rankloom train`.
 """
 
 import os
@@ -23,12 +23,12 @@ FIXED_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def debug_mode() -> bool:
-    """Whether RANKLOOM_DEBUG=1 asks for every collective to be compared across ranks."""
+    """Whether RANKLOOM_DEBUG=1 is set: then ranks compare every collective before they run it."""
     return os.environ.get("RANKLOOM_DEBUG", "0") not in ("", "0")
 
 
 def restarts() -> int:
-    """How often torchrun has started this job again because ranks of this node failed. Other nodes may count otherwise."""
+    """How often torchrun has restarted this job because ranks of this node failed. Other nodes may have another count."""
     return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
 
 
@@ -38,12 +38,12 @@ def has_agent() -> bool:
 
 
 def chosen_interface() -> str | None:
-    """The (first) network interface that GLOO_SOCKET_IFNAME chooses for traffic between hosts; torch reads the same variable."""
+    """The (first) network interface that GLOO_SOCKET_IFNAME names for traffic between hosts; torch reads the same variable."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
 
 
 def decides_heap() -> bool:
-    """Whether the user has said what the C library's heap shall do, or has put another in its place."""
+    """Whether the user has configured the C library's malloc, or preloads a library that may replace it."""
     return any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ)
 
 
@@ -53,10 +53,10 @@ def cores() -> int:
 
 
 def rank_environment(ranks: int, *, deterministic: bool = False) -> dict[str, str]:
-    """What `ranks` processes that share this host need in their environment, where the user has not decided.
+    """The environment variables for `ranks` processes that share this host, except those that the user has set.
 
-    Each gets its share of the cores; more threads than cores wait for each other. cuBLAS adds in a fixed order only
-    with a fixed workspace, and reads that before the first product.
+    Each rank gets its share of the cores: more threads than cores would wait for each other. cuBLAS adds in a fixed order only
+    with a fixed workspace, whose size it reads before the first matrix product.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if deterministic:
@@ -65,22 +65,22 @@ def rank_environment(ranks: int, *, deterministic: bool = False) -> dict[str, st
 
 
 def fix_cublas_workspace() -> None:
-    """For this process, what `rank_environment` does for those it starts; in time until the first product on a GPU."""
+    """Set for this process what `rank_environment` sets for ranks. Call it before the first matrix product on a GPU."""
     for name, value in FIXED_CUBLAS.items():
         os.environ.setdefault(name, value)
 
 
 def record_failure(error: BaseException) -> bool:
-    """Tell the launcher, if there is one, why this rank fails. The first error that is told counts.
+    """Tell the launcher, if there is one, why this rank fails. The first error that a rank reports counts.
 
-    Returns whether the launcher will show it: then this rank need not, and what it shows would stand before the cause.
+    Returns whether the launcher will show the error. If so, this rank should not: its output would appear above the real cause.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return bool(file) and write_failure(error, Path(str(file))) and LAUNCHED in os.environ
 
 
 def report_uncaught() -> None:
-    """From here on, an exception that ends this process is told to the launcher."""
+    """From here on, report an exception that ends this process to the launcher."""
     show = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -92,18 +92,18 @@ def report_uncaught() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a launcher told this process: who it is and where all meet."""
+    """What a launcher told this process: its rank, the number of ranks, and its node."""
 
     launcher: str    # "torchrun", "slurm", "mpirun" or "alone"
     rank: int
     size: int
     local_rank: int
     local_size: int
-    node: int = 0    # equal for ranks that share a node
+    node: int = 0    # the same for ranks that share a node
 
 
 def find_place(env: dict[str, str] | None = None) -> Place:
-    """Read a launcher's variables: torchrun's, then Open MPI's, then Slurm's; none means one rank, alone.
+    """Read the launcher's variables: torchrun's, else Open MPI's, else Slurm's. Without any, this is the only rank.
 
     raises: ConfigError when a launcher's variables are incomplete or not numbers
     """
@@ -113,11 +113,11 @@ def find_place(env: dict[str, str] | None = None) -> Place:
         raise ConfigError("of the environment variables RANK and WORLD_SIZE only one is set; a launcher sets both")
     if "RANK" in env:
         rank, size, local_rank, local_size = _numbers(env, torchrun)
-        # Some launchers leave GROUP_RANK out; ranks of a node are numbered in a row, so its first rank names it.
+        # Some launchers do not set GROUP_RANK. Ranks of a node have consecutive numbers, so its first rank identifies the node.
         return _checked(Place("torchrun", rank, size, local_rank, local_size, *_numbers(env, {"GROUP_RANK": rank - local_rank})))
-    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":   # before Slurm: mpirun may use a step of one task a node to start its ranks
+    if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":   # before Slurm: mpirun may start its ranks from a Slurm step of one task per node
         return _checked(_open_mpi_place(env))
-    # salloc sets SLURM_NTASKS in a plain shell too; only srun gives a process its SLURM_PROCID and step.
+    # salloc sets SLURM_NTASKS in a plain shell too; only srun sets SLURM_PROCID and SLURM_STEP_ID for a process.
     tasks = env.get(_slurm_size(env), "1")
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and tasks != "1" and env.get("PMI_SIZE", tasks) == tasks:
         return _checked(_slurm_place(env))
@@ -140,12 +140,12 @@ def _open_mpi_place(env: dict[str, str]) -> Place:
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]:
         raise ConfigError(f"mpirun has started {size} processes, and {' and '.join(missing)} must say where they meet: the host of rank 0 "
                           f"and a free port there (mpirun -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...); or {OTHER_LAUNCHERS}")
-    # Ranks of a node need not be numbered in a row (--map-by node), and Open MPI has no number for nodes.
+    # Ranks of a node need not have consecutive numbers (--map-by node), and Open MPI does not number nodes.
     return Place("mpirun", rank, size, local_rank, local_size, zlib.crc32(socket.gethostname().encode()))
 
 
 def _slurm_size(env: dict[str, str]) -> str:
-    """The variable that tells the size of a step; the other tells that of the job, where a step has fewer (salloc's interactive one)."""
+    """The variable with the number of tasks of the step. SLURM_NTASKS is that of the job: it may be more (salloc's interactive step)."""
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
 
 
@@ -164,7 +164,7 @@ def _slurm_place(env: dict[str, str]) -> Place:
 
 
 def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Slurm's short form, written out: one number for each node; raises ConfigError.
+    """Expand Slurm's short form to one number for each node; raises ConfigError.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -176,7 +176,7 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
 
 
 def _numbers(env: dict[str, str], names: dict[str, int]) -> list[int]:
-    """The values of whole-number variables, or what `names` gives where a launcher has left one out."""
+    """The values of whole-number variables; the default from `names` for a variable that the launcher has not set."""
     values = []
     for name, otherwise in names.items():
         try:
@@ -187,23 +187,23 @@ def _numbers(env: dict[str, str], names: dict[str, int]) -> list[int]:
 
 
 def meeting_point(place: Place) -> tuple[str | None, str | None]:
-    """MASTER_ADDR and MASTER_PORT. Slurm sets neither, so there they are derived from the step: its first host, its number."""
+    """MASTER_ADDR and MASTER_PORT. Slurm sets neither: there they come from the first host and the number of the step."""
     if place.launcher == "slurm":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if place.local_size == place.size else _first_slurm_host())
         job, step = _numbers(dict(os.environ), {"SLURM_JOB_ID": 0, "SLURM_STEP_ID": 0})
-        os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 10000))   # steps of one job may run side by side
+        os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 10000))   # steps of one job may run at the same time
     return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
 
 def _first_slurm_host() -> str:
-    """Slurm writes host lists in short form (`node[01-04]`); its own tool expands them. A step may have fewer hosts than its job."""
+    """The first host of the step (its job may have more). Slurm abbreviates host lists (`node[01-04]`); its own tool expands them."""
     name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in os.environ else "SLURM_JOB_NODELIST"
     nodes = os.environ.get(name, "")
     if "[" not in nodes:
         return nodes.split(",")[0] or socket.gethostname()
     try:
         return subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError) as error:   # containers often lack it
+    except (OSError, subprocess.CalledProcessError) as error:   # containers often lack scontrol
         reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error.strerror
         raise ConfigError(f"{name} is {nodes!r} and `scontrol show hostnames` failed: {reason}; "
                           "set MASTER_ADDR and MASTER_PORT yourself") from None

@@ -1,8 +1,8 @@
 """Run a command that cannot outlive its launcher: `python leash.py LAUNCHER_PID COMMAND...`
 
-The launcher may be killed without a chance to end its ranks (SIGKILL, out of memory). So each rank asks the kernel to
-be killed with it, before the command starts; the request survives exec. Imports neither torch nor rankloom: it
-runs in front of every rank, in about 20 ms.
+The launcher may be killed without a chance to end its ranks (SIGKILL, out of memory). So before the command starts, each rank
+asks the kernel to kill it when the launcher ends; the request survives exec. Imports neither torch nor rankloom, as it
+runs before every rank starts, in about 20 ms.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie this process to the launcher, then become the command."""
+    """Tie this process to the launcher, then replace it by the command."""
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         die_with(launcher)
@@ -30,12 +30,12 @@ def main() -> None:
 def die_with(launcher: int) -> None:
     """Ask Linux to kill this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:   # it ended before the request was made
+    if os.getppid() != launcher:   # the launcher ended before the request was made
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def watch(launcher: int, every: float = 1.0) -> None:
-    """Where the kernel has no such request: leave a child behind that looks, and kills this process."""
+    """For kernels without such a request: leave a child process that checks the launcher, and kills this process when it has ended."""
     rank = os.getpid()
     if os.fork():
         return

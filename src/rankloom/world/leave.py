@@ -1,4 +1,4 @@
-"""End this process at once, on purpose: without taking anything down that other ranks would have to join."""
+"""End this process at once, on purpose, without closing anything that other ranks would have to join."""
 
 import os
 import signal
@@ -12,19 +12,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Exit with `code`; what was printed is shown."""
+    """Exit with `code`, after flushing the output."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, RuntimeError):   # nobody reads; or a signal came in the middle of a line
+        with suppress(OSError, RuntimeError):   # the reader has ended, or a signal came in the middle of a line
             stream.flush()
     os._exit(code)
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and a closed terminal end this process at once, with 128 + the number of the signal.
+    """Inside, Ctrl-C, SIGTERM and a closed terminal end this process at once, with exit code 128 + the number of the signal.
 
-    An exception would not do: a library that is just being imported may take KeyboardInterrupt for a failure of its own, and raise
-    something else. A signal that was ignored before (nohup) stays ignored. train/stop.py takes over while there is something to save.
+    Raising an exception would not work: a library that is being imported may take KeyboardInterrupt for a failure of its own, and raise
+    another error. A signal that was ignored before (nohup) stays ignored. train/stop.py takes over while there is state to save.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

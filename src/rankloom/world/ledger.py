@@ -1,4 +1,4 @@
-"""What a rank has sent, and how long it waited: the account that tests charge with the bills of base/cost.py."""
+"""What a rank has sent, and how long it waited: the account that tests compare with the bills of base/cost.py."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from rankloom.base.cost import Bill
 
 @dataclass(slots=True)
 class Ledger:
-    """What one rank has sent to one group so far, and how long it stood waiting for it."""
+    """What one rank has sent to one group so far, and how long it was blocked waiting for it."""
 
     messages: int = 0
     bytes: int = 0
@@ -15,11 +15,11 @@ class Ledger:
     waited: float = 0.0   # seconds blocked in wait(); on CUDA a wait only orders streams, so this stays near 0
 
     def add(self, bill: Bill) -> None:
-        """Enter one call."""
+        """Add the bill of one call."""
         self.enter(bill.sent, bill.messages)
 
     def enter(self, sent: int, messages: int) -> None:
-        """Enter one call that sent so many bytes in so many messages."""
+        """Add one call that sent this many bytes in this many messages."""
         self.calls += 1
         self.messages += messages
         self.bytes += sent

@@ -1,7 +1,7 @@
-"""Room for connections: each is an open file, and a process may have so many (ulimit -n).
+"""Raise the limit of open files (ulimit -n): each connection is an open file.
 
-Where none is left, gloo ends the process, and torch's store says nothing to whoever comes. A laptop often allows 256, a server 1024,
-and both allow more when asked.
+At the limit, gloo ends the process, and torch's store does not answer new connections. The limit is often 256 on a laptop and 1024 on
+a server, and both allow more on request.
 """
 
 import os
@@ -9,14 +9,14 @@ import resource
 
 from rankloom.base.errors import ConfigError
 
-ENOUGH = 10240   # what macOS gives, too
+ENOUGH = 10240   # macOS allows this many, too
 
 
 def make_room(files: int, what: str, *, wished: int = 0) -> None:
-    """Let this process open `files` more, if possible `wished`, beside those that it has open.
+    """Let this process open `files` more files than it has open, and `wished` if possible.
 
-    what: that needs them, for the message
-    raises: ConfigError, where the system does not allow so many
+    what: what needs the files, for the message
+    raises: ConfigError if the system does not allow so many
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = len(os.listdir("/dev/fd"))

@@ -1,10 +1,10 @@
-"""All-gather and reduce-scatter as messages between every two ranks, for gloo, whose own take more than they need.
+"""All-gather and reduce-scatter as messages between every two ranks, for gloo, whose own do more work than needed.
 
-gloo's all-gather receives in new memory and copies the whole out of it, its reduce-scatter is an all-reduce of which a slice is kept.
-Here everything arrives where it stays, or next to what it is added to. Measured with 2 to 8 ranks on one host: all-gathers take 0.2 to
-0.75 of the time at every size, reduce-scatters half of it.
+gloo's all-gather receives in new memory and then copies the result; its reduce-scatter is an all-reduce of which a slice is kept.
+Here everything arrives in its final place, or next to what it is added to. Measured with 2 to 8 ranks on one host: all-gathers take
+0.2 to 0.75 of gloo's time at every size, reduce-scatters half of it.
 
-sent: n(p-1)/p elements in p-1 messages, of n in all, each: no less is possible
+sent: n(p-1)/p elements by each rank, in p-1 messages, where n is the whole size: the least possible
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport.operands import untouched
 
-TAG = (1 << 31) - 1   # messages of one tag arrive in the order in which they are sent, so one does for all
+TAG = (1 << 31) - 1   # messages of one tag arrive in the order of sending, so one tag is enough
 
 
 def start_gather(pg: dist.ProcessGroup, rank: int, mine: Tensor, slices: Sequence[Tensor]) -> list[Any]:
-    """Each rank's `mine` sets out into its slice of everyone's. Returns what is to be waited for."""
+    """Start to send each rank's `mine` into its slice on every other rank. Returns the works to wait for."""
     if slices[rank].data_ptr() != mine.data_ptr():
         slices[rank].copy_(untouched(mine, slices[rank]))
-    return _exchange(pg, rank, [slices[rank]] * len(slices), slices)   # `mine` may lie where another slice arrives
+    return _exchange(pg, rank, [slices[rank]] * len(slices), slices)   # `mine` may overlap a slice that arrives
 
 
 def start_dealing(pg: dist.ProcessGroup, rank: int, slices: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Any]:
-    """Each slice sets out to its rank; those of this rank arrive in `theirs`, one for each other rank, in their order."""
+    """Start to send each slice to its rank; those for this rank arrive in `theirs`, one from each other rank, in rank order."""
     return _exchange(pg, rank, slices, [*theirs[:rank], slices[rank], *theirs[rank:]])
 
 
 def add_in_order(mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
-    """`total`, which may be `mine`, becomes the sum, added in rank order, the same on every machine; `theirs` are used up."""
+    """Write the sum, added in rank order, to `total`, which may be `mine`. Same bits on every machine. Overwrites `theirs`."""
     for piece in theirs[1:rank]:
         theirs[0].add_(piece)
     torch.add(theirs[0], mine, out=total)
@@ -43,7 +43,7 @@ def add_in_order(mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tenso
 
 
 def expect_message(peer: int, rank: int, tag: int, where: str) -> None:
-    """raises: ConfigError for a message of a user that gloo cannot carry, or that would meet those of this file"""
+    """raises: ConfigError for a message of a user that gloo cannot carry, or whose tag this file uses"""
     if not (isinstance(tag, int) and 0 <= tag < TAG):
         raise ConfigError(f"{where}: the tag is {tag!r}; expected a whole number from 0 to {TAG - 1}, where messages go over gloo or NCCL")
     if peer == rank:
@@ -51,7 +51,7 @@ def expect_message(peer: int, rank: int, tag: int, where: str) -> None:
 
 
 def _exchange(pg: dist.ProcessGroup, rank: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
-    """The next rank first, so that not all send to the same one at once."""
+    """Start all sends and receives, the next rank first, so that not all ranks send to the same one at once."""
     size = len(outgoing)
     after, before = ([(rank + sign * hop) % size for hop in range(1, size)] for sign in (1, -1))
     return [pg.recv([incoming[peer]], peer, TAG) for peer in before] + [pg.send([outgoing[peer]], peer, TAG) for peer in after]

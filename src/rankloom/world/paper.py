@@ -1,7 +1,7 @@
-"""Ranks on paper: they know who they are and who their peers are, but nobody has started them, and their tensors have no memory.
+"""Ranks on paper: they know their rank and their peers, but they are not started, and their tensors have no memory.
 
-For whoever asks what a rank *would* hold: `rl.prepare` on such a world cuts a model of any size as it does on real ranks, in one
-process. Every peer is taken to do, and to say, what this rank does. Values that depend on another rank's do not exist here.
+Use them to ask what a rank *would* hold: `rl.prepare` on such a world cuts a model of any size as on real ranks, in one
+process. Every peer is assumed to do and to send the same as this rank. Values that depend on another rank's do not exist here.
 """
 
 import json
@@ -26,17 +26,17 @@ class PaperGroup(Group):
         Group.__init__(self, None, rank, ranks, name=name, device=NO_MEMORY)
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
-        """As of a real group, where all ranks have the same `x`."""
+        """As in a real group where all ranks have the same `x`."""
         handle = super().all_gather(x, out=out, label=label, async_op=True)
         handle.wait().view(self.size, -1).copy_(x.reshape(1, -1))
         return handle if async_op else handle.wait()
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        """As of a real group, where all ranks have the same `value`."""
+        """As in a real group where all ranks have the same `value`."""
         return [json.loads(json.dumps(value)) for _ in self.ranks]
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """As of a real group, where all ranks send the same."""
+        """As in a real group where all ranks send the same."""
         handle = Handle(self, label, (), lambda: into.copy_(out))
         return handle if async_op else handle.wait()
 

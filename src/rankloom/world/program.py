@@ -1,6 +1,6 @@
-"""All ranks of a job must run one program: an older checkout on one host would speak otherwise, and wait for what nobody sends.
+"""Check that all ranks of a job run the same program: with an older checkout on one host, ranks may wait for what is never sent.
 
-They say so in the store, before they connect.
+The ranks compare versions in the store, before they connect.
 """
 
 import contextlib
@@ -18,26 +18,26 @@ from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport.meet import hear_all
 
-FAREWELL = 5.0   # seconds
+FAREWELL = 5.0   # seconds to wait until all ranks have read the store
 
 
 def expect_same_program(store: dist.Store, rank: int, size: int, timeout: float, **given: object) -> None:
-    """Compare versions of torch, of Python and of this package, and what `init` was given, with those of the other ranks.
+    """Compare the versions of torch, Python and this package, and the arguments of `init`, with those of the other ranks.
 
-    raises: ConfigError, on all ranks, with what differs; RankLost naming the ranks that did not come within `timeout` seconds
+    raises: ConfigError, on all ranks, with the difference; RankLost with the ranks that did not come within `timeout` seconds
     """
-    python = ".".join(platform.python_version_tuple()[:2])   # the third number mends, and changes nothing that ranks say to each other
+    python = ".".join(platform.python_version_tuple()[:2])   # the third number is for fixes, which do not change what ranks send
     mine = {"torch": torch.__version__, "Python": python, "rankloom": _version()} | {name: str(value) for name, value in given.items()}
     everyone = [json.loads(told) for told in hear_all(store, "program", rank, size, timeout, json.dumps(mine))]
     if problem := first_difference("program", everyone, range(size)):
-        with contextlib.suppress(RankLost):   # the store ends with rank 0, which leaves when all have heard, or have gone
+        with contextlib.suppress(RankLost):   # the store ends with rank 0, which stays until all ranks have read it, or time is up
             hear_all(store, "heard", rank, size, min(timeout, FAREWELL), "yes")
         raise ConfigError(problem)
 
 
 @cache
 def _version() -> str:
-    """With a hash of all source files: a checkout has the same number for a long time."""
+    """With a hash of all source files: a checkout keeps its version number for a long time."""
     folder = Path(rankloom.__file__).parent
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py"))))
     return f"{rankloom.__version__} ({sources.hexdigest()[:8]})"

@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher write, and what is left of it when they have ended. torch's elastic agent asks `RankLogs` for the files."""
+"""The log files of the ranks of a launcher. torch's elastic agent asks `RankLogs` for them."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ from rankloom.base.errors import ConfigError
 
 
 class RankLogs(LogsSpecs):
-    """Where each rank writes: flat names in one folder; what it says of its failure in another."""
+    """The files of each rank: logs with flat names in one folder, its failure file in another."""
 
     def __init__(self, folder: Path, failures: Path, environment: dict[str, str]):
         super().__init__(str(folder))
@@ -23,15 +23,15 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder."""
+        """The folder of the logs."""
         return str(self.folder)
 
     def log(self, rank: int, stream: str) -> Path:
-        """Where a rank writes. stream: "stdout", which is the terminal's for rank 0, or "stderr"."""
+        """The log of a rank. stream: "stdout", which for rank 0 is the terminal instead, or "stderr"."""
         return self.folder / f"rank-{rank}.{stream}.log"
 
     def failure(self, rank: int) -> Path:
-        """What a rank that fails leaves behind."""
+        """The failure file of a rank."""
         return self.failures / f"rank-{rank}.json"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -44,17 +44,17 @@ class RankLogs(LogsSpecs):
         return LogsDest(stdouts=out, stderrs=err, tee_stderrs={0: err[0]}, error_files=files)
 
     def add_traceback(self, rank: int, text: str) -> None:
-        """Complete the log of a rank that left it to the launcher to show its error."""
+        """Append its error to the log of a rank that left it to the launcher to show it."""
         with contextlib.suppress(OSError), self.log(rank, "stderr").open("a") as log:
             log.write(text)
 
     def worth_reading(self, rank: int) -> str:
-        """The log that may say why a rank ended: of its errors, else of its output."""
+        """The log that may say why a rank ended: its stderr, or else its stdout."""
         logs = [self.log(rank, stream) for stream in ("stderr", "stdout")]
         return str(next(filter(_size, logs), logs[0]))
 
     def tidy(self) -> None:
-        """Remove the logs in which nothing stands."""
+        """Remove empty logs."""
         for log in self.folder.glob("rank-*.log"):
             if not _size(log):
                 log.unlink(missing_ok=True)
@@ -65,15 +65,15 @@ def _size(file: Path) -> int:
 
 
 class _QuietFile(logging.FileHandler):
-    """A log that a full disk may cut short: the chatter in it is not worth hiding the real error for."""
+    """A log file that ignores a full disk: its messages are not important enough to hide the real error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, if the file can be opened."""
+        """Write the record, if the file can be opened."""
         with contextlib.suppress(OSError):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop what cannot be written."""
+        """Drop a record that cannot be written."""
 
 
 @contextlib.contextmanager
@@ -89,5 +89,5 @@ def chatter_in(file: Path) -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(handler)
-        with contextlib.suppress(OSError):   # a full disk, once more
+        with contextlib.suppress(OSError):   # the disk may be full here, too
             handler.close()

@@ -1,4 +1,4 @@
-"""`simulate(n, body)`: the ranks as threads of this process, over a real backend. For tests, and for reading."""
+"""`simulate(n, body)`: run ranks as threads of this process, over a real backend. For tests, and for reading code."""
 
 import atexit
 import threading
@@ -18,19 +18,19 @@ from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
 RESOLVING = threading.Lock()
-GRACE = 1.0   # seconds that the others have to end once a rank has failed
+GRACE = 1.0   # seconds for the other ranks to end once a rank has failed
 POLL = 0.05
 
 
 def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 60.0,
              topology: Topology | None = None, backend: str = GLOO) -> list[T]:
-    """Run `body(world)` as threads of this process, one a rank, over real gloo; their results in rank order.
+    """Run `body(world)` in threads of this process, one for each rank, over real gloo. Returns their results in rank order.
 
-    When one rank raises, the others are set free at once (or, where gloo cannot wake them, left to their time-out after a
-    second) and that first exception is raised here, with a note that names the rank. Starts in milliseconds; ranks share
-    the interpreter, so this is for tests and for reading, not for speed. They share torch's default generator too: what a body draws from
-    it depends on who comes first, `torch.manual_seed` or not; make models before, or draw from a generator of the body's own.
-    topology: nodes to pretend; one when left out
+    When a rank raises, the others are woken at once, and the first exception is raised here with a note that names the rank. If
+    gloo cannot wake a thread, it is left to its time-out after a second. Starts in milliseconds. Ranks share the interpreter, so
+    this is for tests and for reading, not for speed. They also share torch's default generator: what a body draws from it depends
+    on which rank comes first, even after `torch.manual_seed`. Make models before, or draw from a generator of the body's own.
+    topology: the nodes to simulate; by default one
     backend:  "gloo", or "rankloom" for shared memory
     """
     job = _Simulation(ranks, body, timeout, topology, backend)
@@ -44,7 +44,7 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 
 
 class _Simulation:
-    """One call of `simulate`: a world a thread, and the first failure."""
+    """One call of `simulate`: a world for each thread, and the first failure."""
 
     def __init__(self, ranks: int | Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
         self.ranks, self.size = ranks, as_mesh(ranks).size
@@ -53,7 +53,7 @@ class _Simulation:
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
         self.failed: tuple[int, BaseException] | None = None
-        self.failed_at = 0.0   # by the monotonic clock; 0 while all is well
+        self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
         self.results: list[Any] = [None] * self.size
         self.worlds: list[World | None] = [None] * self.size
 
@@ -71,7 +71,7 @@ class _Simulation:
             for thread in threads:
                 self._join(thread)
             raise
-        # Only now: a rank that ended early may still be read from by a slower one. Gloo waits a moment for each connection, so all at once.
+        # Close only now: a slower rank may still read from one that ended early. Gloo waits a moment for each, so close in parallel.
         closing = [threading.Thread(target=world.close) for world, has_ended in zip(self.worlds, ended) if world is not None and has_ended]
         for thread in closing:
             thread.start()
@@ -84,18 +84,18 @@ class _Simulation:
         return self.results
 
     def _join(self, thread: threading.Thread) -> bool:
-        """Wait for the end of a rank; once another has failed, for a moment only. Returns whether it has ended.
+        """Wait until a rank has ended; once another has failed, only for a moment. Returns whether it has ended.
 
         gloo does not always wake a call whose peer is gone; such a thread is left to its time-out.
         """
         while thread.is_alive() and not (self.failed_at and time.monotonic() > self.failed_at + GRACE):
             thread.join(POLL)
         if thread.is_alive():
-            atexit.register(thread.join, self.timeout)   # Python must not end under a thread that comes back to it
+            atexit.register(thread.join, self.timeout)   # Python must not exit while this thread may still return to it
         return not thread.is_alive()
 
     def _one(self, rank: int) -> None:
-        torch.set_num_threads(1)   # as many ranks as threads already fill the cores
+        torch.set_num_threads(1)   # the threads of the ranks already fill the cores
         try:
             world = World(self.store, rank, self.ranks, torch.device("cpu"), timeout=self.timeout,
                           local_rank=rank, local_size=self.size, debug=debug_mode(), topology=self.topology,
@@ -112,10 +112,10 @@ class _Simulation:
 
 @cache
 def _resolve_operators() -> None:
-    """Make torch's Python object of every operator now, once in a process.
+    """Create torch's Python object of every operator now, once in a process.
 
-    torch makes each when a dispatch mode (recompute, the first deterministic step) first sees the operator. Of two threads that do so
-    at once each makes one, one of these is freed, and torch may have kept that one: the process dies.
+    torch creates each object when a dispatch mode (recompute, the first deterministic step) first sees the operator. If two threads do
+    so at once, each creates one, and one of the two is freed. torch may have kept the freed one: then the process crashes.
     """
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")

@@ -1,7 +1,7 @@
-"""`spawn(n, body)`: the ranks as real processes of this host, ended together.
+"""`spawn(n, body)`: run ranks as processes of this host, which end together.
 
-Children come from a fork-server that has imported torch once, so that a rank starts in tens of milliseconds after the
-first call. `body` and what it returns travel by pickle: define `body` at the top of a module.
+A fork-server that has imported torch once starts the processes: after the first call, a rank starts in tens of milliseconds.
+`body` and its result are pickled, so define `body` at the top of a module.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
-SETTLE = 1.0  # seconds between the end of a rank and the news of it from those that it took along
+SETTLE = 1.0  # seconds to wait for the cause, after a rank has reported that it lost another
 OR = "or use rl.simulate, which runs ranks as threads"
-GRACE = 5.0   # seconds a rank has to end when it is to, before SIGKILL
+GRACE = 5.0   # seconds for a rank to end, before SIGKILL
 
 
 def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO,
           device: str = "cpu") -> list[T]:
-    """Run `body(world)` in processes of this host, one a rank; their results in rank order.
+    """Run `body(world)` in processes of this host, one for each rank. Returns their results in rank order.
 
-    The first rank that raises ends the others, and its exception is raised here with its traceback as a note; one that dies
-    without a word (a signal, os._exit), or after its answer, raises RankFailed.
-    timeout: seconds after which a silent peer is taken for lost
-    backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it can be had
-    device:  where the ranks compute, "cpu" or "cuda"; with more ranks than GPUs, several share one
-    raises:  ConfigError when `body` cannot be pickled, or other processes do not find it
+    When a rank raises, the others are ended, and its exception is raised here with its traceback as a note. If a rank dies
+    without an exception (a signal, os._exit), or after it has sent its result, this raises RankFailed.
+    timeout: seconds after which a silent peer counts as lost
+    backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it is supported
+    device:  "cpu" or "cuda"; with more ranks than GPUs, several share one
+    raises:  ConfigError if `body` cannot be pickled, or if the processes cannot find it
     """
     mesh, patience = as_mesh(ranks), seconds(timeout)
     work = _pickled(body)
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # The store must not listen on every interface: it is given a socket bound to loopback, and owns it from here.
+    # A store listens on every interface unless it is given a socket. This one is bound to loopback; the store owns it from here on.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=patience,
                           master_listen_fd=listener.detach())
     join = partial(_join, port, ranks, timeout=timeout, backend=backend, device=device, debug=debug_mode())
@@ -87,13 +87,13 @@ Join = Callable[[int], World]
 
 def _start(rank: int, work: bytes, join: Join) -> Child:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "rankloom.world.spawn"])   # the first optimizer imports the second
+    context.set_forkserver_preload(["torch", "torch._dynamo", "rankloom.world.spawn"])   # the first optimizer imports torch._dynamo
     ours, theirs = context.Pipe(duplex=True)
     with theirs:
         process = context.Process(target=_child, args=(theirs, work, join, rank), daemon=True, name=f"rank-{rank}")
         try:
             process.start()
-        except RuntimeError as error:   # multiprocessing's own, of half a page
+        except RuntimeError as error:   # multiprocessing's own message is half a page long
             if "bootstrapping" not in str(error):
                 raise
             raise ConfigError("spawn: every spawned process reads the program's file, and would spawn others there; put the call under "
@@ -102,7 +102,7 @@ def _start(rank: int, work: bytes, join: Join) -> Child:
 
 
 def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join, rank: int) -> None:
-    """What a spawned process runs: join, run the body, send (ok, result) or (failed, exception, traceback)."""
+    """Run in a spawned process: join the world, run the body, send (True, result, "") or (False, exception, traceback)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches the parent, which ends its children
     threading.Thread(target=_end_with_parent, daemon=True).start()
     world = None
@@ -113,7 +113,7 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
     except BaseException as error:   # sent to the parent, which raises it
         answer = _pickled_failure(rank, error)
     pipe.send_bytes(answer)
-    # A rank that ends early may still be read from by a slower one: stay until the parent lets all go.
+    # A slower rank may still read from this one: stay until the parent says that all ranks are done.
     with contextlib.suppress(EOFError):
         pipe.recv_bytes()
     if world is not None:
@@ -129,7 +129,7 @@ def _found(work: bytes) -> Callable[[World], Any]:
 
 
 def _end_with_parent() -> None:
-    """The parent may be killed without a chance to end its children."""
+    """End this process when the parent has ended: the parent may be killed without a chance to end its children."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this runs in a child"
     parent.join()
@@ -137,9 +137,9 @@ def _end_with_parent() -> None:
 
 
 def _join(port: int, ranks: int | Mesh, rank: int, *, timeout: float, backend: str, device: str, debug: bool) -> World:
-    """The world of one spawned process, which meets the others in its parent's store.
+    """The world of one spawned process. The ranks meet in the parent's store.
 
-    debug: as the parent says now: children have the environment of the moment in which the fork-server was started
+    debug: as set in the parent now; children have the environment of the moment when the fork-server started
     """
     torch.set_num_threads(1)
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
@@ -151,14 +151,14 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
     trace = traceback.format_exc()
     try:
         answer = pickle.dumps((False, error, trace))
-        pickle.loads(answer)   # some exceptions pickle, but do not come back
+        pickle.loads(answer)   # some exceptions can be pickled, but not unpickled
         return answer
-    except Exception:   # not hidden: the text of the error travels in its place
+    except Exception:   # not hidden: the text of the error is sent instead
         return pickle.dumps((False, RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank), trace))
 
 
 def _collect(children: list[Child], size: int) -> list[Any]:
-    """Wait for all ranks; the first that fails decides. One that lost another gives that one a moment to show why."""
+    """Wait for all ranks; the first one that fails decides. If it only lost another rank, wait a moment for the error of that one."""
     results: list[Any] = [None] * size
     lost: RankLost | None = None
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
@@ -174,7 +174,7 @@ def _collect(children: list[Child], size: int) -> list[Any]:
     if lost:
         raise lost
     for _, pipe in children:
-        with contextlib.suppress(BrokenPipeError):   # it has ended; its exit code says how
+        with contextlib.suppress(BrokenPipeError):   # the rank has ended; its exit code says how
             pipe.send_bytes(b"all ranks are done")
     return results
 
@@ -183,7 +183,7 @@ def _receive(child: Child, rank: int, size: int) -> Any:
     process, pipe = child
     try:
         answer = pipe.recv_bytes()
-    except (EOFError, OSError):   # before its answer, or in the middle of it
+    except (EOFError, OSError):   # before it sent its answer, or while it sent it
         process.join(GRACE)
         raise RankFailed(f"rank {rank} of {size} ended without a word: {_how_it_ended(process.exitcode)}; "
                          "the others were stopped because of it", rank=rank) from None
@@ -205,9 +205,9 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _end(children: list[Child]) -> list[int | None]:
-    """Wait until all have ended; after a grace period, SIGKILL. Only our own children, by their process objects.
+    """Wait until all processes have ended; SIGKILL after a grace period. Ends only our own children, by their process objects.
 
-    Returns their exit codes; None for one that was killed here.
+    Returns their exit codes; None for a process that was killed here.
     """
     deadline, codes = time.monotonic() + GRACE, []
     for process, pipe in children:

@@ -1,4 +1,4 @@
-"""A backend's failure in words: an error of ours that names rank, group and label."""
+"""Turn a backend's failure into an error of ours that names rank, group and label."""
 
 import re
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import torch.distributed as dist
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankloomError, RankLost, ShapeMismatch
 from rankloom.world.debug import Inspector
 
-GLOO = re.compile(r"\[\S+:\d+\] ")   # its source file, which it puts before all that befalls a connection
+GLOO = re.compile(r"\[\S+:\d+\] ")   # file and line of gloo's source, at the start of all its errors about connections
 
 
 class TranslatedErrors:
-    """A context that raises a backend's failure as an error of ours. A class: a generator context costs more than the call it guards.
+    """A context that raises a backend's failure as an error of ours. A class: a generator context costs more than the call inside.
 
-    where: how messages begin, for a label     inspector: who may know where the other ranks are
+    where: the beginning of error messages, for a label     inspector: that of debug mode, which may know where the other ranks are
     """
 
     __slots__ = ("_inspector", "_label", "_timeout", "_where")
@@ -26,18 +26,18 @@ class TranslatedErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        del trace   # its frames hold the connection, and this frame will be part of another's
-        if isinstance(error, RankLost | CollectiveMismatch) and self._label not in str(error):   # shared memory's own words
+        del trace   # its frames refer to the connection, and this frame will be part of another traceback
+        if isinstance(error, RankLost | CollectiveMismatch) and self._label not in str(error):   # raised by the shared-memory backend
             raise type(error)(str(error).replace(": ", f": {self._label}: ", 1)) from error.with_traceback(None)
         if isinstance(error, RuntimeError) and not isinstance(error, RankloomError):
-            error.with_traceback(None)   # its frames hold the connection
+            error.with_traceback(None)   # its frames refer to the connection
             if known := self._explain(error):
                 raise known from error
             error.add_note(f"({self._where(self._label)})")
             raise error
 
     def _explain(self, error: Exception) -> RankloomError | None:
-        """None: no other rank is to blame, nor what was sent: no memory is left, or a device has failed."""
+        """Our error, or None if neither another rank nor the data is to blame: no memory is left, or a device has failed."""
         text, where = str(error).splitlines()[0], self._where(self._label)
         if "imeout" in text or "imed out" in text:
             who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
@@ -47,6 +47,6 @@ class TranslatedErrors:
         if "scalar type" in text or "complex" in text or "not implemented for" in text:
             return ShapeMismatch(f"{where}: the backend cannot carry this dtype ({text}); send x.view(torch.uint8), or convert it")
         if GLOO.match(text) or isinstance(error, dist.DistError):
-            plain = GLOO.sub("", text).split(". ")[0]   # there may be advice behind
+            plain = GLOO.sub("", text).split(". ")[0]   # without advice that may follow
             return RankLost(f"{where} lost its connection to another rank, which has ended or failed: {plain}")
         return None

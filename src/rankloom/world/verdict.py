@@ -1,9 +1,9 @@
-"""Which rank failed first, and the box that says so.
+"""Decide which rank failed first, and draw the box that says so.
 
 A rank that fails takes the others with it: they lose a connection, wait until a time-out, or are ended by the launcher.
-So the first process that is seen to end is often not the cause. Each rank that raises writes what and when into a small
-file (world/failure.py); the launcher adds how every process ended, and `pick_cause` decides. Both are on one host, so
-the monotonic clock is common to them. Read world/agent.py for who calls this, and when.
+So the first process that ends is often not the cause. Each rank that raises writes its error and the time into a small
+file (world/failure.py); the launcher adds how every process ended, and `pick_cause` decides. All are on one host, so
+they share the monotonic clock. Read world/agent.py for who calls this, and when.
 """
 
 import io
@@ -26,8 +26,8 @@ from rankloom.base.errors import RankFailed, RankloomError
 from rankloom.base.text import printable
 from rankloom.world.failure import Failure, shorter_path
 
-CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # done, or ended on request as train/stop.py does
-MAX_LINES = 20   # of a message in the box; the log has all of it
+CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # success, or ended on request as train/stop.py does
+MAX_LINES = 20   # of a message in the box; the log has all lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Ending:
     """How one rank ended, as the launcher saw it."""
 
     rank: int
-    code: int                        # exit code; minus the number of the signal that killed it
-    time: float                      # of its exception; else when it was last seen alive
+    code: int                        # exit code; -N if signal N killed it
+    time: float                      # of its exception, or else when it was last seen alive
     asked: bool = False              # it failed or ended after the launcher had asked it to end
-    hung: str = ""                   # in which way it did not answer to that
+    hung: str = ""                   # how it failed to end when asked
     failure: Failure | None = None
-    log: str = ""                    # a file with what it wrote
+    log: str = ""                    # a file with its output
 
     @property
     def part(self) -> str:
-        """Its part in the story: "cause", "hung", "left" (as if all were done), "collateral" or "stopped"."""
+        """Its role: "cause", "hung", "left" (ended as if all were done), "collateral" (failed because of another rank) or "stopped"."""
         if self.failure and not self.asked:
             return "collateral" if self.failure.is_collateral else "cause"
         if self.hung:
@@ -55,10 +55,10 @@ class Ending:
 
 
 def pick_cause(endings: Sequence[Ending]) -> Ending:
-    """The rank that failed first of itself; the others only lost it, waited for it, or were stopped.
+    """The rank that failed first by itself; the others only lost it, waited for it, or were stopped.
 
-    A real failure comes before all else, by time. Without one: when ranks lost a connection, the rank that left as if all
-    were done; else the rank that does not answer.
+    A rank with an error of its own comes first, the earliest of several. Without one: when ranks lost a connection, a rank that
+    ended as if all were done; else a rank that does not respond.
     """
     collateral = [ending for ending in endings if ending.part == "collateral"]
     first = min(collateral, key=lambda ending: ending.time, default=None)
@@ -71,7 +71,7 @@ def pick_cause(endings: Sequence[Ending]) -> Ending:
 def explain(endings: Sequence[Ending], width: int = 100) -> RankloomError:
     """The error to raise for a job that failed.
 
-    What is the user's to mend and was raised by all ranks alike is raised again as it was; all else is
+    An error that the user can fix, and that all ranks raised alike, is raised again unchanged. Any other failure becomes
     `RankFailed` with a headline and the box.
     """
     cause = pick_cause(endings)
@@ -86,7 +86,7 @@ def explain(endings: Sequence[Ending], width: int = 100) -> RankloomError:
 
 
 def render(endings: Sequence[Ending], cause: Ending, width: int = 100) -> str:
-    """The box, as text without colours: who failed, where, why, and who was stopped because of it."""
+    """The box, as text without colours: which rank failed, where, why, and which ranks were stopped because of it."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
@@ -101,7 +101,7 @@ def render(endings: Sequence[Ending], cause: Ending, width: int = 100) -> str:
 
 
 def _what(cause: Ending) -> list[tuple[str, str]]:
-    """What became of the rank that failed first, and where to read more."""
+    """What happened to the rank that failed first, and where to read more."""
     log = [("log", shorter_path(cause.log))]
     if cause.hung:
         return [("silent", cause.hung), *log]
@@ -133,7 +133,7 @@ def _signal_text(number: int) -> str:
 
 
 def _last_words(log: str) -> str:
-    """The end of a log, for a rank that did not say why it failed."""
+    """The end of a log, for a rank that did not report why it failed."""
     with suppress(OSError):
         lines = Path(log).read_text(errors="replace").strip().splitlines()[-6:]
         return "".join(f"\n    {line}" for line in lines)
@@ -141,7 +141,7 @@ def _last_words(log: str) -> str:
 
 
 def _waited(endings: Sequence[Ending], cause: Ending) -> list[tuple[str, str]]:
-    """What the first rank that missed this one said of it, where it said nothing itself."""
+    """If the failed rank reported nothing: the first error of another rank that missed it."""
     missed = [e for e in endings if e.part == "collateral"]
     if cause.failure or not missed:
         return []
@@ -166,7 +166,7 @@ def _short(ending: Ending) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ranks in a few words.
+    """Ranks, in short form.
 
     >>> rank_list([3])
     'rank 3'

@@ -1,23 +1,23 @@
-/* Collectives between processes that map the same memory. Plain C, no torch: pointers and byte counts come in.
+/* Collectives between processes that map the same memory. Plain C without torch: it takes pointers and byte counts.
  *
  * One segment per group, the same bytes in every rank's address space:
  *
- *     Control      epoch of the last finished rendezvous, arrivals, who broke the group and why
- *     Rank[p]      what each rank is doing: how often it arrived, the call it makes (two descriptors, in turns)
- *     lens[p]      per descriptor, how many bytes this rank has for each other, and how many it expects of each
- *     slots[p]     staging slots of each rank, in turns, and as many result slots
+ *     Control      epoch (the last finished rendezvous), arrivals, which rank broke the group and why
+ *     Rank[p]      what each rank is doing: how often it arrived, its call (two descriptors, used in turns)
+ *     lens[p]      per descriptor, the bytes that this rank has for each other rank, and that it expects from each
+ *     slots[p]     staging slots of each rank, used in turns, and as many result slots
  *     rings[p][p]  one byte ring for every sender and receiver
  *
- * A collective is a row of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
- * (one rendezvous), and every rank takes what it needs out of the others' slots, adding in rank order where values are
- * reduced. Slots take turns, so that one meeting per window is enough: whoever writes slot i again has met all others
- * since they read it. Two suffice. With a core per rank more are used (as many as fill STAGING), so that a slot has left its
- * readers' caches before it is rewritten: a write to a line that another core caches is 4x slower (9 for 40 GB/s on Zen 4). Rings
- * are as long for the same reason. Inputs that lie in a shared region are not staged at all, but read where they lie.
+ * A collective is a sequence of windows. In each, every rank copies a cache-sized piece of its input into its slot, all meet
+ * (one rendezvous), and every rank copies what it needs from the others' slots, adding in rank order where values are
+ * reduced. Slots are used in turns, so that one meeting per window is enough: a rank that writes slot i again has met all others
+ * since they read it. Two suffice. If each rank has its own core, more are used (as many as fill STAGING), so that a slot has left
+ * its readers' caches before it is rewritten: writing a line that another core caches is 4x slower (9 instead of 40 GB/s on Zen 4).
+ * Rings are long for the same reason. Inputs in a shared region are not staged at all, but read in place.
  *
- * Waiting spins for a moment, then sleeps on a futex; it never holds the GIL. A sleeper looks up every SLICE_MS whether
- * those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something
- * else) every wait in every rank ends with the same reason.
+ * Waiting spins for a moment, then sleeps on a futex; it never holds the GIL. A sleeper wakes every SLICE_MS to check whether
+ * the ranks it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or made another call),
+ * every wait in every rank ends with the same reason.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -54,15 +54,15 @@
 
 enum { MAX_RANKS = 256, SLICE_MS = 50, PATIENCE_US = 300, LINE = 64 };
 enum { STAGING = 2 << 20 };         /* bytes of all staging slots of a rank: two second-level caches; half as many for results */
-enum { TINY = 16 << 10 };           /* up to here a copy is cheaper than a second rendezvous */
-enum { BLOCK = 8 << 10 };           /* bytes that are reduced at a time: stays in the first-level cache */
-enum { LARGE = 8 << 20 };           /* bytes of a result that the caches had better not keep */
-enum { PIECE = 32 << 10 };          /* of a message at a time: it is read while the next one is written */
-enum { MEASURED = 16 << 10 };       /* bytes from which on the speed of a write is worth a look */
-enum { SLOW = 4 };                  /* GB/s; a write within one third-level cache reaches 9 to 40, from one to another 2.3 (Zen 4) */
-enum { CERTAIN = 4, TRUST = 128 };  /* slow writes in a row until others go past the caches, and how many do before the next look */
+enum { TINY = 16 << 10 };           /* bytes up to which a copy is cheaper than a second rendezvous */
+enum { BLOCK = 8 << 10 };           /* bytes reduced at a time: they stay in the first-level cache */
+enum { LARGE = 8 << 20 };           /* bytes of a result from which on the caches should not keep it */
+enum { PIECE = 32 << 10 };          /* bytes of a message moved at a time: one piece is read while the next is written */
+enum { MEASURED = 16 << 10 };       /* bytes from which on the speed of a write is measured */
+enum { SLOW = 4 };                  /* GB/s; a write within one third-level cache reaches 9 to 40, from one cache to another 2.3 (Zen 4) */
+enum { CERTAIN = 4, TRUST = 128 };  /* slow writes in a row until others bypass the caches, and how many do before the next measurement */
 
-/* ------------------------------------------------------------------ what lies in the shared segment */
+/* ------------------------------------------------------------------ the contents of the shared segment */
 
 enum Kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER };
 enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED };
@@ -70,16 +70,16 @@ enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTER
 typedef struct {
     uint32_t kind, dtype, op, root;
     uint32_t region, pad;           /* of the input, 1 to 63; 0: private memory */
-    uint64_t offset;                /* of the input in its region */
-    uint64_t known;                 /* a bit for each region that this rank maps */
+    uint64_t offset;                /* of the input, in its region */
+    uint64_t known;                 /* one bit for each region that this rank maps */
     uint64_t nbytes;                /* of one lane; the same on all ranks where values are combined or copied to all */
-    uint64_t longest;               /* of this rank's lanes */
+    uint64_t longest;               /* length of this rank's lanes */
 } Descriptor;
 
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t epoch, sleepers;
     _Alignas(LINE) _Atomic uint32_t arrivals;
-    _Alignas(LINE) _Atomic uint32_t broken;   /* why << 16 | the rank that is to blame; 0: whole */
+    _Alignas(LINE) _Atomic uint32_t broken;   /* why << 16 | the rank to blame; 0: not broken */
 } Control;
 
 typedef struct {
@@ -104,9 +104,9 @@ typedef struct Op {
     struct Op *next;
     uint64_t ticket;
     int kind, dtype, op, root;
-    uintptr_t in, out;              /* 0 where the table holds whole addresses */
-    uint64_t nbytes;                /* of one lane, where all are equal */
-    uint64_t *table;                /* else four rows of p: where and how long, in and out */
+    uintptr_t in, out;              /* 0 if the table holds absolute addresses */
+    uint64_t nbytes;                /* of one lane, if all are equal */
+    uint64_t *table;                /* else four rows of p: offset and length, in and out */
     double timeout;
 } Op;
 
@@ -114,41 +114,41 @@ typedef struct Message {
     struct Message *next;
     uint64_t nbytes, moved;
     int64_t tag;
-    int peer, sending, started, orphan;   /* peer -1: from anyone, until it has come */
+    int peer, sending, started, orphan;   /* peer -1: any rank, until a message has come */
     _Atomic int done;
     char *at;
 } Message;
 
-typedef struct Early {              /* came before anyone asked for its tag */
+typedef struct Early {              /* a message that came before anyone asked for its tag */
     struct Early *next;
     int peer, whole;
     Envelope head;
     char bytes[];
 } Early;
 
-typedef struct {                    /* what is being read off one ring */
+typedef struct {                    /* the message that is being read from one ring */
     int busy;
     Envelope head;
     uint64_t moved;
-    Message *message;               /* where it goes; else */
+    Message *message;               /* where it goes, or else: */
     Early *early;
 } Incoming;
 
 typedef struct { uint32_t id; char *base; uint64_t stride; } Region;
 
-typedef struct { int slow, past; } Path;   /* to those who read it: slow writes in a row, how many more go past the caches */
+typedef struct { int slow, past; } Path;   /* to the ranks that read it: slow writes in a row, how many more bypass the caches */
 
 typedef struct {
     PyObject_HEAD
     char *base;
     int rank, ranks, spin_us, yields, generation;
     uint64_t window;                /* bytes staged at a time */
-    uint32_t turns;                 /* slots, a power of two: the number of meetings runs over */
+    uint32_t turns;                 /* number of slots, a power of two, as the number of meetings wraps around */
     uint32_t meetings;              /* rendezvous so far */
     Path to_all, *to;               /* of slots; of the ring to each rank */
     Region *regions;
     int region_count;
-    pthread_mutex_t lock;           /* the queue of collectives */
+    pthread_mutex_t lock;           /* guards the queue of collectives */
     pthread_cond_t changed;         /* a turn has ended */
     pthread_cond_t given;           /* there is work for the worker */
     int waiting;                    /* threads that wait for `changed` */
@@ -159,7 +159,7 @@ typedef struct {
     int running, has_worker;
     _Atomic int closing;            /* this rank has left */
     pthread_t worker;
-    pthread_mutex_t post;           /* the messages */
+    pthread_mutex_t post;           /* guards the messages */
     pthread_cond_t posted;
     Message *messages;
     Early *early;
@@ -169,23 +169,23 @@ typedef struct {
 } Link;
 
 typedef struct {                    /* one blocking call */
-    PyThreadState **state;          /* to look for signals; NULL in our own threads */
+    PyThreadState **state;          /* to check for signals; NULL in our own threads */
     double deadline;
-    int spin_us, patient;           /* patient: when its time is over the call goes on without it */
+    int spin_us, patient;           /* patient: after the deadline, the call goes on without this wait */
 } Wait;
 
 static _Atomic int forks;           /* a forked child must not use its parent's links */
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 static int is_forked(Link *l) { return l->generation != atomic_load(&forks); }
 
-/* NULL is no address, not even of no bytes: an empty tensor has it. */
+/* memcpy that allows NULL for 0 bytes: an empty tensor has that address. */
 static void copy(char *to, const char *from, uint64_t n)
 {
     if (n)
         memcpy(to, from, n);
 }
 
-/* Past the caches, which would first read what is then overwritten: for results too large to stay there. */
+/* Bypasses the caches, which would first read what is then overwritten: for results too large to stay in them. */
 static void copy_past(char *to, const char *from, uint64_t n)
 {
 #ifdef __SSE2__
@@ -195,7 +195,7 @@ static void copy_past(char *to, const char *from, uint64_t n)
         for (to += head, from += head, n -= head; n >= LINE; to += LINE, from += LINE, n -= LINE)
             for (int i = 0; i < LINE; i += 16)
                 _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        _mm_sfence();   /* before others are told that it is there */
+        _mm_sfence();   /* before others are told that the data is there */
     }
 #endif
     copy(to, from, n);
@@ -208,9 +208,9 @@ static double now(void)
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
-/* To memory that others read. Where they have another third-level cache, lines that they hold are fetched back one by one, and
- * to go by way of memory is four to ten times as fast; where they have the same, it takes half as long again. No number that
- * the system gives tells which it is, and ranks move; the speed of the writes does. */
+/* Write to memory that others read. If their third-level cache is another one, lines that they hold are fetched back one by one, and
+ * bypassing the caches is four to ten times faster; if it is the same, bypassing takes half as long again. The system has no number
+ * that tells which it is, and ranks move between cores. So the speed of the writes decides. */
 static void publish(Path *path, char *to, const char *from, uint64_t n)
 {
     if (n < MEASURED) {
@@ -221,7 +221,7 @@ static void publish(Path *path, char *to, const char *from, uint64_t n)
     } else {
         double begin = now();
         copy(to, from, n);
-        int is_slow = n < (now() - begin) * 1e9 * SLOW;   /* once may be because it was interrupted */
+        int is_slow = n < (now() - begin) * 1e9 * SLOW;   /* a single slow write may be due to an interrupt */
         path->slow = !is_slow ? 0 : path->slow < CERTAIN ? path->slow + 1 : CERTAIN;
         path->past = path->slow == CERTAIN ? TRUST : 0;
     }
@@ -284,7 +284,7 @@ static int break_group(Link *l, int blamed, int why)
 
 static int why_broken(Link *l) { return (int)(atomic_load(&control(l)->broken) >> 16); }
 
-/* The state letter of a process and when it started, from /proc; 0 where there is none of that number. */
+/* The state letter of a process and its start time, from /proc; 0 if there is no such process. */
 static char process_state(int64_t pid, int64_t *started)
 {
     char path[40], text[1024], *at;
@@ -296,7 +296,7 @@ static char process_state(int64_t pid, int64_t *started)
     if (n <= 0)
         return 0;
     text[n] = 0;
-    if (!(at = strrchr(text, ')')))   /* the name before it may hold anything */
+    if (!(at = strrchr(text, ')')))   /* the process name before it may contain anything */
         return 0;
     char state = at[2];
     at += 2;
@@ -315,7 +315,7 @@ static int is_dead(Rank *r)
     return !state || state == 'Z' || state == 'X' || started != r->started;
 }
 
-/* A handler may have raised; only the main thread runs them. */
+/* Whether a signal handler has raised; only the main thread runs handlers. */
 static int interrupted(Wait *w)
 {
     if (!w->state)
@@ -326,10 +326,10 @@ static int interrupted(Wait *w)
     return raised != 0;
 }
 
-/* Whether a rank that this call needs is gone: LOST, LEFT or FINE. What it did before it went must be looked for afterwards. */
+/* Whether a rank that this call needs is gone: LOST, LEFT or FINE. Afterwards, look again for what it did before it was gone. */
 static int why_gone(Rank *r) { return atomic_load(&r->left) ? LEFT : is_dead(r) ? LOST : FINE; }
 
-/* Called between two naps. `missing`: a rank that this call cannot end without, or -1; `gone`: why it never will. */
+/* Called between two sleeps. `missing`: a rank without which this call cannot end, or -1; `gone`: why that rank will not come. */
 static int still_worth_waiting(Link *l, Wait *w, int missing, int gone)
 {
     int why = why_broken(l);
@@ -350,7 +350,7 @@ static int has_met(Link *l, uint32_t meeting) { return (int32_t)(atomic_load(&co
 
 static int spin_until_met(Link *l, uint32_t meeting, Wait *w)
 {
-    for (int i = 0; i < l->yields; i++) {   /* more ranks than cores: let those run that we wait for */
+    for (int i = 0; i < l->yields; i++) {   /* more ranks than cores: let the others run, as this rank waits for them */
         if (has_met(l, meeting))
             return 1;
         sched_yield();
@@ -366,8 +366,8 @@ static int spin_until_met(Link *l, uint32_t meeting, Wait *w)
     return has_met(l, meeting);
 }
 
-/* Who keeps this meeting from ending: a rank that is gone, else one that has not come yet, else -1. A rank that has come
- * may leave, but it cannot have ended by itself: it would still be waiting here. */
+/* The rank that keeps this meeting from ending: one that is gone, else one that has not come yet, else -1. A rank that has come
+ * may have left the group, but its process cannot have ended normally: it would still be waiting here. */
 static int find_missing(Link *l, uint32_t meeting, int *gone)
 {
     int late = -1;
@@ -381,7 +381,7 @@ static int find_missing(Link *l, uint32_t meeting, int *gone)
     return late;
 }
 
-/* All ranks come here, then all go on. */
+/* Wait until all ranks have come here. */
 static int rendezvous(Link *l, Wait *w)
 {
     Control *c = control(l);
@@ -401,7 +401,7 @@ static int rendezvous(Link *l, Wait *w)
         double nap = w->deadline - now();
         futex_sleep(&c->epoch, meeting - 1, nap <= 0 ? 0 : nap > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : nap);
         int gone, missing = find_missing(l, meeting, &gone);
-        if (!has_met(l, meeting))   /* after the look, for who is gone now may have come before */
+        if (!has_met(l, meeting))   /* after the check: a rank that is gone now may have come before */
             why = still_worth_waiting(l, w, missing, gone);
     }
     atomic_fetch_sub(&c->sleepers, 1);
@@ -429,7 +429,7 @@ static const int SIZE[] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8};
     {                                                                                     \
         INDEPENDENT for (size_t i = 0; i < n; i++) { T sum = a[i] + b[i]; a[i] = sum; b[i] = sum; } \
     }
-/* Sums and products of integers wrap, so they are taken unsigned. */
+/* Sums and products of integers wrap around, so they are computed as unsigned numbers. */
 #define INTEGERS(T, W)                                                                    \
     FAST static void join_##T(int op, T *out, const T *a, const T *b, size_t n)           \
     {                                                                                     \
@@ -461,7 +461,7 @@ FAST static void widen_bf16(float *out, const uint16_t *in, size_t n)
         bits[i] = (uint32_t)in[i] << 16;
 }
 
-FAST static void narrow_bf16(uint16_t *out, const float *in, size_t n)   /* to nearest, ties to even; NaN stays one */
+FAST static void narrow_bf16(uint16_t *out, const float *in, size_t n)   /* round to nearest, ties to even; NaN stays NaN */
 {
     const uint32_t *bits = (const uint32_t *)in;
     for (size_t i = 0; i < n; i++) {
@@ -520,7 +520,7 @@ static void reduce_block(int dtype, int op, char *out, const char **in, int p, s
         divide_double((double *)out, (double)p, n);
 }
 
-/* out = in[0] op in[1] op ... in this order, 16-bit floats in fp32 with one rounding. in: p addresses, moved along. */
+/* out = in[0] op in[1] op ... in this order, 16-bit floats in fp32 with one rounding. in: p addresses, which are advanced. */
 static void reduce(int dtype, int op, char *out, const char **in, int p, uint64_t nbytes)
 {
     while (nbytes) {
@@ -537,9 +537,9 @@ static void reduce(int dtype, int op, char *out, const char **in, int p, uint64_
 
 typedef struct {
     int lanes;                      /* 1: the same for everyone; p: one for each rank */
-    int publishes, takes;           /* takes: from none, the root only, or all */
+    int publishes, takes;           /* takes: from no rank, from the root only, or from all */
     int reduces, in_shares;
-    int is_large;                   /* what is gathered, all of which is written and none of it read before */
+    int is_large;                   /* the result of a gather, all of which is written and none of it read before */
     uint64_t in_at[MAX_RANKS], in_len[MAX_RANKS], out_at[MAX_RANKS], out_len[MAX_RANKS];
 } Plan;
 enum { NONE, ROOT, ALL };
@@ -548,7 +548,7 @@ static int publishes(int kind, int root, int r) { return (kind != BROADCAST && k
 
 static int takes(int kind, int root, int r) { return kind == BROADCAST || kind == SCATTER ? ROOT : (kind == REDUCE || kind == GATHER) && root != r ? NONE : ALL; }
 
-/* Kinds in which what one rank has for another is their own affair. */
+/* Kinds in which each pair of ranks may have another length. */
 static int has_own_lengths(int kind) { return kind == ALL_GATHER || kind == GATHER || kind == SCATTER || kind == ALL_TO_ALL || kind == REDUCE_SCATTER; }
 
 static uint64_t part(uint64_t length, uint64_t from, uint64_t most)
@@ -558,7 +558,7 @@ static uint64_t part(uint64_t length, uint64_t from, uint64_t most)
 
 static uint64_t share_of(Link *l, uint64_t nbytes) { return round_up((nbytes + l->ranks - 1) / l->ranks, LINE); }
 
-/* Large all-reduce among many: lane d is the d-th share of the input, which rank d adds up. */
+/* Large all-reduce of more than two ranks: lane d is the d-th share of the input, which rank d adds up. */
 static void plan_shares(Link *l, const Op *op, Plan *plan)
 {
     uint64_t share = share_of(l, op->nbytes);
@@ -603,7 +603,7 @@ static uint64_t longest_lane(Plan *plan)
 
 static int overlap(uintptr_t a, uintptr_t b, uint64_t n) { return a < b + n && b < a + n; }
 
-/* Whether others may read the input where it lies: it is worth it, nothing is written to it, its lanes lie end to end. */
+/* Whether others may read the input in place: it is large enough, nothing else is written to it, its lanes lie end to end. */
 static int may_stay(Link *l, const Op *op, const Plan *plan)
 {
     if (op->kind == ALL_REDUCE)
@@ -654,7 +654,7 @@ static int same_call(const Descriptor *a, const Descriptor *b)
         && (a->nbytes == b->nbytes || has_own_lengths((int)a->kind));
 }
 
-/* A rank that has another number of bytes for some other than that one expects, or -1: the same answer on all ranks. */
+/* A rank that has another number of bytes for some rank than that one expects, or -1; the same answer on all ranks. */
 static int find_wrong_length(Link *l, int turn, int lanes)
 {
     const Descriptor *call = &rank_of(l, 0)->said[turn];
@@ -666,7 +666,7 @@ static int find_wrong_length(Link *l, int turn, int lanes)
     return -1;
 }
 
-/* After the first meeting: do all ranks make the same call, and has each what the others will take from it? */
+/* After the first meeting: check that all ranks make the same call, and that each has what the others expect from it. */
 static int compare_calls(Link *l, Plan *plan)
 {
     int turn = l->meetings & 1, wrong;
@@ -689,16 +689,16 @@ static void stage(Link *l, const Op *op, Plan *plan, uint64_t window)
             publish(&l->to_all, slot + d * c, (const char *)(op->in + plan->in_at[d] + from), part(plan->in_len[d], from, c));
 }
 
-/* Where in a shared region `r` has what this rank takes of it, or NULL: `said` lies in memory that others write, so it is read
+/* The address in a shared region of what this rank takes from `r`, or NULL. `said` is in memory that others write, so it is read
  * once, and nothing outside r's part is touched, whatever it says. */
 static const char *direct_source(Link *l, const Plan *plan, const Descriptor *said, int r)
 {
     uint32_t id = said->region;
     uint64_t at = said->offset, n = plan->out_len[r], stride = 0;
     const char *begin = NULL;
-    for (int d = 0; plan->lanes > 1 && d < l->rank; d++)   /* lanes of another rank may be of other lengths than ours */
+    for (int d = 0; plan->lanes > 1 && d < l->rank; d++)   /* lanes of another rank may have other lengths than ours */
         at += lens_of(l, r, l->meetings & 1)[d];
-    pthread_mutex_lock(&l->lock);   /* the list may grow in another thread; what is in use is not dropped */
+    pthread_mutex_lock(&l->lock);   /* the list may grow in another thread; a region in use is not dropped */
     for (int i = 0; i < l->region_count; i++)
         if (l->regions[i].id == id) {
             stride = l->regions[i].stride;
@@ -708,7 +708,7 @@ static const char *direct_source(Link *l, const Plan *plan, const Descriptor *sa
     return at <= stride && n <= stride - at ? begin + at : NULL;
 }
 
-/* Where this rank finds what `r` has for it: its own input, a region, or `r`'s slot of the last meeting. */
+/* The address of what `r` has for this rank: in its own input, in a region, or in `r`'s slot of the last meeting. */
 static const char *source_of(Link *l, const Op *op, const Plan *plan, int r, const char *direct)
 {
     int lane = plan->lanes > 1 ? l->rank : 0;
@@ -717,7 +717,7 @@ static const char *source_of(Link *l, const Op *op, const Plan *plan, int r, con
     return direct ? direct : slot_of(l, r, l->meetings) + lane * lane_window(l, plan->lanes);
 }
 
-/* Take bytes [from, from + most) of every lane that is for this rank. */
+/* Copy or add up bytes [from, from + most) of every lane that is for this rank. */
 static void take(Link *l, const Op *op, Plan *plan, uint64_t from, uint64_t most, const char **direct)
 {
     const char *in[MAX_RANKS];
@@ -749,7 +749,7 @@ static int take_staged(Link *l, const Op *op, Plan *plan, uint64_t longest, int 
     return FINE;
 }
 
-/* Every rank adds up its share of each window; the result is read by all after the next meeting, which is also the one
+/* Every rank adds up its share of each window; all read the result after the next meeting, which is also the one
  * that publishes the next window. */
 static int all_reduce_in_shares(Link *l, const Op *op, Plan *plan, int restage, Wait *w)
 {
@@ -774,14 +774,14 @@ static int all_reduce_in_shares(Link *l, const Op *op, Plan *plan, int restage, 
     return FINE;
 }
 
-/* All inputs lie in shared regions: add up this rank's share where it lies, and write it to all. */
+/* All inputs are in shared regions: add up this rank's share in place, and write it to all of them. */
 static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const char **direct)
 {
     uint64_t share = share_of(l, op->nbytes), n = part(op->nbytes, l->rank * share, share);
     const char *in[MAX_RANKS];
     for (int r = 0; r < l->ranks; r++)
         in[r] = source_of(l, op, plan, r, direct[r]) + (plan->in_shares ? 0 : l->rank * share);
-    if (l->ranks == 2 && op->op == SUM && op->dtype <= F64) {   /* gradients, mostly: one pass */
+    if (l->ranks == 2 && op->op == SUM && op->dtype <= F64) {   /* mostly gradients: in one pass */
         op->dtype == F32 ? add_both_float((float *)in[0], (float *)in[1], n / 4) : add_both_double((double *)in[0], (double *)in[1], n / 8);
         return;
     }
@@ -795,7 +795,7 @@ static void all_reduce_in_place(Link *l, const Op *op, Plan *plan, const char **
     }
 }
 
-/* All inputs are read where they lie. */
+/* All inputs are read in place. */
 static int run_direct(Link *l, const Op *op, Plan *plan, Wait *w)
 {
     const char *direct[MAX_RANKS] = {NULL};
@@ -833,7 +833,7 @@ static int run(Link *l, const Op *op, Wait *w)
             used |= 1ull << (said->region & 63);
         }
     }
-    if (regions < sources || used & ~known)   /* someone's input is private, or someone has given that memory back */
+    if (regions < sources || used & ~known)   /* some input is private, or some rank has given its region back */
         return plan.in_shares ? all_reduce_in_shares(l, op, &plan, regions > 0, w)
                               : take_staged(l, op, &plan, longest, regions > 0, w);
     return run_direct(l, op, &plan, w);
@@ -841,7 +841,7 @@ static int run(Link *l, const Op *op, Wait *w)
 
 /* ------------------------------------------------------------------ collectives one after the other */
 
-/* A signal costs a call into the kernel, so only who is there gets one. */
+/* A signal costs a system call, so it is sent only if a thread waits for it. */
 static void tell_of_turn(Link *l)
 {
     if (l->waiting)
@@ -850,7 +850,7 @@ static void tell_of_turn(Link *l)
         pthread_cond_signal(&l->given);
 }
 
-/* Take the floor, or fail if others are before. */
+/* Begin a turn now, or return 0 if other calls come first. */
 static int begin_at_once(Link *l)
 {
     pthread_mutex_lock(&l->lock);
@@ -869,7 +869,7 @@ static void end_turn(Link *l)
     pthread_mutex_unlock(&l->lock);
 }
 
-/* Run the first of the queue. The lock is held before and after. */
+/* Run the first call of the queue. The lock is held before and after. */
 static void run_first(Link *l, PyThreadState **state, int spin_us)
 {
     Op *op = l->first;
@@ -910,7 +910,7 @@ static void *copied(const void *from, size_t n)
     return to ? memcpy(to, from, n) : NULL;
 }
 
-/* Its ticket, or 0 when there is no thread or no memory for it. Owns its table. */
+/* Queue a call. Returns its ticket, or 0 when there is no thread or no memory for it. Takes over its table. */
 static uint64_t enqueue(Link *l, const Op *asked)
 {
     Op *op = copied(asked, sizeof *asked);
@@ -923,7 +923,7 @@ static uint64_t enqueue(Link *l, const Op *asked)
     if (!l->has_worker && !l->closing)
         l->has_worker = !pthread_create(&l->worker, NULL, work, l);
     if (!l->has_worker) {
-        ticket = l->closing ? ticket : 0;   /* waiting for it tells that this rank has left */
+        ticket = l->closing ? ticket : 0;   /* waiting for this ticket reports that this rank has left */
         pthread_mutex_unlock(&l->lock);
         free(op->table);
         free(op);
@@ -949,8 +949,8 @@ static void nap_on(pthread_cond_t *cond, pthread_mutex_t *lock, double seconds)
     pthread_cond_timedwait(cond, lock, &t);
 }
 
-/* Until the collective of this ticket has ended. Whoever waits without a time-out of its own runs the queue itself: that
- * is sooner than waking the worker. TIMED_OUT leaves the group whole: the call may still end. */
+/* Wait until the collective of this ticket has ended. A thread that waits longer than a call may take runs the queue itself: that
+ * is faster than waking the worker. TIMED_OUT does not break the group: the call may still end. */
 static int await(Link *l, uint64_t ticket, Wait *w)
 {
     int why = FINE;
@@ -991,7 +991,7 @@ static void copy_out(Ring *ring, uint64_t size, uint64_t at, char *to, uint64_t 
     copy(to + first, ring->bytes, n - first);
 }
 
-/* Put a piece of it on the ring, as far as there is room. Returns whether anything moved. */
+/* Put the next piece of a message in the ring, as far as there is room. Returns whether anything moved. */
 static int push(Link *l, Message *m)
 {
     Ring *ring = ring_of(l, l->rank, m->peer);
@@ -1019,7 +1019,7 @@ static int push(Link *l, Message *m)
     return written + n != begin;
 }
 
-/* The first receive that waits for this message; `others` tells whether any waits for another from the same rank. */
+/* The first receive that waits for this message; `others`: whether receives wait for other messages of the same rank. */
 static Message *receiver(Link *l, int peer, int64_t tag, int *others)
 {
     *others = 0;
@@ -1042,7 +1042,7 @@ static int accept_message(Link *l, int peer, const Envelope *head, Message *m)
     return FINE;
 }
 
-/* Hand an early message to the receive that it is for, if there is one by now. */
+/* Copy an early message to the receive that it is for, if there is one by now. */
 static void hand_out(Link *l, Early **at)
 {
     Early *e = *at;
@@ -1056,7 +1056,7 @@ static void hand_out(Link *l, Early **at)
     free(e);
 }
 
-/* An early message is whole; before the next one is opened, for those of one tag do not overtake each other. */
+/* An early message is complete. Hand it out before the next one is opened: messages of one tag do not overtake each other. */
 static void put_aside(Link *l, Early *e)
 {
     Early **at = &l->early;
@@ -1066,7 +1066,7 @@ static void put_aside(Link *l, Early *e)
     hand_out(l, at);
 }
 
-/* Begin with the next message on a ring, if someone wants it or something behind it. */
+/* Begin to read the next message of a ring, if a receive waits for it or for one after it. */
 static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t *read, uint64_t there)
 {
     Incoming *in = &l->incoming[peer];
@@ -1096,7 +1096,7 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
     return in->busy = 1;
 }
 
-/* Read what has come from one rank, of a long message a piece. Returns whether anything moved. */
+/* Read what has come from one rank; of a long message, one piece. Returns whether anything moved. */
 static int pull(Link *l, int peer)
 {
     Ring *ring = ring_of(l, peer, l->rank);
@@ -1124,7 +1124,7 @@ static int pull(Link *l, int peer)
     return read != begin;
 }
 
-/* Move every message a piece further; none of a broken group, or of one that is left: its memory may be gone. Called with `post`
+/* Move every message one piece further. Nothing moves if the group is broken, or was left: its memory may be gone. Called with `post`
  * held. Returns whether anything moved. */
 static int move_messages(Link *l)
 {
@@ -1156,7 +1156,7 @@ static int move_messages(Link *l)
             free(m);
     }
     if (ended)
-        ring_bell(rank_of(l, l->rank));   /* other threads of this rank may wait for what has just ended */
+        ring_bell(rank_of(l, l->rank));   /* other threads of this rank may wait for a message that has just ended */
     return moved | ended;
 }
 
@@ -1168,8 +1168,8 @@ static void add_message(Link *l, Message *m)
     *end = m;
 }
 
-/* Whom a message waits for, and why in vain. Anyone's message is lost when one of the others has died, for it may have been
- * that one's, or when all have left. */
+/* The rank that a message waits for, and why it will not come. A receive from any rank is lost when one of the others has died, which
+ * may have been its sender, or when all have left. */
 static int find_gone(Link *l, Message *m, int *gone)
 {
     int last = -1, here = 0;
@@ -1197,20 +1197,20 @@ static int move_once(Link *l)
     return moved;
 }
 
-/* Sleep until a bell rings for this rank, or for a slice. Returns why to give up, or FINE. */
+/* Sleep until a bell rings for this rank, but at most SLICE_MS. Returns why to give up, or FINE. */
 static int listen_for_bell(Link *l, Message *m, Wait *w)
 {
     Rank *me = rank_of(l, l->rank);
     int why = FINE;
     atomic_fetch_add(&me->listeners, 1);
-    atomic_thread_fence(memory_order_seq_cst);   /* the twin of ring_bell's: one of both sees what the other has stored */
+    atomic_thread_fence(memory_order_seq_cst);   /* pairs with the fence of ring_bell: one of the two sees what the other has stored */
     uint32_t heard = atomic_load(&me->bell);
     if (!move_once(l) && !(m && m->done)) {
         double left = w->deadline - now();
         futex_sleep(&me->bell, heard, left <= 0 ? 0 : left > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : left);
         if (!move_once(l) && !(m && m->done)) {
             int gone, missing = find_gone(l, m, &gone);
-            if (!move_once(l) && !(m && m->done))   /* after the look, for who is gone now may have sent before */
+            if (!move_once(l) && !(m && m->done))   /* after the check: a rank that is gone now may have sent before */
                 why = still_worth_waiting(l, w, missing, gone);
         }
     }
@@ -1218,7 +1218,7 @@ static int listen_for_bell(Link *l, Message *m, Wait *w)
     return why;
 }
 
-/* Move messages until this one has arrived. */
+/* Move messages until this one is done. */
 static int deliver(Link *l, Message *m, Wait *w)
 {
     int why = l->closing ? LEFT : why_broken(l);
@@ -1240,12 +1240,12 @@ static int deliver(Link *l, Message *m, Wait *w)
     }
     if (!m->done)
         return why;
-    pthread_mutex_lock(&l->post);   /* whoever ended it may not have unlinked it yet */
+    pthread_mutex_lock(&l->post);   /* the thread that ended it may not have unlinked it yet */
     pthread_mutex_unlock(&l->post);
     return FINE;
 }
 
-/* The background of messages. Whoever posts one mostly waits for it at once and moves it faster, so have some patience. */
+/* The background thread for messages. A caller mostly waits for a posted message at once, and moves it faster: so sleep a little first. */
 static void *carry(void *self)
 {
     Link *l = self;
@@ -1296,7 +1296,7 @@ static int is_in(int64_t number, int64_t from, int64_t to, const char *what)
     return !PyErr_Occurred();
 }
 
-/* What a call says, all but its lengths; returns 0 with an exception set. */
+/* Read the arguments of a call, except its lengths; returns 0 with an exception set. */
 static int read_op(Link *l, Op *op, PyObject *const *args)
 {
     *op = (Op){.kind = (int)NUMBER(0), .dtype = (int)NUMBER(1), .op = (int)NUMBER(2), .root = (int)NUMBER(3),
@@ -1305,7 +1305,7 @@ static int read_op(Link *l, Op *op, PyObject *const *args)
         && is_in(op->root, 0, l->ranks - 1, "root");
 }
 
-/* Lengths: one number, or four rows of p as bytes (where and how long, in and out). */
+/* Lengths: one number, or four rows of p as bytes (offset and length, in and out). */
 static int read_lengths(Link *l, Op *op, PyObject *lengths)
 {
     if (PyLong_Check(lengths)) {
@@ -1325,7 +1325,7 @@ static int read_lengths(Link *l, Op *op, PyObject *lengths)
     return op->table != NULL;
 }
 
-/* What a call returns: why it failed, or 0; unless a signal's handler has raised. */
+/* The result of a call: why it failed, or 0; NULL if a signal handler has raised. */
 static PyObject *answer(int why) { return PyErr_Occurred() ? NULL : PyLong_FromLong(why); }
 
 static PyObject *no_thread(void)
@@ -1350,7 +1350,7 @@ static PyObject *link_run(Link *l, PyObject *const *args, Py_ssize_t n)
         free(op.table);
     } else {
         uint64_t ticket = enqueue(l, &op);
-        w.deadline = INFINITY;   /* its own time begins when its turn comes */
+        w.deadline = INFINITY;   /* its own time-out begins with its turn */
         if ((accepted = ticket != 0))
             why = await(l, ticket, &w);
     }
@@ -1389,10 +1389,10 @@ static PyObject *link_await(Link *l, PyObject *const *args, Py_ssize_t n)
 
 static PyObject *link_finished(Link *l, PyObject *Py_UNUSED(none)) { return PyLong_FromUnsignedLongLong(atomic_load(&l->finished)); }
 
-/* A message's other end: one of the ranks, or for a receive -1. */
+/* Whether the other end of a message is one of the ranks, or for a receive -1. */
 static int is_peer(Link *l, const Message *m) { return is_in(m->peer, m->sending ? 0 : -1, l->ranks - 1, "the other end of a message"); }
 
-/* message(sending, address, nbytes, peer, tag, timeout) -> (why, from) */
+/* message(sending, address, nbytes, peer, tag, timeout) -> the other rank, or -why */
 static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(6);
@@ -1440,7 +1440,7 @@ static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
     return answer(why);
 }
 
-/* Whoever moves messages may be at it for long, and is waited for without the interpreter: all others would wait, too. */
+/* Another thread may move messages for long with `post` locked: release the GIL to wait for it, or all other threads would wait, too. */
 static PyThreadState *lock_post(Link *l)
 {
     PyThreadState *state = pthread_mutex_trylock(&l->post) ? PyEval_SaveThread() : NULL;
@@ -1470,7 +1470,7 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
         return PyErr_NoMemory();
     PyThreadState *state = lock_post(l);
     add_message(l, m);
-    int moved = move_messages(l);   /* a small one leaves here and now; of a larger one what the ring holds, for which others may have the interpreter */
+    int moved = move_messages(l);   /* a small one is sent here and now; of a larger one as much as the ring holds, without the GIL */
     if (moved && !m->done && !state)
         state = PyEval_SaveThread();
     for (uint64_t room = ring_size(l->ranks); moved && room && !m->done; room -= part(room, 0, PIECE))
@@ -1486,7 +1486,7 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
     return PyLong_FromVoidPtr(m);
 }
 
-/* settle(handle, seconds) -> from, or -why */
+/* settle(handle, seconds) -> the other rank, or -why */
 static PyObject *link_settle(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(2);
@@ -1508,7 +1508,7 @@ static PyObject *link_settled(Link *l, PyObject *handle)
     return PyBool_FromLong(((Message *)PyLong_AsVoidPtr(handle))->done || why_broken(l) || l->closing);
 }
 
-/* drop(handle): nobody will ask for it again; a message on its way goes on. */
+/* drop(handle): forget a posted message; if it is in flight, it goes on. */
 static PyObject *link_drop(Link *l, PyObject *handle)
 {
     Message *m = PyLong_AsVoidPtr(handle);
@@ -1540,7 +1540,7 @@ static PyObject *link_add_region(Link *l, PyObject *const *args, Py_ssize_t n)
     return grown ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
-/* drop_region(id) -> whether it is forgotten; not while a collective may be reading it. */
+/* drop_region(id) -> whether it is forgotten; it is not while a collective may be reading it. */
 static PyObject *link_drop_region(Link *l, PyObject *id)
 {
     uint32_t gone = (uint32_t)PyLong_AsUnsignedLong(id);
@@ -1555,7 +1555,7 @@ static PyObject *link_drop_region(Link *l, PyObject *id)
     return PyBool_FromLong(idle);
 }
 
-/* break_off(rank, why): end every wait of every rank. */
+/* break_off(rank, why): break the group, which ends every wait of every rank. */
 static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(2);
@@ -1564,7 +1564,7 @@ static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
     Py_RETURN_NONE;
 }
 
-/* leave(): this rank will make no call any more; whoever waits for it learns so. Ends this rank's threads. */
+/* leave(): this rank makes no more calls, and ranks that wait for it are told. Ends this rank's threads. */
 static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
 {
     if (is_forked(l) || l->closing)
@@ -1592,7 +1592,7 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* status() -> (why, blamed rank or -1, [meetings each rank came to], [state letter of each process; L: it has left]) */
+/* status() -> (why, blamed rank or -1, [number of meetings of each rank], [state letter of each process; L: it has left]) */
 static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
 {
     PyObject *arrived = PyList_New(l->ranks), *states = PyList_New(l->ranks);
@@ -1610,7 +1610,7 @@ static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
     return Py_BuildValue("(iiNN)", (int)(broken >> 16), broken ? (int)(broken & 0xffff) : -1, arrived, states);
 }
 
-/* calls() -> what each rank said at its last meeting: [(kind, dtype, op, root, nbytes)] */
+/* calls() -> the call of each rank at its last meeting: [(kind, dtype, op, root, nbytes)] */
 static PyObject *link_calls(Link *l, PyObject *Py_UNUSED(none))
 {
     PyObject *calls = PyList_New(l->ranks);
@@ -1621,7 +1621,7 @@ static PyObject *link_calls(Link *l, PyObject *Py_UNUSED(none))
     return calls;
 }
 
-/* Link(address, rank, ranks, spin_us, yields, window): all but the first two, and spin_us, the same on all ranks */
+/* Link(address, rank, ranks, spin_us, yields, window): all but address, rank and spin_us must be the same on all ranks */
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     unsigned long long base, window;
@@ -1643,7 +1643,7 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     l->base = (char *)(uintptr_t)base;
     l->rank = rank, l->ranks = ranks, l->spin_us = spin_us, l->yields = yields, l->window = window;
-    /* Ranks that share cores share their caches, too; and the slots of many ranks together had better stay in the third-level cache. */
+    /* Ranks that share cores also share caches; and the slots of many ranks together should stay in the third-level cache. */
     for (l->turns = 2; !yields && l->turns * 2 * window <= STAGING && ranks * l->turns * 2 * window <= 8 * STAGING;)
         l->turns *= 2;
     l->generation = atomic_load(&forks);
@@ -1658,7 +1658,7 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     pthread_cond_init(&l->posted, &monotonic);
     Rank *me = rank_of(l, rank);
     process_state(getpid(), &me->started);
-    atomic_store(&me->pid, getpid());   /* last: whoever sees it compares the other */
+    atomic_store(&me->pid, getpid());   /* last: a rank that sees it compares `started` */
     return (PyObject *)l;
 }
 
@@ -1671,7 +1671,7 @@ static void link_dealloc(Link *l)
         free(l->early);
         l->early = next;
     }
-    while (l->messages) {   /* dropped, and never carried to their end */
+    while (l->messages) {   /* dropped, and never finished */
         Message *next = l->messages->next;
         free(l->messages);
         l->messages = next;

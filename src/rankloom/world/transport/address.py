@@ -1,7 +1,7 @@
-"""The address under which the ranks of other hosts reach this one.
+"""The address under which the ranks of other hosts reach this host.
 
-The right one is that from which this host reaches the meeting point of all. A host's own name is not asked: it often does
-not resolve, or stands for 127.0.1.1.
+It is the address from which this host reaches the meeting point of all ranks. The host's own name is not used: it often does
+not resolve, or resolves to 127.0.1.1.
 """
 
 import socket
@@ -13,13 +13,13 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.world.launch import chosen_interface
 
 LOOPBACK = "127.0.0.1"
-SOMEWHERE = "192.0.2.1"   # an address of nobody (RFC 5737)
+SOMEWHERE = "192.0.2.1"   # an address that belongs to nobody (RFC 5737)
 
 
 def own_address(store: dist.Store) -> str:
-    """The address of this host towards the host of `store`; on that host itself, towards the world.
+    """The address from which this host reaches the host of `store`; on that host itself, the one from which it reaches the network.
 
-    The interface that GLOO_SOCKET_IFNAME names goes before. A store that lies in this process needs no network.
+    The interface that GLOO_SOCKET_IFNAME names takes precedence. A store inside this process needs no network.
     raises: ConfigError when there is no such interface, or the host of the store has a name that does not resolve
     """
     if interface := chosen_interface():
@@ -35,26 +35,26 @@ def own_address(store: dist.Store) -> str:
 
 
 def store_host(store: dist.Store) -> str | None:
-    """The host of a store that speaks TCP, None for others."""
+    """The host of a TCP store, None for other stores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)
 
 
 def address_towards(host: str) -> str | None:
-    """From which of its addresses this host would send to `host`; None when it could not. Nothing is sent."""
+    """The address of this host from which it would send to `host`; None if it cannot. Nothing is sent."""
     try:
         for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
                 return probe.getsockname()[0]
-    except OSError:   # no name, no route: the caller decides what that means
+    except OSError:   # no such name or no route: the caller decides what that means
         return None
     return None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, or a name that everyone gives to one."""
+    """Whether `host` is a loopback address, or a usual name of one."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

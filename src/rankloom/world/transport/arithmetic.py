@@ -1,4 +1,4 @@
-"""Sums and the like of tensors that lie in one memory: the same bits as the kernels of shared memory give.
+"""Sums and other combinations of tensors in one memory: the same bits as from the kernels for shared memory.
 
 Pieces are combined in their order. 16-bit floats are added and multiplied in fp32, with one rounding at the end.
 """
@@ -18,7 +18,7 @@ from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODU
 JOIN: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,
     BAND: torch.bitwise_and, BOR: torch.bitwise_or, BXOR: torch.bitwise_xor}
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}   # torch has no arithmetic of the former
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}   # torch has no arithmetic for unsigned types
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALVES)
 
@@ -26,14 +26,14 @@ FLOATS = (torch.float32, torch.float64, *HALVES)
 def combine(targets: Sequence[Tensor], pieces: Sequence[Tensor], dtype: torch.dtype, op: int) -> None:
     """Write pieces[0] op pieces[1] op ... to every target.
 
-    targets, pieces: bytes, all equally many, that stand for numbers of `dtype`; a target may be one of the pieces
+    targets, pieces: byte tensors of one length, which hold numbers of `dtype`; a target may be one of the pieces
     """
     numbers, homes = [x.view(dtype) for x in pieces], [x.view(dtype) for x in targets]
     sums = dtype in FLOATS and op in (SUM, AVG)
     if sums and op == SUM and len(numbers) == 2:
-        total = torch.add(*numbers, out=homes[0])   # in fp32 inside
+        total = torch.add(*numbers, out=homes[0])   # torch adds 16-bit floats in fp32 internally
     elif sums and numbers[0].is_cuda and (kernel := _sum_kernel()):
-        kernel(homes, numbers, op == AVG)   # one pass over memory, where torch would take one for each piece
+        kernel(homes, numbers, op == AVG)   # one pass over memory; torch would need one for each piece
         return
     else:
         total = _fold(numbers, op)
@@ -52,7 +52,7 @@ def _fold(numbers: Sequence[Tensor], op: int) -> Tensor:
 
 
 def _fold_unsigned(numbers: Sequence[Tensor], op: int) -> Tensor:
-    """The same on the bits of unsigned numbers. Only their order differs: with the first bit turned, it is that of signed ones."""
+    """The same on the bits of unsigned numbers. Only their order differs: with the first bit flipped, it is that of signed numbers."""
     if op not in (MIN, MAX):
         return _fold(numbers, op)
     first_bit = torch.iinfo(numbers[0].dtype).min
@@ -61,6 +61,6 @@ def _fold_unsigned(numbers: Sequence[Tensor], op: int) -> Tensor:
 
 @cache
 def _sum_kernel() -> Any:
-    """One kernel for the sum of any number of pieces, where Triton can build one; else None, and torch adds them one by one."""
+    """One kernel for the sum of any number of pieces, if Triton can build one; else None, and torch adds them one by one."""
     can_build = find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
     return import_module("rankloom.world.transport.cuda_sum").add_up if can_build else None

@@ -1,8 +1,8 @@
-"""The short way of a small call in shared memory: contiguous CPU tensors, waited for at once.
+"""The fast path for a small call in shared memory: contiguous CPU tensors, and the caller waits at once.
 
-torch's options, work objects and enums cost several microseconds a call, many times what the call itself takes. Here are
-addresses and lengths only. A method that returns False or None has done nothing: that case takes the long way, which also
-tells what is wrong with it (world/group.py, process_group.py).
+torch's options, work objects and enums cost several microseconds per call, many times the call itself. This path has
+addresses and lengths only. A method that returns False or None has done nothing: the caller then takes the normal path, which
+also reports what is wrong with the call (world/group.py, process_group.py).
 """
 
 import time
@@ -18,7 +18,7 @@ from rankloom.world.transport.operands import NUMBERS, expects_gradient, is_lazy
 
 
 class AtOnce:
-    """Calls of one rank on one group, each of which returns when it is done, and is in the ledger then."""
+    """Calls of one rank on one group. Each returns when it is done, and has then been entered into the ledger."""
 
     def __init__(self, channel: Channel, ledger: Ledger):
         self._channel, self._ledger, self._size, self._rank = channel, ledger, channel.size, channel.rank
@@ -30,7 +30,7 @@ class AtOnce:
         if number is None or not _is_plain(x) or expects_gradient(x):
             return False
         address, nbytes = x.data_ptr(), x.nbytes
-        if nbytes and not address:   # a wrapper, or a fake
+        if nbytes and not address:   # a wrapper, or a fake tensor
             return False
         self._call(ALL_REDUCE, number, op, (address, address, nbytes), label)
         bill = all_reduce_bill(nbytes, self._size)
@@ -59,9 +59,9 @@ class AtOnce:
         return self._move(ALL_TO_ALL, x, _shaped(x, out, shape), nbytes // self._size, nbytes, label)
 
     def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str) -> Tensor | None:
-        """From `x` to `out`, if that can be done; a share of so many bytes goes to each other rank.
+        """From `x` to `out`, if possible; a share of `nbytes` goes to each other rank.
 
-        home: how far `out` lies behind `x` where that is no harm, because only this rank reads or writes what they share
+        home: the distance from `x` to `out` at which they may overlap, because only this rank reads or writes what they share
         """
         number = NUMBERS.get(x.dtype)
         if out is None or number is None or not _is_plain(x) or expects_gradient(x):
@@ -75,7 +75,7 @@ class AtOnce:
         return out
 
     def _call(self, kind: int, number: int, op: int, where: tuple[int, int, int], label: str) -> None:
-        """where: the address to read, that to write, and how many bytes for each rank"""
+        """Run a collective. where: the address to read, the address to write, and the number of bytes for each rank"""
         begin = time.perf_counter()
         if why := self._run(kind, number, op, 0, *where, self._channel.timeout):
             raise self._channel.explain(why, label or KINDS[kind])
@@ -107,7 +107,7 @@ class AtOnce:
         return True
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
-        """Send one tensor while receiving another; no order of ranks can deadlock."""
+        """Send one tensor while receiving another; cannot deadlock, in whatever order ranks call it."""
         known = 0 <= to < self._size and 0 <= frm < self._size and is_tag(tag)
         if not (known and _is_plain(out) and _is_plain(into)):
             return False
@@ -125,7 +125,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """`out` if it has this shape, or a new tensor like `x` that does; None if there is an `out` that cannot be written as it is."""
+    """`out` if it has this shape, or a new tensor like `x` of this shape; None if `out` cannot be written directly."""
     if out is None:
         return x.new_empty(shape)
     return out if out.shape == shape and out.dtype == x.dtype and _is_plain(out) else None

@@ -1,8 +1,8 @@
-"""Registers the backend: afterwards `dist.init_process_group("rankloom")` works, and `"cpu:rankloom,cuda:nccl"`.
+"""Register the backend: then `dist.init_process_group("rankloom")` works, and `"cpu:rankloom,cuda:nccl"` too.
 
-torch calls `create` once for each new group. It takes what it gets as the whole group, whatever else its backend string
-names; so the group itself decides by where a tensor lies.
-This file is read at every `import torch` where rankloom is installed; the backend itself is read with the first group.
+torch calls `create` once for each new group, and uses the result as the whole group, whatever else its backend string
+names; so the group itself decides by the device of each tensor.
+This file is imported at every `import torch` where rankloom is installed; the backend itself is imported with the first group.
 """
 
 from importlib import import_module
@@ -14,14 +14,14 @@ NAME = "rankloom"
 
 
 def register() -> None:
-    """Make the backend known to torch; a second time changes nothing."""
+    """Make the backend known to torch; calling it again changes nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         _keep_the_recorder_out()
 
 
 def _keep_the_recorder_out() -> None:
-    """From 2.15 on torch hooks a recorder into every group it makes. It cannot into one that is written in Python, and would fail."""
+    """From 2.15 on torch attaches a flight recorder to every group, which fails for a group written in Python: skip it for ours."""
     torchs: Any = dist.distributed_c10d
     attach = getattr(torchs, "_maybe_attach_flight_recorder", None)
     if attach:
@@ -30,11 +30,11 @@ def _keep_the_recorder_out() -> None:
 
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
-    """What torch calls for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
+    """Called by torch for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
     with_router = import_module("rankloom.world.transport.router").with_router
     build = import_module("rankloom.world.transport.process_group").build
     start_afresh = import_module("rankloom.world.transport.meet").start_afresh
     ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
-    store = start_afresh(where.store, where.group_rank, where.group_size, timeout)   # torch numbers groups anew after each start
+    store = start_afresh(where.store, where.group_rank, where.group_size, timeout)   # after a restart torch numbers groups from 0 again
     group = build(store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
     return with_router(group, timeout)

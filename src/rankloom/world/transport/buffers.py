@@ -1,9 +1,9 @@
-"""Memory that all ranks of a group map: tensors that collectives read and write where they lie.
+"""Memory that all ranks of a group map: tensors that collectives read and write in place.
 
-A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. Every rank tells in each call which pieces
-it still maps, so one that has given a piece back is never read through it. A piece that a call may be reading is given back later.
+A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. In each call every rank tells which pieces
+it still maps, so a piece that one rank has given back is not used any more. A piece that a call may be reading is given back later.
 
-A common tensor is another thing: there is one for all ranks, who write and read it as their own. Collectives do not know of it.
+A common tensor is different: it exists once, and all ranks read and write it as their own. Collectives do not know of it.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ class Buffers:
     def __init__(self, channel: Channel):
         self._channel = channel
         self._pieces: dict[int, Mapping] = {}
-        self._given_back: list[int] = []   # by their tensors, but not by the kernel yet
+        self._given_back: list[int] = []   # their tensors are gone, but the kernel has not dropped them yet
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros that all ranks of the group map, each its own; every rank must call this alike.
+        """A tensor of zeros for each rank, which all ranks of the group map; every rank must ask for the same.
 
         The memory is given back when the tensor is gone.
-        raises: MemoryError on all ranks when there is not that much, ShapeMismatch when they ask for different sizes
+        raises: MemoryError on all ranks when there is not enough memory, ShapeMismatch when they ask for different sizes
         """
         numel = torch.Size(shape).numel()
         if not numel:
@@ -52,10 +52,10 @@ class Buffers:
         return torch.frombuffer(part, dtype=dtype, count=numel).view(shape)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros of which there is one for all ranks; every rank must call this alike. Raises as `new` does.
+        """A flat tensor of zeros, one for all ranks; every rank must ask for the same. Raises as `new` does.
 
-        The memory is given back when the tensors of all ranks are gone. Its pages come when they are first touched: ranks that
-        fill a slice each do so at the same time, and reading what others have filled costs next to nothing.
+        The memory is given back when the tensors of all ranks are gone. Pages are allocated when they are first touched: ranks that
+        fill a slice each do so in parallel, and reading what others have filled costs next to nothing.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)
@@ -63,7 +63,7 @@ class Buffers:
         return torch.frombuffer(self._map(nbytes), dtype=dtype, count=numel)
 
     def _agree(self, stride: int, parts: int) -> int:
-        """The first number that is free on all ranks, or 0: then the piece is only memory, staged like any other."""
+        """The first number that is free on all ranks; 0 if there is none: then the piece is plain memory, and staged like any other."""
         channel = self._channel
         asked = channel.gather_json([stride, available_memory(), list(self._pieces)])
         strides, memory = [asks for asks, _, _ in asked], min(free for _, free, _ in asked)
@@ -81,12 +81,12 @@ class Buffers:
         pid, number = channel.gather_json([os.getpid(), descriptor])[0]
         mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)
         mapping = Mapping(mine, nbytes)
-        channel.call(BARRIER)   # only now may the first rank close what the others open
+        channel.call(BARRIER)   # only now may the first rank close the descriptor that the others open
         os.close(mine)
         return mapping
 
     def _sweep(self) -> None:
-        """Unmap what was given back, as far as no call may be reading it. The collector may give back more meanwhile, and sweep."""
+        """Unmap pieces that were given back, unless a call may be reading them. The garbage collector may give back more, and call this."""
         busy = []
         while self._given_back:
             number = self._given_back.pop()

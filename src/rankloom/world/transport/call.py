@@ -1,7 +1,7 @@
-"""One collective as a value: what it reads and what it writes, as bytes where they lie.
+"""One collective as a value: the bytes that it reads and those that it writes, in the memory of the tensors.
 
-The compiled kernel is told addresses and lengths. Here they become arrays, one lane for each rank where lanes differ, which
-can be cut, sent and handed on to another kernel.
+The compiled kernel takes addresses and lengths. Here they become arrays, called lanes: one for each rank if each has other bytes,
+else one for all. Arrays can be cut, sent, and passed on to another kernel.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ from rankloom.world.transport.codes import ALL_GATHER, ALL_TO_ALL, BROADCAST, GA
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.operands import NUMBERS
 
-KEPT = 32 << 20   # bytes of the largest piece of scratch memory that is kept
+KEPT = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
-OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # what one rank has for another is their own affair
+OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # each pair of ranks may have another length
 
 
 @dataclass(frozen=True)
 class Call:
     """A collective as one rank sees it.
 
-    said:    kind, number type, operation, root, and the bytes that all must agree on (0: lengths differ by design)
-    inputs:  one lane for each rank, or one for all; none where this rank has nothing to say
-    outputs: one lane for each rank from which something comes, or one; none where this rank gets nothing
+    said:    kind, number type, operation, root, and the number of bytes that all must agree on (0: lengths may differ)
+    inputs:  one lane for each rank, or one for all; none if this rank sends nothing
+    outputs: one lane for each rank that sends something, or one; none if this rank gets nothing
     """
 
     said: tuple[int, int, int, int, int]
@@ -44,23 +44,23 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is counted."""
+        """The dtype of the values."""
         return DTYPES[self.said[1]]
 
     @property
     def op(self) -> int:
-        """How values are combined."""
+        """The operation that combines values."""
         return self.said[2]
 
     @property
     def root(self) -> int:
-        """The rank from which, or to which."""
+        """The rank that sends or receives, in kinds that have a root."""
         return self.said[3]
 
     def lengths(self, size: int) -> list[int]:
-        """For each rank how much this one has for it, then how much it expects of it; -1: nothing to do with it.
+        """For each rank the length that this one has for it, then the length that it expects from each; -1: nothing.
 
-        Empty where all lengths are the same anyway.
+        Empty if all lengths are the same anyway.
         """
         if self.kind not in OWN_LENGTHS:
             return []
@@ -71,7 +71,7 @@ class Call:
 
 
 def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
-    """The call of a rank from what a kernel is told: kind, number, op and root; where to read and to write; lengths."""
+    """The call of a rank, from the arguments of a kernel: kind, number, op and root; addresses to read and to write; lengths."""
     kind, number, op, root = said
     in_lanes = {BROADCAST: int(rank == root), SCATTER: size * (rank == root), REDUCE_SCATTER: size, ALL_TO_ALL: size}.get(kind, 1)
     is_heard = rank == root if kind in (REDUCE, GATHER) else not (kind == BROADCAST and rank == root)
@@ -88,13 +88,13 @@ def read_call(rank: int, size: int, said: Sequence[int], source: int, target: in
 
 
 class Scratch:
-    """Memory that is used again when nothing refers to it any more: fresh pages cost more than what is done on them."""
+    """Memory that is reused when nothing refers to it any more: new pages cost more than the work on them."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Bytes of any value."""
+        """Uninitialized bytes."""
         size = 1 << max(nbytes - 1, 1).bit_length()
         if size > KEPT:
             return np.empty(nbytes, np.uint8)
@@ -106,20 +106,20 @@ class Scratch:
 
 
 def address_of(x: np.ndarray) -> int:
-    """Where an array lies; 0 for an empty one."""
+    """The address of an array; 0 for an empty one."""
     return x.__array_interface__["data"][0] if x.size else 0
 
 
 def cut_in_units(x: np.ndarray, parts: int, unit: int = 1) -> list[np.ndarray]:
-    """Nearly equal parts, of whole units."""
+    """Nearly equal parts, each of whole units."""
     bounds = [x.size // unit * at // parts * unit for at in range(parts + 1)]
     return [x[begin:end] for begin, end in pairwise(bounds)]
 
 
 def as_lanes(lanes: Sequence[np.ndarray], ranks: int) -> tuple[int, list[int], list[int]]:
-    """What a kernel is told of some lanes: an address, where each begins from there, and how long each is. One is for all ranks.
+    """Lanes as a kernel takes them: an address, the offset of each lane from there, and the lengths. A single lane is for all ranks.
 
-    The address is that of the first where lanes lie end to end: then the kernel sees whether they lie in a shared region.
+    The address is that of the first lane if lanes lie end to end: then the kernel can tell whether they lie in a shared region.
     """
     lanes = [*lanes] * ranks if len(lanes) == 1 else lanes or [EMPTY] * ranks
     at, lengths = [address_of(x) for x in lanes], [x.size for x in lanes]

@@ -1,8 +1,8 @@
-"""One rank's end of a group in shared memory: calls, background calls, buffers, and what went wrong in words.
+"""One rank's end of a group in shared memory: calls, background calls, buffers, and the text of errors.
 
-A call names a kind, a number type, an operation, a root, two addresses and lengths: one number of bytes, or a table of
-four rows (where and how long in the input, where and how long in the output, for each rank).
-The kernel behind it is _shared.c, or fallback.py where there was no compiler; all ranks of a group use the same.
+A call has a kind, a number type, an operation, a root, two addresses and lengths: one number of bytes, or a table of
+four rows (offset and length in the input, offset and length in the output, for each rank).
+The kernel that runs it is _shared.c, or fallback.py if there was no compiler; all ranks of a group use the same.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ KERNELS["Python"] = fallback
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
 GONE = {"X": STATES["X"], "L": "it has left the group"}
 
-SPIN_US = 100             # before sleeping, where every rank has a core of its own
-YIELDS = 100              # times that a rank lets others run, before sleeping, where ranks share cores
-WINDOW = 256 << 10        # bytes staged at a time: what the second-level cache holds twice
-SHARED_WINDOW = 512 << 10   # where ranks share cores, a meeting costs a change of process: fewer, longer windows
+SPIN_US = 100             # microseconds to spin before sleeping, if every rank has a core of its own
+YIELDS = 100              # how often a rank yields its core before sleeping, if ranks share cores
+WINDOW = 256 << 10        # bytes staged at a time: half of the second-level cache
+SHARED_WINDOW = 512 << 10   # if ranks share cores, a meeting costs a context switch: use fewer, longer windows
 
 
 class Channel:
     """This rank's end of a group whose ranks share a host.
 
-    ranks: the numbers of the group's ranks in the world, for messages
+    ranks: the numbers of the group's ranks in the world, for error messages
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, neighbours: Sequence[int], timeout: float,
@@ -64,11 +64,11 @@ class Channel:
         crowded = size > cores_of(store, neighbours)
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
-        weakref.finalize(self, self.link.leave)   # also as the process ends: before the memory goes, whose last user it is
-        self.call(BARRIER)   # the others' process numbers are there from here on
+        weakref.finalize(self, self.link.leave)   # also at the end of the process: before the memory is unmapped, as `leave` uses it
+        self.call(BARRIER)   # from here on the process numbers of the others are known
 
     def call(self, kind: int, source: int = 0, target: int = 0, lengths: int = 0) -> None:
-        """One collective that moves bytes, now. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
+        """Run one collective that only moves bytes, now. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
         why = self.link.run(kind, BYTES, SUM, 0, source, target, lengths, self.timeout)
         if why:
             raise self.explain(why, KINDS[kind])
@@ -87,11 +87,11 @@ class Channel:
         return out
 
     def abort(self) -> None:
-        """End every wait of every rank with RankLost, at once. The group is of no use afterwards; build another."""
+        """End every wait of every rank with RankLost, at once. The group cannot be used afterwards; build another."""
         self.link.break_off(self.rank, ABORTED)
 
     def give_up_on(self, peer: int) -> None:
-        """End every wait of every rank: `peer` did not come in time; where this rank waited for anyone, none of the others."""
+        """End every wait of every rank: `peer` did not come in time, or if this rank waited for any rank, none did."""
         self.link.break_off(self._number_of(peer), TIMED_OUT)
 
     def gone(self) -> list[int]:
@@ -99,21 +99,21 @@ class Channel:
         return [rank for rank, state in enumerate(self.link.status()[3]) if state in GONE]
 
     def close(self) -> None:
-        """This rank makes no call any more; a rank that waits for it gets RankLost."""
+        """Make no more calls on this rank; a rank that waits for it gets RankLost."""
         self.closed = True
         self.link.leave()
 
-    # ------------------------------------------------------------------ what went wrong, in words
+    # ------------------------------------------------------------------ error messages
 
     def where(self, label: str) -> str:
-        """This rank, a label and the group, as messages begin."""
+        """The beginning of error messages: this rank, a label and the group."""
         return f"rank {self.ranks[self.rank]}: {label} in group {self.name!r}"
 
     def explain(self, why: int, label: str, timeout: float | None = None, peers: Sequence[int] = ()) -> RankloomError:
-        """The error for a call that failed; `peers` are the other ends of a message or two, -1 for anyone."""
+        """The error for a call that failed. peers: the other ends of one or two messages, -1 for any rank"""
         _, blamed, arrived, states = self.link.status()
         if why == TIMED_OUT:
-            # Another rank may have given up first, and have broken the group for the sake of a message of its own.
+            # Another rank may have timed out first, and may have broken the group because of a message of its own.
             awaited = [self._number_of(peer) for peer in peers]
             late = blamed if blamed in awaited or not awaited else awaited[0]
             behind = {late} if awaited else {rank for rank in range(self.size) if arrived[rank] < max(arrived)} or {blamed}
@@ -138,22 +138,22 @@ class Channel:
         return ConfigError(f"{self.where(label)}: this process was forked from one that owns the group; build groups after the fork")
 
     def _who_is_missing(self, behind: set[int], states: list[str]) -> str:
-        """The other ranks that cannot come; if there is none, those of `behind`, which have not come to the meeting or sent a message."""
+        """The other ranks that cannot come; if there are none, those of `behind`, which have not reached the call or sent their message."""
         missing = self._who_cannot_come(states) or sorted(behind - {self.rank, -1})
         if missing:
             return f"{self._with_states(missing, states)} did not come"
         return "this rank is the one that was waited for" if self.rank in behind else "a rank did not come"
 
     def _who_cannot_come(self, states: list[str]) -> list[int]:
-        """The ranks, other than this one, that are stopped, dead or silent. One that has left may have had nothing more to do."""
+        """The other ranks that are stopped, dead or silent. A rank that has left does not count: it may have had nothing more to do."""
         return [rank for rank in range(self.size) if rank != self.rank and states[rank] in STATES]
 
     def _number_of(self, peer: int) -> int:
-        """Whom to blame for a message: a rank; or for one of anyone, all but this rank, which has a number above those of ranks."""
+        """Whom to blame for a message: its peer; for a receive from any rank, size + this rank, which stands for all other ranks."""
         return peer if peer >= 0 else self.size + self.rank
 
     def _who_was_silent(self, number: int, states: list[str]) -> str:
-        """All but one, from whom that one got no message."""
+        """For a number of `_number_of` above the ranks: all ranks except one, which got no message from them."""
         lonely = number - self.size
         others = [rank for rank in self._who_cannot_come(states) if rank != lonely] or [r for r in range(self.size) if r != lonely]
         return f"rank {self.ranks[lonely]} waited for a message of anyone, and none came from {self._with_states(others, states)}"
@@ -164,7 +164,7 @@ class Channel:
 
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:
-    """What each rank has called, a line each. ranks: their numbers in the world; calls: kind, number, op, root, bytes of each that came"""
+    """The call of each rank, one line each. ranks: numbers in the world; calls: kind, number, op, root, bytes, or None if not made"""
     dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
     rows = []
     for rank, call in zip(ranks, calls):

@@ -1,7 +1,7 @@
-"""The numbers that callers and kernels share: what is to be done, with which operation, and why it could not be. _shared.c has the same."""
+"""The numbers that callers and kernels share: kinds of calls, operations, and reasons of failure. _shared.c has the same."""
 
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all", "barrier")
 ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER = range(len(KINDS))
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED = range(10)
-ANYONE = -1   # a receive from whoever sends first
+ANYONE = -1   # a receive from any rank, whichever sends first

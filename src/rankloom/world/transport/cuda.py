@@ -1,7 +1,7 @@
-"""A CUDA device that the processes of several ranks share, as rounds.py and parcels.py want it.
+"""A CUDA device that the processes of several ranks share, as rounds.py and parcels.py need it.
 
-Work of a group runs in one stream of its own, behind what the caller had submitted to the current stream when it called;
-the caller's stream is put behind it when the caller waits. The host waits for no stream.
+Work of a group runs in a stream of its own, after what the caller had submitted to the current stream when it called.
+When the caller waits, its stream waits for that work. The host waits for no stream.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from rankloom.base.errors import DeviceError
 from rankloom.world.transport.cuda_driver import Block, give_back, open_block, take_block, wait_value, write_value
 from rankloom.world.transport.device import RELEASED
 
-RESCUE = -3   # the priority of streams in which nothing ever waits: the highest that torch knows
+RESCUE = -3   # the priority of streams in which nothing ever waits: the highest that torch has
 
 
 class CudaDevice:
@@ -24,22 +24,22 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        # Streams of one priority may share a queue of the hardware, and those of -1 wait too: FSDP2 gathers in them.
+        # Streams of one priority may share a hardware queue, and streams of priority -1 wait, too: FSDP2 gathers in them.
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._blocks: dict[str, Block] = {}   # by handle
 
     def memory(self, address: int, nbytes: int) -> Tensor:
-        """Bytes at an address, which somebody else keeps."""
+        """The bytes at an address, as a tensor that does not own them."""
         return self._view(_Span(address, nbytes))
 
     def export(self, nbytes: int) -> tuple[Tensor, str]:
-        """New memory of zeros, and the handle with which others open it. raises: MemoryError"""
+        """Allocate zeros. Returns them, and the handle with which others open them. raises: MemoryError"""
         try:
             block, is_used = take_block(self.device.index, nbytes)
         except MemoryError:
-            torch.cuda.empty_cache()   # torch may hold what is free
+            torch.cuda.empty_cache()   # torch may cache the free memory
             block, is_used = take_block(self.device.index, nbytes)
-        if is_used:   # what was submitted earlier may still read it, or write to it
+        if is_used:   # work that was submitted earlier may still read it, or write to it
             self.drain()
         self._blocks[block.handle] = block
         mine = self.memory(block.address, nbytes).zero_()
@@ -47,23 +47,23 @@ class CudaDevice:
         return mine, block.handle
 
     def give_back(self, handle: str) -> None:
-        """Exported memory that no rank reads or writes any more."""
+        """Take back exported memory that no rank reads or writes any more."""
         give_back(self._blocks.pop(handle))
 
     def lend(self, part: Tensor, on_end: Callable[[], object]) -> Tensor:
-        """The same bytes as a tensor of its own; `on_end` is called when nobody holds that any more."""
+        """The same bytes as a new tensor; `on_end` is called when nothing refers to it any more."""
         span = _Span(part.data_ptr(), part.nbytes)
         weakref.finalize(span, on_end).atexit = False
         return self._view(span)
 
     def open(self, handle: str, nbytes: int) -> Tensor:
-        """Memory that another process has exported. raises: DeviceError"""
+        """Open memory that another process has exported. raises: DeviceError"""
         return self.memory(open_block(self.device.index, handle), nbytes)
 
     def caller(self) -> "StreamEnding":
-        """The place behind what the caller has submitted to the current stream.
+        """The place after what the caller has submitted to the current stream.
 
-        raises: DeviceError while that is captured: each call has marks of its own, and a graph would repeat those of one
+        raises: DeviceError in a CUDA graph capture: each call has its own marks, and a graph would repeat those of one call
         """
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError("ranks that share a GPU cannot communicate in a CUDA graph, for they meet on the host at every call; "
@@ -72,13 +72,13 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def behind(self, place: "StreamEnding") -> Iterator[None]:
-        """What is run inside comes behind this place."""
+        """What is run inside runs after this place."""
         self._stream.wait_event(place.event)
         with torch.cuda.stream(self._stream):
             yield
 
     def run(self, work: Callable[[], object]) -> None:
-        """Submit: the current stream is that of the group."""
+        """Submit work; the current stream is that of the group."""
         work()
 
     def mark(self, flag: Tensor, value: int) -> None:
@@ -86,11 +86,11 @@ class CudaDevice:
         write_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
 
     def follow(self, flag: Tensor, value: int) -> None:
-        """The stream goes on only when a flag has this number, or a greater one."""
+        """Make the stream wait until a flag has this number, or a greater one."""
         wait_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
 
     def end(self) -> "StreamEnding":
-        """The place behind all that was run so far."""
+        """The place after all that was run so far."""
         return StreamEnding(self.device, self._stream)
 
     def future(self) -> torch.futures.Future:
@@ -98,12 +98,12 @@ class CudaDevice:
         return torch.futures.Future(devices=[self.device])
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """torch must not deal their memory out again before the stream has come here."""
+        """Tell torch not to reuse their memory before the stream has come to this place."""
         for x in tensors:
             x.record_stream(self._stream)
 
     def release(self, flag: Tensor) -> None:
-        """Write RELEASED to a flag, now."""
+        """Write RELEASED to a flag now."""
         write_value(self.device.index, self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class CudaDevice:
         self._stream.synchronize()
 
     def drain(self) -> None:
-        """Block until this process has nothing on its way on the device."""
+        """Block until this process has no work left on the device."""
         torch.cuda.synchronize(self.device)
 
     def _view(self, span: "_Span") -> Tensor:
@@ -125,21 +125,21 @@ class StreamEnding:
         self._device, self._stream, self.event = device, stream, stream.record_event()
 
     def wait(self) -> None:
-        """What the caller submits from here on comes behind it."""
+        """What the caller submits from here on runs after this place."""
         torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def is_done(self) -> bool:
-        """Whether it is reached."""
+        """Whether the stream has reached it."""
         return self.event.query()
 
     def settle(self, future: torch.futures.Future, result: list[Tensor]) -> None:
-        """Set a future of this device: torch takes the current stream for the one that has made the result."""
+        """Set a future of this device: torch assumes that the current stream has made the result."""
         with torch.cuda.stream(self._stream):
             future.set_result(result)
 
 
 class _Span:
-    """Device memory as torch takes it, without a copy, from libraries that are not torch. The tensor holds on to this."""
+    """Device memory in the form in which torch takes it from other libraries without a copy. The tensor refers to this object."""
 
     def __init__(self, address: int, nbytes: int):
         self.nbytes = nbytes

@@ -1,12 +1,12 @@
-"""The few calls of the CUDA driver that torch does not offer: memory that other processes map, and values as marks in a stream.
+"""The few calls of the CUDA driver that torch does not offer: memory that other processes map, and numbers as marks in a stream.
 
-Memory is allocated here and not by torch, because a handle stands for a whole allocation, which torch deals out in pieces.
-It is never freed before the process ends, only used again: to free what another process still maps is undefined, and what is
-allocated next at the same address may get the same handle, behind which the other process would find the old memory.
+Memory is allocated here and not by torch, because a handle stands for a whole allocation, and torch splits its allocations.
+It is reused, but never freed before the process ends: freeing what another process still maps is undefined, and the next
+allocation at the same address may get the same handle, with which the other process would find the old memory.
 
 A mark is a number that a stream writes when it has done all before, and that streams of other processes wait for. CUDA's
-interprocess events could do the same, but they need a file in /dev/shm, and a stream that waits for the event of a process that
-has died waits for ever: a number can be written by whoever is left.
+interprocess events could do the same. But they need a file in /dev/shm, and a stream that waits for the event of a process
+that has died waits forever. A number can be written by any process that is left.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from rankloom.base.errors import DeviceError
 
 UNIT = 2 << 20           # bytes: the driver packs smaller allocations together, and exports them together
 OUT_OF_MEMORY = 2        # the driver's code
-PEER_ACCESS = 1          # the only flag there is for opening a handle, and it must be given
+PEER_ACCESS = 1          # the only flag that the driver has for opening a handle; it is required
 Handle = ctypes.c_char * 64
 Address = ctypes.c_uint64
 
 
 class _Handle(ctypes.Structure):
-    """What stands for an allocation in other processes. The driver takes it by value."""
+    """Identifies an allocation to other processes. The driver takes it by value."""
 
     _fields_ = [("bytes", Handle)]
 
@@ -68,7 +68,7 @@ def _call(name: str, *args: Any) -> None:
 
 @cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The context that torch works in. Kept, as torch keeps it."""
+    """The context that torch uses. Never released, as in torch."""
     number, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(number), device)
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
@@ -89,7 +89,7 @@ def _on(device: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An allocation that other processes can map: where it is, how long, and what they open."""
+    """An allocation that other processes can map: its address and length, and the handle that they open."""
 
     device: int
     address: int
@@ -119,12 +119,12 @@ def take_block(device: int, nbytes: int) -> tuple[Block, bool]:
 
 
 def give_back(block: Block) -> None:
-    """Nobody in this process needs a block any more. Takes no lock: the garbage collector calls this at any moment."""
+    """Return a block that this process no longer needs. Takes no lock: the garbage collector may call this at any moment."""
     _idle[block.device].append(block)
 
 
 def open_block(device: int, handle: str) -> int:
-    """Where another process's block lies in this one. raises: DeviceError"""
+    """The address in this process of another process's block. raises: DeviceError"""
     with _lock:
         if (device, handle) not in _opened:
             address = Address()
@@ -138,12 +138,12 @@ def open_block(device: int, handle: str) -> int:
 
 
 def write_value(device: int, stream: int, address: int, value: int) -> None:
-    """Write 64 bits when the stream has done all before; what it wrote before is seen by whoever sees this."""
-    with _on(device):   # a stream knows its context, but the driver asks the thread, and one that is new to CUDA has none
+    """Write 64 bits when the stream has done all before. A reader that sees them also sees what it wrote before."""
+    with _on(device):   # a stream knows its context, but the driver uses that of the thread, and a thread that is new to CUDA has none
         _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
 def wait_value(device: int, stream: int, address: int, value: int) -> None:
-    """The stream goes on only when there is this value, or a greater one."""
+    """Make the stream wait until there is this value, or a greater one."""
     with _on(device):
         _call("cuStreamWaitValue64_v2", stream, address, value, 0)

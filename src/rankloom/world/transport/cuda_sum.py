@@ -1,6 +1,6 @@
 """Add up tensors on a GPU in one pass over memory: a Triton kernel, for three pieces or more.
 
-This file can be read without Triton, which comes with CUDA builds of torch only; the kernel cannot be run then.
+This file can be imported without Triton, which only CUDA builds of torch include; the kernel cannot be run then.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ tl: Any = import_module("triton.language") if HAS_TRITON else None
 constexpr: Any = tl.constexpr if HAS_TRITON else object
 jit: Callable[[Callable], Any] = import_module("triton").jit if HAS_TRITON else lambda kernel: kernel
 
-BLOCK = 2048   # elements for each program of 8 warps: a few wide loads of every piece are on their way at a time
+BLOCK = 2048   # elements for each program of 8 warps: a few wide loads of every piece are in flight at a time
 WARPS = 8
 
 

@@ -1,7 +1,7 @@
-"""A torch process group of ranks that share one device, and whose tensors lie in its memory.
+"""A torch process group of ranks that share one device, for tensors in its memory.
 
-What tensors a call has and what is wrong with them is seen as on the CPU (process_group.py); only the last step differs: calls
-go to rounds.py, messages to parcels.py. Both submit work to the device and return. `wait()` puts the caller's queue behind it.
+Arguments are read and checked as on the CPU (process_group.py); only the last step differs: collectives
+go to rounds.py, messages to parcels.py. Both submit work to the device and return. `wait()` makes the caller's queue wait for it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.rounds import GRAIN, Rounds
 from rankloom.world.transport.work import PendingMessage, Work, tell
 
-WATCH = 0.3   # seconds between two looks at whether all ranks still live
+WATCH = 0.3   # seconds between two checks whether all ranks still live
 
 
 class DeviceGroup(SharedMemoryGroup):
@@ -35,14 +35,14 @@ class DeviceGroup(SharedMemoryGroup):
     def __init__(self, host: SharedMemoryGroup, device: Device):
         super().__init__(host.get_group_store(), host.rank(), host.size(), host.channel, host._buffers)
         self._device, self._regions, self._flags = device, Regions(), Flags(host.channel, device)
-        self._turn = threading.Lock()   # one collective after the other
+        self._turn = threading.Lock()   # one collective at a time
         self._rounds: Rounds | None = None   # made by all ranks together, at their first collective
         self._parcels = Parcels(host.channel, device, self._flags)
-        weakref.finalize(self, device.finish)   # others wait for what this rank has submitted; also when Python ends
+        weakref.finalize(self, device.finish)   # also when Python ends: others wait for what this rank has submitted
         threading.Thread(target=_watch, args=(weakref.ref(self._flags),), name="rankloom-watch", daemon=True).start()
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of zeros that all ranks map: an all-reduce sums it where it lies. Every rank must ask alike.
+        """A tensor of zeros that all ranks map: an all-reduce sums it in place. Every rank must ask for the same.
 
         raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
         """
@@ -55,12 +55,12 @@ class DeviceGroup(SharedMemoryGroup):
         return mine[:nbytes].view(dtype).view(shape)
 
     def abort(self) -> None:
-        """End every wait of every rank with RankLost, and let the device go on."""
+        """End every wait of every rank with RankLost, and let the queues on the device go on."""
         super().abort()
         self._flags.release()
 
     def finish(self) -> None:
-        """Block until the device has done all that this rank has submitted."""
+        """Block until the device has done all work that this rank has submitted."""
         self._device.finish()
 
     def _start(self, call: Any, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
@@ -71,7 +71,7 @@ class DeviceGroup(SharedMemoryGroup):
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:   # unset
             timeout = self.channel.timeout
-        if call[0] == BARRIER:   # the one call for which the host waits
+        if call[0] == BARRIER:   # the only call for which the host waits
             with self._device.behind(self._device.caller()):
                 self._device.finish()
             return super()._start(call, opts, result)
@@ -105,7 +105,7 @@ class DeviceGroup(SharedMemoryGroup):
         work = DeviceWork(self._device, ending, result)
         if waits:
             work.wait()
-        else:   # nobody may ever wait
+        else:   # the caller may never wait
             self._device.keep(tensors)
         return work
 
@@ -124,40 +124,40 @@ class DeviceWork(Work):
         self._device, self._ending = device, ending
 
     def wait(self, timeout: Any = None) -> bool:
-        """What the caller submits from here on comes behind it. The host waits for nothing."""
+        """What the caller submits from here on runs after this work. The host does not wait."""
         self._ending.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has finished it."""
         return self._ending.is_done()
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is set: whoever takes its value comes behind the work."""
+        """A future that is already set: what uses its value runs after the work."""
         future = self._device.future()
         self._ending.settle(future, self._result)
         return future
 
 
 class Receiving(PendingMessage):
-    """A message that is received once it is waited for."""
+    """A message to receive. It is submitted to the device when it is waited for."""
 
     def __init__(self, group: DeviceGroup, x: Tensor, flat: Tensor, inside: Tensor, back: Finish | None):
         super().__init__(group.channel, group._herald, "recv", [x], [flat], [self._take])
         self.note = np.zeros(NOTE, np.uint8)
         self._parcels, self._device, self._inside, self._back = group._parcels, group._device, inside, back
-        self._place = group._device.caller()   # who asks for the message may be another than who waits for it, in another stream
+        self._place = group._device.caller()   # the thread that waits for the message may use another stream than the caller
         self._ending: Ending | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Block until the message was submitted; what the caller submits from here on comes behind its coming."""
+        """Block until the message was submitted; what the caller submits from here on runs after its arrival."""
         super().wait(timeout)
         if self._ending:
             self._ending.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has finished it."""
         return super().is_completed() and (self._ending is None or self._ending.is_done())
 
     def get_future(self) -> torch.futures.Future:
@@ -168,7 +168,7 @@ class Receiving(PendingMessage):
 
     def _take(self) -> None:
         self._ending = self._parcels.take(self.note, self._inside, self._source, self._place, self._back)
-        self._device.keep([*listed_tensors([self._result, self._keep])])   # nobody may ever wait
+        self._device.keep([*listed_tensors([self._result, self._keep])])   # the caller may never wait
 
 
 def _end_region(regions: Regions, number: int, device: Device, handle: str) -> None:
@@ -177,7 +177,7 @@ def _end_region(regions: Regions, number: int, device: Device, handle: str) -> N
 
 
 def listed_tensors(value: object) -> Iterator[Tensor]:
-    """All tensors in lists in lists."""
+    """All tensors in nested lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -186,7 +186,7 @@ def listed_tensors(value: object) -> Iterator[Tensor]:
 
 
 def _watch(flags: "weakref.ref[Flags]") -> None:
-    """Set the device free when a rank is lost: its host may be blocked where nobody looks after the others."""
+    """Release the device when a rank is lost: this rank's host may be blocked in a place that does not check the others."""
     while (watched := flags()) is not None and not watched.release_lost():
         del watched
         time.sleep(WATCH)

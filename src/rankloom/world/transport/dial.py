@@ -1,4 +1,4 @@
-"""Ranks of a group connect over TCP, each with each. Whoever cannot show the word that a rank left in the store is turned away."""
+"""Connect the ranks of a group over TCP, each with each. Callers must send a secret word, which the called rank left in the store."""
 
 import hmac
 import json
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from rankloom.base.errors import RankLost
 from rankloom.world.transport.meet import wait_for
 
-HELLO = struct.Struct("<32si")   # the word of the rank that is called, and who calls
-HELLO_SECONDS = 5.0              # in which a caller must say it
+HELLO = struct.Struct("<32si")   # the secret word of the called rank, and the number of the caller
+HELLO_SECONDS = 5.0              # for a caller to send it
 
 
 def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: float) -> dict[int, socket.socket]:
-    """A connection to every other rank of the group, by rank. Each calls those before it.
+    """A connection to every other rank of the group, by rank. Each rank calls those with lower numbers.
 
     address: where the others reach this rank
-    raises:  RankLost that names whom this rank could not reach, or who did not come within `timeout` seconds
+    raises:  RankLost with the rank that this one could not reach, or those that did not come within `timeout` seconds
     """
     deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -49,7 +49,7 @@ def _call(entry: tuple[str, int, str], other: int, rank: int, deadline: float) -
 
 
 def _answer(listener: socket.socket, word: str, rank: int, missing: list[int], deadline: float) -> dict[int, socket.socket]:
-    """The next caller, if it is one of those that are missing."""
+    """Accept the next caller. Returns its connection if it is one of the missing ranks."""
     listener.settimeout(max(deadline - time.monotonic(), 0.001))
     try:
         line = listener.accept()[0]
@@ -59,7 +59,7 @@ def _answer(listener: socket.socket, word: str, rank: int, missing: list[int], d
     line.settimeout(HELLO_SECONDS)
     try:
         said, other = HELLO.unpack(_read(line, HELLO.size))
-    except OSError:   # not one of us: a rank says its word at once
+    except OSError:   # not a rank of ours: it would send its word at once
         line.close()
         return {}
     if other in missing and hmac.compare_digest(said, word.encode()):

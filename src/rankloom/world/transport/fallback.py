@@ -1,16 +1,16 @@
-"""What _shared.c does, in numpy: for where it could not be built, and to read. Collectives between ranks that map the same memory.
+"""The same as _shared.c in numpy, for hosts where that could not be built, and to read: collectives of ranks that map the same memory.
 
-One segment of memory for each group, the same bytes in every rank's address space. fallback_peers.py lists what lies in
-it, and says how ranks wait for each other; fallback_messages.py is about messages between two. call.py says what a call is,
-turns.py whose turn it is.
+Each group has one segment of memory, the same bytes in every rank's address space. fallback_peers.py lists its contents,
+and has how ranks wait for each other; fallback_messages.py has messages between two ranks. call.py defines a call,
+and turns.py runs calls in order.
 
-A collective is a row of windows. In each, every rank copies a piece of its input into its slot, all meet, and every rank
-takes what is for it out of the slots of all; where values are reduced, it combines them in rank order, so that all end
-with the same bits. There are two slots, used in turns: whoever writes one again has met all others since they read it,
-so one meeting for each window is enough. At the first meeting each also reads what call the others make and how long
+A collective is a sequence of windows. In each, every rank copies a piece of its input into its slot, all meet, and every rank
+copies what is for it from the slots of all; where values are reduced, it combines them in rank order, so that all end
+with the same bits. There are two slots, used in turns: a rank that writes one again has met all others since they read it,
+so one meeting for each window is enough. At the first meeting each rank also reads which call the others make and how long
 their parts are: all ranks find the same fault, or none.
 
-The C kernel saves what can be saved: it reads inputs that lie in shared regions where they are, shares the work of a
+The C kernel does more to save time: it reads inputs in shared regions in place, divides the work of a
 large all-reduce, and sleeps until it is woken. Here everything is staged and every rank adds up everything.
 """
 
@@ -51,18 +51,18 @@ from rankloom.world.transport.fallback_peers import segment_size as segment_size
 from rankloom.world.transport.turns import Turns
 
 DTYPES = (np.float32, np.float64, np.float16, np.uint16, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
-BF16 = 3    # numpy does not know it, so its bits are handled as uint16
-LANE = 64   # bytes: where the lanes of a slot begin
+BF16 = 3    # bf16: numpy does not have it, so its bits are handled as uint16
+LANE = 64   # bytes: lanes of a slot begin at multiples of it
 
 
 class Windows:
-    """The collectives of one rank, each a row of windows. window: bytes of a slot that are used"""
+    """The collectives of one rank, each a sequence of windows. window: bytes of a slot that are used"""
 
     def __init__(self, peers: Peers, window: int):
         self._peers, self._window = peers, window
 
     def perform(self, call: Call) -> int:
-        """Make one call. Returns why it failed, or FINE."""
+        """Run one call. Returns why it failed, or FINE."""
         with self._peers.breaking_when_interrupted():
             return self._perform(call)
 
@@ -89,11 +89,11 @@ class Windows:
         """Tell the others what this rank is about to do, for the next meeting."""
         memory, rank, p = self._peers.memory, self._peers.rank, self._peers.ranks
         memory.said[turn, rank] = *call.said, max((x.size for x in call.inputs), default=0)
-        lengths = call.lengths(p) or [-1] * 2 * p   # none: all are as the call says
+        lengths = call.lengths(p) or [-1] * 2 * p   # none: lengths are as the call says
         memory.sends[turn, rank], memory.wants[turn, rank] = lengths[:p], lengths[p:]
 
     def _compare(self, turn: int) -> int:
-        """Do all make the same call, and does each send what its receivers expect? Every rank looks at all, so all find the same."""
+        """Check that all make the same call, and that each sends what its receivers expect. Every rank checks all, so all find the same."""
         memory = self._peers.memory
         said, wants = memory.said[turn], memory.wants[turn]
         columns = 4 if said[0, 0] in OWN_LENGTHS else 5
@@ -110,7 +110,7 @@ class Windows:
             slot[number * lane:number * lane + piece.size] = piece
 
     def _take(self, call: Call, turn: int, window: slice, begin: int) -> None:
-        """What is for this rank begins at byte `begin` of each slot."""
+        """Copy what is for this rank, which begins at byte `begin` of each slot."""
         slots, reduces = self._peers.memory.slots[turn], call.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
         targets = [out[window] for out in call.outputs]
         if reduces and targets:
@@ -154,7 +154,7 @@ def _widen(number: int, piece: np.ndarray) -> np.ndarray:
 
 
 def _narrow(number: int, x: np.ndarray) -> np.ndarray:
-    if number == BF16:   # to nearest, ties to even; NaN stays one
+    if number == BF16:   # round to nearest, ties to even; NaN stays NaN
         bits = x.view(np.uint32)
         return np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return x.astype(DTYPES[number], copy=False)
@@ -167,9 +167,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def unless_forked(otherwise: int | None, *, waits: bool = False) -> Callable[[Method], Method]:
-    """A method of a link that does nothing in a forked child, and returns `otherwise` there.
+    """Decorate a method of a link: in a forked child it does nothing, and returns `otherwise`.
 
-    waits: for other ranks; so when it ends in an exception, their waits end too
+    waits: it waits for other ranks; so if it ends in an exception, their waits end too
     """
     def guard(method: Method) -> Method:
         @wraps(method)
@@ -185,26 +185,26 @@ def unless_forked(otherwise: int | None, *, waits: bool = False) -> Callable[[Me
 
 
 class Link:
-    """One rank's end of a group in shared memory, with the methods of _shared.Link. Reasons (`why`) are numbers; 0: none."""
+    """One rank's end of a group in shared memory, with the methods of _shared.Link. `why`: a reason from codes.py, 0 for none."""
 
     def __init__(self, address: int, rank: int, ranks: int, spin_us: int, yields: int, window: int):
         self._peers = Peers(address, rank, ranks, max(spin_us, yields))
         self._turns: Turns[Call] = Turns(Windows(self._peers, min(window, SLOT)).perform)
         self._post = Post(self._peers)
 
-    @unless_forked(FORKED, waits=True)   # also while it waits for its turn: nobody may make it later
+    @unless_forked(FORKED, waits=True)   # also while it waits for its turn: if interrupted, it is never run
     def run(self, *call: Any) -> int:
-        """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
+        """Run a collective now: kind, number, op, root, source, target, lengths, timeout -> why."""
         return self._turns.run(self._read(*call))
 
     @unless_forked(0)
     def submit(self, *call: Any) -> int:
-        """A collective in its turn, in the background: the same -> ticket."""
+        """Queue a collective for the background: the same arguments -> ticket."""
         return self._turns.submit(self._read(*call))
 
     @unless_forked(FORKED, waits=True)
     def wait(self, ticket: int, seconds: float) -> int:
-        """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
+        """Wait until a ticket's collective has ended -> why. TIMED_OUT does not break the group: it may still end."""
         return self._turns.wait(ticket, seconds)
 
     def finished(self) -> int:
@@ -213,7 +213,7 @@ class Link:
 
     @unless_forked(-FORKED, waits=True)
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
-        """Send or receive, now -> from whom, or -why. peer -1: from anyone."""
+        """Send or receive now -> the other rank, or -why. peer -1: receive from any rank."""
         return self._post.message(sending, address, nbytes, peer, tag, timeout)
 
     def exchange(self, *both: Any) -> int:
@@ -223,7 +223,7 @@ class Link:
         try:
             sent = self.message(1, out, out_bytes, to, tag, timeout)
             got = self.settle(handle, timeout) if sent >= 0 else sent
-            if got == -TIMED_OUT:   # a receive in the background would go on
+            if got == -TIMED_OUT:   # otherwise the posted receive would go on
                 self.break_off(frm, TIMED_OUT)
         finally:
             self.drop(handle)
@@ -231,37 +231,37 @@ class Link:
 
     @unless_forked(0)
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
-        """Send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled."""
+        """Start to send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled."""
         return self._post.post(sending, address, nbytes, peer, tag)
 
     @unless_forked(-FORKED, waits=True)
     def settle(self, handle: int, seconds: float) -> int:
-        """Until a posted message has arrived -> from whom, or -why. -TIMED_OUT leaves the group whole."""
+        """Wait until a posted message is done -> the other rank, or -why. -TIMED_OUT does not break the group."""
         return self._post.settle(handle, seconds)
 
     def settled(self, handle: int) -> bool:
-        """Whether a posted message has arrived, or never will."""
+        """Whether a posted message is done, or never will be."""
         return self._post.posted[handle].done or self._peers.why() != FINE
 
     def drop(self, handle: int) -> None:
-        """Nobody will ask for it again; a message on its way goes on."""
+        """Forget a posted message; if it is in flight, it goes on."""
         self._post.posted.pop(handle, None)
 
     def add_region(self, region: int, address: int, stride: int) -> None:
-        """Memory that all ranks map. Here inputs are always staged, wherever they lie."""
+        """Add memory that all ranks map. Does nothing here: inputs are always staged, wherever they are."""
 
     def drop_region(self, region: int) -> bool:
-        """See `add_region`. Whether it is forgotten."""
+        """See `add_region`. Returns whether it is forgotten."""
         return True
 
     @unless_forked(None)
     def break_off(self, rank: int, why: int) -> None:
-        """End every wait of every rank."""
+        """Break the group: end every wait of every rank."""
         self._peers.break_group(rank, why)
 
     @unless_forked(None)
     def leave(self) -> None:
-        """No call will follow from this rank; whoever waits for it learns so. Ends its threads."""
+        """Make no more calls on this rank, and tell ranks that wait for it. Ends its threads."""
         if not self._peers.closing:
             self._peers.closing = True
             self._peers.memory.left[self._peers.rank] = 1
@@ -273,11 +273,11 @@ class Link:
             self.leave()
 
     def status(self) -> tuple[int, int, list[int], list[str]]:
-        """Why the group is broken, the rank to blame or -1, the meetings each rank came to, the state letter of its process."""
+        """Why the group is broken, the rank to blame or -1, how many meetings each rank came to, the state letter of its process."""
         return *self._peers.verdict(), self._peers.memory.arrived.tolist(), [self._peers.letter(r) for r in range(self._peers.ranks)]
 
     def calls(self) -> list[tuple[int, ...]]:
-        """What each rank said at its last meeting: kind, number, op, root, bytes."""
+        """The call of each rank at its last meeting: kind, number, op, root, bytes."""
         memory = self._peers.memory
         return [tuple(memory.said[met % 2, rank, :5].tolist()) for rank, met in enumerate(memory.arrived.tolist())]
 
@@ -285,4 +285,4 @@ class Link:
         source, target, lengths, timeout = where
         said = kind, number, op, root
         call = read_call(self._peers.rank, self._peers.ranks, said, source, target, lengths, timeout=timeout)
-        return call if isinstance(lengths, bytes) else replace(call, said=(*said, lengths))   # to be told of, as in C
+        return call if isinstance(lengths, bytes) else replace(call, said=(*said, lengths))   # so that others see the length, as in C

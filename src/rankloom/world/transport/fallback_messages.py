@@ -1,10 +1,10 @@
-"""Messages between two ranks when the kernel is in Python. Before this file, read fallback.py.
+"""Messages between two ranks when the kernel is in Python. Read fallback.py first.
 
-A message goes over a ring of bytes, one for each sender and receiver: an envelope (tag, length), then its bytes, as there
-is room. Messages of one sender come in order; of one tag, they are also received in order. What nobody has asked for
-stays on the ring, unless something behind it is waited for: then it is put aside, as an early one.
+A message goes over a ring buffer, one for each sender and receiver: an envelope (tag, length), then its bytes, as space
+becomes free. Messages of one sender arrive in order; those of one tag are also received in order. A message that nobody has asked
+for stays in the ring, unless one after it is waited for: then it is put aside, as an early one.
 
-Whoever waits for a message moves all messages of its rank as far as they go; a thread does so for posted ones.
+A thread that waits for a message moves all messages of its rank as far as possible; a background thread does so for posted ones.
 """
 
 import itertools
@@ -22,7 +22,7 @@ ENVELOPE = 16   # bytes: tag and length
 
 @dataclass(eq=False)
 class Message:
-    """One message as its sender or its receiver sees it. `peer` is ANYONE until something has come."""
+    """One message as its sender or its receiver sees it. `peer` is ANYONE until a message has come."""
 
     sending: bool
     bytes: np.ndarray
@@ -33,7 +33,7 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether all of it is on the ring, or off it."""
+        """Whether all of it is in the ring, or read from it."""
         return self.started and self.moved == self.bytes.size
 
 
@@ -44,15 +44,15 @@ class Post:
         self.peers = peers
         self.posted: dict[int, Message] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()                # for the three below
-        self._messages: list[Message] = []           # on their way, in the order of the calls
+        self._lock = threading.Lock()                # guards the three below
+        self._messages: list[Message] = []           # in flight, in the order of the calls
         self._early: list[Message] = []              # put aside before anyone asked for them
-        self._incoming: dict[int, Message] = {}      # what is being read off the ring of a rank
+        self._incoming: dict[int, Message] = {}      # the message that is being read from the ring of each rank
         self._news = threading.Event()
         self._carrier: threading.Thread | None = None
 
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
-        """Send or receive now. Returns from whom (or to whom), or -why."""
+        """Send or receive now. Returns the other rank, or -why."""
         m = self._add(sending, address, nbytes, peer, tag)
         try:
             return self._deliver(m, timeout, breaks=True)
@@ -63,7 +63,7 @@ class Post:
         """Send or receive in the background. Returns a handle; the memory must stay until it has settled."""
         handle = next(self._numbers)
         m = self.posted[handle] = self._add(sending, address, nbytes, peer, tag)
-        self._move()   # a small one leaves here and now
+        self._move()   # a small one is sent here and now
         with self._lock:
             if self._carrier is None and not self.peers.closing and not m.done:
                 self._carrier = threading.Thread(target=self._carry, name="rankloom-messages", daemon=True)
@@ -72,7 +72,7 @@ class Post:
         return handle
 
     def settle(self, handle: int, seconds: float) -> int:
-        """Until a posted message is done. Returns from whom, or -why. When time is up it goes on without this wait."""
+        """Wait until a posted message is done. Returns the other rank, or -why. After TIMED_OUT the message goes on."""
         return self._deliver(self.posted[handle], seconds, breaks=False)
 
     def end(self) -> None:
@@ -88,7 +88,7 @@ class Post:
         return m
 
     def _withdraw(self, m: Message) -> None:
-        """Nobody touches its memory from here on."""
+        """Forget a message: nothing touches its memory from here on."""
         with self._lock:
             self._messages = [other for other in self._messages if other is not m]
             self._incoming = {peer: other for peer, other in self._incoming.items() if other is not m}
@@ -103,7 +103,7 @@ class Post:
                 return [m.peer]
             gone = [self.peers.find_gone([r]) for r in range(self.peers.ranks) if r != self.peers.rank]
             dead = [who[0] for who in gone if who and who[1] == LOST]
-            return dead or ([who[0] for who in gone if who] if all(gone) else [])   # one that has left did not owe it
+            return dead or ([who[0] for who in gone if who] if all(gone) else [])   # a rank that has left was not going to send it
 
         why = self.peers.wait_until(done, needed, time.monotonic() + seconds, breaks=breaks)
         return -why if why else m.peer
@@ -120,7 +120,7 @@ class Post:
                 time.sleep(next(waits))
 
     def _move(self) -> bool:
-        """Move every message as far as it goes. Returns whether anything moved."""
+        """Move every message as far as possible. Returns whether anything moved."""
         with self._lock:
             if self.peers.why():
                 return False
@@ -137,10 +137,10 @@ class Post:
             return moved
 
     def _push(self, m: Message) -> bool:
-        """Put as much of it on the ring as there is room for."""
+        """Put as much of it in the ring as fits. Returns whether anything moved."""
         memory, way = self.peers.memory, (self.peers.rank, m.peer)
         ring, begin = memory.rings[way], int(memory.written[way])
-        free = begin + ring.size - (begin - int(memory.read[way]))   # where room ends
+        free = begin + ring.size - (begin - int(memory.read[way]))   # where the free space ends
         at = begin
         if not m.started and free - at >= ENVELOPE:
             at = _put(ring, at, np.array([m.tag, m.bytes.size]).view(np.uint8))
@@ -153,7 +153,7 @@ class Post:
         return at != begin
 
     def _pull(self, peer: int) -> bool:
-        """Read what has come from one rank, of one message: whoever waits must see it before the next is opened."""
+        """Read what has come from one rank, of one message at most: a wait must see it before the next one is opened."""
         memory, way = self.peers.memory, (peer, self.peers.rank)
         ring, begin, end = memory.rings[way], int(memory.read[way]), int(memory.written[way])
         at = begin
@@ -171,7 +171,7 @@ class Post:
         return at != begin
 
     def _addressee(self, peer: int, tag: int, nbytes: int) -> Message | None:
-        """Who takes the next message off a ring: a receive for its tag; else it is put aside if others wait behind it."""
+        """The receive that gets the next message of a ring, by its tag; else one put aside, if receives wait for later messages."""
         waiting = [m for m in self._messages if not m.sending and not m.started and m.peer in (peer, ANYONE)]
         for m in waiting:
             if m.tag == tag:
@@ -198,7 +198,7 @@ class Post:
 
 
 def _put(ring: np.ndarray, at: int, data: np.ndarray) -> int:
-    """Write bytes at a place that counts on and on; returns the place behind them."""
+    """Write bytes at a position that only grows; returns the position after them."""
     begin = at % ring.size
     first = min(data.size, ring.size - begin)
     ring[begin:begin + first] = data[:first]

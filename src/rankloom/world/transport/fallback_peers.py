@@ -1,13 +1,13 @@
-"""The memory that ranks share when the kernel is in Python, and how a rank waits for the others. fallback.py says what for.
+"""The memory that ranks share when the kernel is in Python, and how a rank waits for the others. Read fallback.py first.
 
 Every word has one writer, because Python has no atomic addition: in C all ranks add to one count of arrivals, here each
-counts its own, and whoever waits looks at all of them. And on x86 the stores of one processor are seen by the others in
-the order in which they were made, so whoever sees a count also sees the bytes that were written before it. Other
-processors do not promise that, and Python cannot ask them to: they need the C kernel.
+counts its own, and a rank that waits reads all of them. And on x86, other processors see the stores of one processor in
+the order in which they were made, so a rank that sees a count also sees the bytes that were written before it. Other
+processors do not guarantee that, and Python cannot request it: they need the C kernel.
 
-Waiting looks, and naps, and looks again: no time at all at first, later at most LONGEST_NAP. Now and then it looks whether
-those it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or called something else),
-every wait in every rank ends with the same reason. Python handles signals during naps; an exception breaks the group too.
+A wait is a loop of look and sleep: no sleep at all at first, later up to LONGEST_NAP. Now and then it checks whether
+the ranks it waits for still live. Once the group is broken (a rank died, left, timed out, aborted or made another call),
+every wait in every rank ends with the same reason. Python handles signals during sleeps; an exception breaks the group too.
 """
 
 import ctypes
@@ -29,33 +29,33 @@ SLOT = 1 << 20        # bytes of one staging slot
 RINGS = 1 << 20       # bytes of all rings of one sender
 PAGE = 4096
 LONGEST_NAP = 1e-3    # seconds
-CHECKUP = 0.05        # seconds between two looks at whether the others live
+CHECKUP = 0.05        # seconds between two checks whether the others live
 
 Part = tuple[Any, tuple[int, ...]]
 """Number type and shape."""
 
 
 def parts(p: int) -> dict[str, Part]:
-    """What lies in the segment of p ranks, each part on pages of its own. `turn` is the number of a meeting modulo 2."""
+    """The contents of the segment of p ranks, each part on pages of its own. `turn` is the number of a meeting modulo 2."""
     return {
-        "process": (np.int64, (p, 2)),            # process number of each rank, and when that process started
-        "arrived": (np.int64, (p,)),              # how many meetings it has come to
-        "left": (np.int64, (p,)),                 # whether it makes no call any more
+        "process": (np.int64, (p, 2)),            # process number of each rank, and start time of that process
+        "arrived": (np.int64, (p,)),              # how many meetings the rank has come to
+        "left": (np.int64, (p,)),                 # whether it has left the group
         "broken": (np.int64, (p, 2)),             # when it broke the group, and 16 * rank to blame + why
         "said": (np.int64, (2, p, 6)),            # [turn, rank] its call: kind, dtype, op, root, bytes; and its longest lane
-        "sends": (np.int64, (2, p, p)),           # [turn, from, to] bytes that it has for each
-        "wants": (np.int64, (2, p, p)),           # [turn, to, from] bytes that it expects of each; -1: takes nothing from there
+        "sends": (np.int64, (2, p, p)),           # [turn, from, to] bytes that `from` has for `to`
+        "wants": (np.int64, (2, p, p)),           # [turn, to, from] bytes that `to` expects from `from`; -1: takes nothing
         "slots": (np.uint8, (2, p, SLOT)),        # [turn, rank] staged input
-        "written": (np.int64, (p, p)),            # [from, to] bytes ever put on the ring
-        "read": (np.int64, (p, p)),               # [from, to] bytes ever taken off it
+        "written": (np.int64, (p, p)),            # [from, to] bytes put on the ring so far
+        "read": (np.int64, (p, p)),               # [from, to] bytes taken off it so far
         "rings": (np.uint8, (p, p, RINGS // p)),  # [from, to]
     }
 
 
 def segment_size(ranks: int) -> int:
-    """Bytes of shared memory that a group of so many ranks needs.
+    """Bytes of shared memory that a group of this many ranks needs.
 
-    raises: ConfigError on a processor whose stores may be seen in another order than they were made
+    raises: ConfigError on a processor whose stores may be seen in another order than they were made in
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise ConfigError(f"the transport in Python needs an x86-64 processor, this one is {platform.machine()}; install a C compiler, "
@@ -98,7 +98,7 @@ class Segment:
 
 
 class Peers:
-    """This rank among the others: who has come, who is gone, why the group broke."""
+    """The state of this rank and the others: which have come, which are gone, why the group broke."""
 
     def __init__(self, address: int, rank: int, ranks: int, spins: int):
         self.memory = Segment(address, ranks)
@@ -107,25 +107,25 @@ class Peers:
         self.closing = False
         self._pid = os.getpid()
         self.memory.process[rank, 1] = look_up(self._pid)[1]
-        self.memory.process[rank, 0] = self._pid   # last: a rank without a process number is one that is not here yet
+        self.memory.process[rank, 0] = self._pid   # written last: a rank without a process number has not come yet
 
     def is_forked(self) -> bool:
-        """Whether this process is a child of the rank's: it has its memory but not its threads, and is no rank."""
+        """Whether this process was forked from the rank's: it has the rank's memory but not its threads, and is not a rank."""
         return os.getpid() != self._pid
 
     def meet(self, deadline: float) -> int:
-        """All ranks come here, then all go on. Returns why they did not, or FINE."""
+        """Wait until all ranks have called this. Returns why they did not, or FINE."""
         self.meetings += 1
         meeting, arrived = self.meetings, self.memory.arrived
         arrived[self.rank] = meeting
-        # Those that have not come first. A rank that has come and is gone before all have, died in the middle of the call.
+        # First those that have not come. A rank that has come, and is gone before all have come, died in the middle of the call.
         return self.wait_until(lambda: arrived.min() >= meeting, lambda: np.argsort(arrived, kind="stable").tolist(), deadline)
 
     def wait_until(self, done: Callable[[], bool], needed: Callable[[], list[int]], deadline: float, *, breaks: bool = True) -> int:
-        """Nap until `done()`. Returns why it was not to be, or FINE.
+        """Sleep and check until `done()`. Returns why that will never be, or FINE.
 
-        needed: the ranks without which it cannot end, the most suspect first
-        breaks: whether the group is of no use when it is not done before the deadline
+        needed: the ranks that it waits for, the most suspect first
+        breaks: whether the group breaks if it is not done at the deadline
         """
         checkup = time.monotonic() + CHECKUP
         for nap in naps(self.spins):
@@ -136,7 +136,7 @@ class Peers:
             now = time.monotonic()
             if now > min(checkup, deadline):
                 gone, checkup = self.find_gone(needed()), now + CHECKUP
-                if gone and not done():   # what a rank did before it went counts
+                if gone and not done():   # what a rank did before it was gone counts
                     return self.break_group(*gone)
             if now > deadline:
                 return self.break_group((needed() or [self.rank])[0], TIMED_OUT) if breaks else TIMED_OUT
@@ -144,7 +144,7 @@ class Peers:
         raise AssertionError("naps never end")
 
     def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """The first of them that makes no call any more, and why."""
+        """The first of them that makes no more calls, and why (LEFT or LOST); None if there is none."""
         for rank in ranks:
             if self.memory.left[rank]:
                 return rank, LEFT
@@ -159,11 +159,11 @@ class Peers:
         return "X" if letter == "Z" or since != started else letter
 
     def letter(self, rank: int) -> str:
-        """The same, for others to read; "L" when the rank has left the group."""
+        """The same for status reports; "L" when the rank has left the group."""
         return "L" if self.memory.left[rank] else self.state(rank)
 
     def verdict(self) -> tuple[int, int]:
-        """Why the group is broken and who is to blame; (FINE, -1) while it is whole. Whoever broke it first is right."""
+        """Why the group is broken, and the rank to blame; (FINE, -1) while it is whole. The rank that broke it first decides."""
         said = [(when, what) for when, what in self.memory.broken.tolist() if when]
         blamed, why = divmod(min(said)[1], 16) if said else (-1, FINE)
         return why, blamed
@@ -176,12 +176,12 @@ class Peers:
         """End every wait of every rank. Returns the reason that counts: the first."""
         if not self.verdict()[0]:
             self.memory.broken[self.rank, 1] = 16 * blamed + why
-            self.memory.broken[self.rank, 0] = time.monotonic_ns()   # last: now the other word counts
+            self.memory.broken[self.rank, 0] = time.monotonic_ns()   # written last: it makes the other word valid
         return self.verdict()[0]
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:
-        """A call that ends in an exception, such as Ctrl-C, leaves the others waiting for its rest: end their waits."""
+        """If a call ends in an exception, such as Ctrl-C, the others would wait for the rest of it: end their waits."""
         try:
             yield
         except BaseException:
@@ -190,7 +190,7 @@ class Peers:
 
 
 def naps(spins: int) -> Iterator[float]:
-    """How many seconds to sleep between two looks: at first none, which only lets others run. Endless."""
+    """Seconds to sleep between two checks: at first 0, which only lets other threads run. Endless."""
     yield from itertools.repeat(0.0, spins)
     nap = 20e-6
     while True:
@@ -199,10 +199,10 @@ def naps(spins: int) -> Iterator[float]:
 
 
 def look_up(pid: int) -> tuple[str, int]:
-    """The state letter of a process and when it started, in ticks; ("X", 0) when there is none."""
+    """The state letter of a process and its start time, in ticks; ("X", 0) if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()   # the name before it may hold anything
+            fields = file.read().rpartition(b")")[2].split()   # the process name before it may contain anything
     except OSError:
         return "X", 0
     return fields[0].decode(), int(fields[19])

@@ -1,7 +1,7 @@
-"""torch's methods have two forms: lists of tensors with options, and one tensor each with root, operation and time-out.
+"""torch's methods have two forms of arguments: lists of tensors and options; or single tensors with root, operation and time-out.
 
-The first is what torch itself calls, and what process_group.py is written for. The second is turned into the first here: for
-each method a function with torch's own names of the arguments, which returns those of the first form.
+torch itself uses the first form, and process_group.py is written for it. This file converts the second to the first: for each
+method, a function with torch's own names of the arguments returns the arguments of the first form.
 """
 
 import datetime
@@ -83,7 +83,7 @@ def first_form(name: str, args: Form, named: dict[str, Any]) -> Form:
 
     raises: TypeError when they fit neither
     """
-    if args and isinstance(args[-1], OPTIONS) and not named:   # as torch calls it
+    if args and isinstance(args[-1], OPTIONS) and not named:   # the way torch calls it
         return args
     if "opts" in named:
         return (*args, *named.values()) if len(named) == 1 else SECOND[name](*args, **named)
@@ -92,7 +92,7 @@ def first_form(name: str, args: Form, named: dict[str, Any]) -> Form:
 
 
 def in_either_form(method: Method) -> Method:
-    """A method that is written for the first form, for both."""
+    """Make a method that is written for the first form accept both."""
     @wraps(method)
     def call(self: Any, *args: Any, **named: Any) -> Any:
         return method(self, *first_form(method.__name__, args, named))

@@ -1,6 +1,6 @@
-"""How much memory this process may still take: what the host has left, or its control groups (cgroups) allow, whichever is less.
+"""How much memory this process may still take: what the host has left, or what its control groups (cgroups) allow, whichever is less.
 
-Slurm, Docker and Kubernetes limit a job by cgroups. The kernel kills a process that touches more, without a word.
+Slurm, Docker and Kubernetes limit a job by cgroups. The kernel kills a process that exceeds the limit, without a message.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """What each cgroup with a limit, of this process and above, has left."""
+    """What each cgroup with a limit has left: those of this process and their parents."""
     for folder, files in _memory_cgroups(root):
-        with suppress(OSError, ValueError, KeyError):   # no such file: no limit can be set here; "max": none is
+        with suppress(OSError, ValueError, KeyError):   # no such file: no limit can be set here; "max": no limit is set
             limit, used = (int((folder / name).read_text()) for name in files[:2])
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            yield max(0, limit - used + int(stat[files[2]]))   # cached files that nobody has read lately are dropped when needed
+            yield max(0, limit - used + int(stat[files[2]]))   # cached files that were not read lately are dropped when needed
 
 
 def _memory_cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of this process's cgroups that count memory, from its own to the topmost one that is to be seen; and their files."""
+    """The folders of this process's cgroups that count memory, from its own to the topmost visible one; and the names of their files."""
     try:
         groups, mounts = ((root / "proc/self" / name).read_text().splitlines() for name in ("cgroup", "mountinfo"))
     except OSError:   # a kernel without cgroups
         return
-    paths = dict(line.split(":", 2)[1:] for line in groups)   # by the names of controllers; that of version 2 has none
+    paths = dict(line.split(":", 2)[1:] for line in groups)   # by the names of controllers; the cgroup of version 2 has none
     of_memory = next((path for names, path in paths.items() if "memory" in names.split(",")), None)
     for line in mounts:
         before, _, after = line.partition(" - ")

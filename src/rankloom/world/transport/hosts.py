@@ -1,7 +1,7 @@
-"""Groups whose ranks are on several hosts: the same channel as on one host, with another link below it.
+"""Groups whose ranks are on several hosts: the same channel as on one host, on another link.
 
-A link makes collectives and moves messages; here collectives go in two levels (levels.py), and messages over TCP
-(wire.py). It has the methods of the compiled one (_shared.c), so process_group.py and work.py know no difference.
+A link runs collectives and moves messages. Here collectives have two levels (levels.py), and messages go over TCP
+(wire.py). It has the methods of the compiled link (_shared.c), so process_group.py and work.py can use either.
 """
 
 import time
@@ -45,12 +45,12 @@ class HostsChannel(Channel):
         self.call(BARRIER)
 
     def gone(self) -> list[int]:
-        """See `Channel.gone`. What is known already: nobody is asked."""
+        """See `Channel.gone`. Returns what is known already, without asking the other ranks."""
         return self.link.gone()
 
 
 class HostsBuffers(Buffers):
-    """Memory that the ranks of each host map: what is summed inside a host is read where it lies."""
+    """Memory that the ranks of each host map: sums inside a host read it in place."""
 
     def __init__(self, channel: HostsChannel):
         super().__init__(channel)
@@ -71,12 +71,12 @@ class HostsBuffers(Buffers):
         return made
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """There is no memory that the ranks of several hosts map."""
+        """None: the ranks of several hosts cannot map the same memory."""
         return None
 
 
 class HostsLink:
-    """One rank's end of a group on several hosts, with the methods of _shared.Link. Reasons (`why`) are numbers; 0: none."""
+    """One rank's end of a group on several hosts, with the methods of _shared.Link. `why`: a reason from codes.py, 0 for none."""
 
     def __init__(self, store: dist.Store, neighbours: Neighbours, inside: Channel, timeout: float):
         self._rank, self._size, self._inside = neighbours.rank, len(neighbours.hosts), inside
@@ -88,16 +88,16 @@ class HostsLink:
         self._handles = count(1)
 
     def run(self, *call: Any) -> int:
-        """A collective, now: kind, number, op, root, source, target, lengths, timeout -> why."""
-        with self._wire.breaking_when_interrupted():   # also while it waits for its turn: nobody may make it later
+        """Run a collective now: kind, number, op, root, source, target, lengths, timeout -> why."""
+        with self._wire.breaking_when_interrupted():   # also while it waits for its turn: if interrupted, it is never run
             return self._wire.why() or self._turns.run(self._read(*call))
 
     def submit(self, *call: Any) -> int:
-        """A collective in its turn, in the background: the same -> ticket; 0 in a forked child."""
+        """Queue a collective for the background: the same arguments -> ticket; 0 in a forked child."""
         return 0 if self._wire.why() == FORKED else self._turns.submit(self._read(*call))
 
     def wait(self, ticket: int, seconds: float) -> int:
-        """Until a ticket's collective has ended -> why. TIMED_OUT leaves the group whole: it may still end."""
+        """Wait until a ticket's collective has ended -> why. TIMED_OUT does not break the group: it may still end."""
         with self._wire.breaking_when_interrupted():
             return FORKED if self._wire.why() == FORKED else self._turns.wait(ticket, seconds)
 
@@ -106,17 +106,17 @@ class HostsLink:
         return self._turns.finished
 
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
-        """Send or receive, now -> from whom, or -why. peer -1: from anyone."""
+        """Send or receive now -> the other rank, or -why. peer -1: receive from any rank."""
         m = self._begin(sending, address, nbytes, peer, tag)
         try:
             return self._until_done(m, timeout, breaks=True)
         finally:
             self._wire.drop([m])
 
-    exchange = fallback.Link.exchange   # made of the three below
+    exchange = fallback.Link.exchange   # uses the three methods below
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
-        """Send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled, or was dropped."""
+        """Start to send or receive -> handle; 0 in a forked child. The memory must stay until the message has settled, or was dropped."""
         if self._wire.why() == FORKED:
             return 0
         handle = next(self._handles)
@@ -124,24 +124,24 @@ class HostsLink:
         return handle
 
     def settle(self, handle: int, seconds: float) -> int:
-        """Until a posted message has arrived -> from whom, or -why. TIMED_OUT leaves the group whole."""
+        """Wait until a posted message is done -> the other rank, or -why. TIMED_OUT does not break the group."""
         return self._until_done(self._posted[handle], seconds, breaks=False)
 
     def settled(self, handle: int) -> bool:
-        """Whether a posted message has arrived, or never will."""
+        """Whether a posted message is done, or never will be."""
         return self._posted[handle].done or self._wire.why() != FINE
 
     def drop(self, handle: int) -> None:
-        """Nobody will ask for it again."""
+        """Forget a posted message, and do not touch its memory any more."""
         if handle in self._posted:
             self._wire.drop([self._posted.pop(handle)])
 
     def break_off(self, rank: int, why: int) -> None:
-        """End every wait of every rank."""
+        """Break the group: end every wait of every rank."""
         self._wire.break_group(rank, why)
 
     def leave(self) -> None:
-        """No call will follow from this rank; whoever waits for it learns so. Ends its threads."""
+        """Make no more calls on this rank, and tell ranks that wait for it. Ends its threads."""
         self._wire.leave()
         self._inside.close()
         self._turns.close()
@@ -163,7 +163,7 @@ class HostsLink:
         return why, blamed, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states
 
     def calls(self) -> list[tuple[int, ...] | None]:
-        """What each rank began when this one made its last call: kind, number, op, root, bytes; None of one that has not come to it."""
+        """The last call of each rank: kind, number, op, root, bytes; None if it has begun fewer calls than this rank."""
         told, now = self._wire.ask_around(), self._wire.last_call[0]
         return [tuple(told[rank][1:]) if rank in told and told[rank][0] >= now else None for rank in range(self._size)]
 

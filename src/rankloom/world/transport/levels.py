@@ -1,14 +1,14 @@
 """Collectives on two levels: in shared memory inside a host, over TCP between hosts.
 
-Where all hosts have equally many ranks, those with the same place on their hosts are a team, and each team carries its
-share between the hosts: all links are used at once. All-reduce: a rank gets its host's sum of one share (reduce-scatter
-inside), its team adds those up in the order of the hosts, and the shares go to all ranks of a host (all-gather inside). Where
+If all hosts have equally many ranks, those with the same place on their hosts form a team, and each team carries its
+share between the hosts: all links are used at once. All-reduce: each rank gets its host's sum of one share (reduce-scatter
+inside), its team adds these up in the order of the hosts, and all ranks of a host get all shares (all-gather inside). If
 hosts differ in size, their first ranks are the only team, and its share is the whole. Long tensors go in windows: while
-one is between the hosts, the next is inside.
+one window is between the hosts, the next is inside.
 
-The order of additions does not depend on sizes or chance, and all ranks end with the same bits. Floats of 16 bits are
-added in fp32, and rounded once, at the end. What is not reduced travels between two hosts once, straight to where it is wanted.
-hosts.py tells who calls this; wire.py carries what goes between hosts.
+The order of additions depends neither on sizes nor on timing, and all ranks end with the same bits. 16-bit floats are
+added in fp32, and rounded once, at the end. Data that is not reduced travels between two hosts once, directly to its destination.
+hosts.py uses this file; wire.py carries what goes between hosts.
 """
 
 import time
@@ -43,15 +43,15 @@ from rankloom.world.transport.operands import BYTES, lengths_table
 from rankloom.world.transport.wire import PART, Wire
 
 WINDOW = 2 << 20   # bytes of one share
-SMALL = 32 << 10   # bytes that are sent whole, in one step, where parts in two steps would be fewer bytes
-GRACE = 1.0        # seconds in which the reason for a break inside must come from those who know it
+SMALL = 32 << 10   # bytes up to which a tensor is sent whole, in one step; as parts in two steps it would be fewer bytes
+GRACE = 1.0        # seconds to wait for the reason of a break inside the host, from the ranks that know it
 NARROW = (torch.float16, torch.bfloat16)
 JOIN = (np.add, np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)   # by operation
 NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in DTYPES if dtype not in NARROW}
 
 
 class Broken(Exception):
-    """The group broke in the middle of a call."""
+    """The group broke during a call."""
 
     def __init__(self, why: int):
         super().__init__(why)
@@ -62,7 +62,7 @@ class Levels:
     """The collectives of one rank.
 
     nodes: the ranks of each host
-    link:  to the ranks of this host, in the order of its node; None when there is no other
+    link:  to the ranks of this host, in the order of its node; None if there is no other
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, wire: Wire, link: Any):
@@ -77,7 +77,7 @@ class Levels:
         self._under_way: list[Message] = []
 
     def perform(self, call: Call) -> int:
-        """Make one call. Returns why it failed, or FINE."""
+        """Run one call. Returns why it failed, or FINE."""
         self._deadline = time.monotonic() + call.timeout
         with self._wire.breaking_when_interrupted(), np.errstate(all="ignore"):
             try:
@@ -92,11 +92,12 @@ class Levels:
         return FINE
 
     def _begin(self, call: Call) -> np.ndarray:
-        """Compare with the other ranks of this host what they begin; the first of them tells the other hosts. A row for each."""
+        """Compare this call with those of the other ranks of this host; the first rank tells the other hosts. Returns a row for each."""
         self._check(self._wire.begin_call(call.said))
         mine = np.array([*call.said, *call.lengths(self._wire.size)])
         rows = np.empty((len(self.node), mine.size), np.int64)
-        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)   # as kinds differ
+        # Rows have other lengths only if kinds differ.
+        self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)
         if differs := [other for other, row in zip(self.node, rows) if tuple(row[:len(call.said)]) != call.said]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
         if self.place == 0:
@@ -104,7 +105,7 @@ class Levels:
         return rows
 
     def _end(self, call: Call, begun: np.ndarray) -> None:
-        """Here the ranks of all hosts have made the same call, and each had what the others expected of it: else nobody comes so far."""
+        """Check that all hosts have made the same call, and that each rank had what the others expected; if not, raise Broken on all."""
         self._settle()
         if self.place == 0:
             why, told = self._wire.hear_of_call(self._firsts(), self._deadline)
@@ -114,7 +115,7 @@ class Levels:
         self._inside(BARRIER, [EMPTY], [EMPTY])
 
     def _compare_lengths(self, told: Sequence[Any]) -> None:
-        """All first ranks look at all lengths, so all find the same fault, or none."""
+        """All first ranks of hosts check all lengths, so all find the same fault, or none."""
         p = self._wire.size
         others = [node for node in self.nodes if node is not self.node]
         lengths = np.empty((p, 2, p), np.int64)
@@ -127,13 +128,13 @@ class Levels:
     # ------------------------------------------------------------------ sums
 
     def all_reduce(self, call: Call) -> None:
-        """Everyone gets the sum."""
+        """All ranks get the sum."""
         x, out = call.inputs[0], call.outputs[0]
         step = WINDOW * (len(self.node) if self.is_even else 1)
         _in_turns(self._all_reduce(call, x[at:at + step], out[at:at + step]) for at in range(0, max(x.size, 1), step))
 
     def _all_reduce(self, call: Call, x: np.ndarray, out: np.ndarray) -> Iterator[None]:
-        """One window. Yields twice: then bytes travel between the hosts."""
+        """One window. Yields twice, while bytes travel between the hosts."""
         sums = self._sum_inside(call, self._shares(x, call.dtype.itemsize))
         shares = self._shares(out, call.dtype.itemsize)
         if self.team:
@@ -143,14 +144,14 @@ class Levels:
         self._inside(ALL_GATHER, [shares[self.place]], shares)
 
     def _sum_of_team(self, call: Call, sums: np.ndarray, out: np.ndarray, *, is_small: bool) -> Iterator[None]:
-        """Everyone in the team gets the sum of what they have. Yields twice."""
+        """All ranks of the team get the sum of what they have. Yields twice."""
         m = len(self.team)
-        whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two send as many bytes either way
+        whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two ranks send as many bytes either way
         parts = [sums] * m if whole else cut_in_units(sums, m)
         pieces, moving = self._receive_like(parts[self.here], self.team)
         moving += [self._send(other, part) for other, part in zip(self.team, parts)]
         yield
-        if whole:   # nothing will travel back, so one window more may be under way
+        if whole:   # nothing will travel back, so one more window may be in flight
             yield
         parts = [out] * m if whole else cut_in_units(out, m, call.dtype.itemsize)
         self._total(call, pieces, moving, parts[self.here])
@@ -175,7 +176,7 @@ class Levels:
         self._inside(GATHER, [mine], shares, root=self.node.index(call.root))
 
     def reduce_scatter(self, call: Call) -> None:
-        """Each rank gets the sum of its lane, from the ranks of each host that have summed it there."""
+        """Each rank gets the sum of its lane. On each host, one rank has added up that lane, and sends it."""
         for ranks in self._rounds():
             sums = self._sum_inside(call, [EMPTY if to is None else call.inputs[to] for to in ranks])
             if (to := ranks[self.place]) == self.rank:
@@ -185,7 +186,7 @@ class Levels:
         self._total(call, *lane, call.outputs[0])
 
     def _sum_inside(self, call: Call, lanes: Sequence[np.ndarray]) -> np.ndarray:
-        """The sum over this host of the lane at this rank's place; numbers, 16-bit floats as fp32."""
+        """The sum over this host of the lane at this rank's place; as numbers, 16-bit floats as fp32."""
         mine = lanes[self.place]
         if self._link is None:
             return self._widen(call, mine)
@@ -198,10 +199,10 @@ class Levels:
         return self._widen(call, total)
 
     def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None], out: np.ndarray) -> None:
-        """Write the sum of the pieces of all hosts, once they are here, to `out`, in the call's number type."""
+        """Write the sum of the pieces of all hosts, once they have arrived, to `out`, in the call's number type."""
         self._settle(moving)
         home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
-        # Else into one of the first two, but not this rank's own, which may be the input.
+        # Otherwise to one of the first two pieces, but not to this rank's own, which may be the input.
         total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.here == 0])
         if call.op == AVG:
             np.divide(total, self._wire.size, out=total)
@@ -218,10 +219,10 @@ class Levels:
         torch.from_numpy(wide).copy_(torch.from_numpy(x.view(np.int16)).view(call.dtype))
         return wide
 
-    # ------------------------------------------------------------------ what only moves
+    # ------------------------------------------------------------------ collectives that only copy
 
     def broadcast(self, call: Call) -> None:
-        """The root's host has it first; each share then travels in parts, one for each other host, which trade them."""
+        """The root's host gets it first. Each share then travels in parts, one to each other host, which exchange their parts."""
         x = call.inputs[0] if call.inputs else call.outputs[0]
         there = next(at for at, node in enumerate(self.nodes) if call.root in node)
         if there == self.here:
@@ -246,7 +247,7 @@ class Levels:
             self._inside(ALL_GATHER, [shares[self.place]], shares)
 
     def all_gather(self, call: Call) -> None:
-        """A lane travels to one rank of each other host, and from there inside it."""
+        """Each lane travels to one rank of each other host, and from there to the other ranks of that host."""
         x, lanes = call.inputs[0], call.outputs
         rounds = self._rounds()
         for node in self.nodes:
@@ -254,14 +255,14 @@ class Levels:
                 self._send(self._deputy(self.rank, node), x)
         coming = [self._receive(frm, lanes[frm]) for ranks in rounds[1:] if (frm := ranks[self.place]) is not None]
         for at, ranks in enumerate(rounds):
-            if at == 1:   # the first is of this host alone
+            if at == 1:   # the first round is for lanes of this host only
                 self._settle(coming)
             frm = ranks[self.place]
             mine = x if at == 0 else EMPTY if frm is None else lanes[frm]
             self._inside(ALL_GATHER, [mine], [EMPTY if frm is None else lanes[frm] for frm in ranks])
 
     def gather(self, call: Call) -> None:
-        """Every lane goes straight to the root."""
+        """Every lane goes directly to the root."""
         if call.root not in self.node:
             self._send(call.root, call.inputs[0])
             return
@@ -272,7 +273,7 @@ class Levels:
         self._inside(GATHER, call.inputs, lanes, root=self.node.index(call.root))
 
     def scatter(self, call: Call) -> None:
-        """Every lane comes straight from the root."""
+        """Every lane comes directly from the root."""
         if call.root not in self.node:
             self._receive(call.root, call.outputs[0])
             return
@@ -283,28 +284,28 @@ class Levels:
         self._inside(SCATTER, lanes, call.outputs, root=self.node.index(call.root))
 
     def all_to_all(self, call: Call) -> None:
-        """Every lane goes straight to its rank."""
+        """Every lane goes directly to its rank."""
         for other in self._elsewhere():
             self._receive(other, call.outputs[other])
             self._send(other, call.inputs[other])
         self._inside(ALL_TO_ALL, [call.inputs[to] for to in self.node], [call.outputs[frm] for frm in self.node])
 
     def barrier(self, call: Call) -> None:
-        """A call has begun on all ranks before it ends on any, and more is not asked for."""
+        """Nothing to do: `perform` makes sure that a call has begun on all ranks before it ends on any."""
 
     # ------------------------------------------------------------------ who carries what
 
     def _shares(self, x: np.ndarray, unit: int = 1) -> list[np.ndarray]:
-        """What of `x` the team of each place carries between the hosts."""
+        """The shares of `x` that the teams carry between the hosts, by place."""
         return cut_in_units(x, len(self.node), unit) if self.is_even else [x] + [EMPTY] * (len(self.node) - 1)
 
     def _deputy(self, rank: int, node: Sequence[int]) -> int:
-        """Who takes part in another host's name: the rank of `node` that carries the lane of `rank`."""
+        """The rank of `node` that carries the lane of `rank`."""
         home = next(home for home in self.nodes if rank in home)
         return node[home.index(rank) % len(node)]
 
     def _rounds(self) -> list[tuple[int | None, ...]]:
-        """Whose lanes the ranks of this host carry, a row for each turn; in the first, each carries its own."""
+        """Whose lanes the ranks of this host carry, a row for each round; in the first, each carries its own."""
         order = [self.node, *(node for node in self.nodes if node is not self.node)]
         carried = [[other for node in order for other in node if self._deputy(other, self.node) == me] for me in self.node]
         return list(zip_longest(*carried))
@@ -320,14 +321,14 @@ class Levels:
     # ------------------------------------------------------------------ between hosts, and inside
 
     def _send(self, to: int, x: np.ndarray) -> Message | None:
-        """Begin to send, in this call. None where `to` is this rank."""
+        """Start to send, as part of this call. None if `to` is this rank."""
         return self._note(self._wire.send(PART, to, self._wire.last_call[0], x.view(np.uint8).data)) if to != self.rank else None
 
     def _receive(self, frm: int, into: np.ndarray) -> Message | None:
         return self._note(self._wire.receive(PART, frm, self._wire.last_call[0], into.view(np.uint8).data)) if frm != self.rank else None
 
     def _receive_like(self, mine: np.ndarray, ranks: Sequence[int]) -> tuple[list[np.ndarray], list[Message | None]]:
-        """Begin to receive from each of `ranks` what is like `mine`: where to, with `mine` in its place, and the messages."""
+        """Start to receive an array like `mine` from each of `ranks`. Returns the arrays, with `mine` in its place, and the messages."""
         pieces = [mine if frm == self.rank else self._scratch.take(mine.nbytes).view(mine.dtype) for frm in ranks]
         return pieces, [self._receive(frm, piece) for frm, piece in zip(ranks, pieces)]
 
@@ -336,7 +337,7 @@ class Levels:
         return m
 
     def _settle(self, moving: Sequence[Message | None] | None = None) -> None:
-        """Wait until these messages are done, or all."""
+        """Wait until these messages are done, by default all."""
         self._check(self._wire.wait([m for m in (self._under_way if moving is None else moving) if m], self._deadline))
         self._under_way = [m for m in self._under_way if not m.done]
 
@@ -346,7 +347,7 @@ class Levels:
 
     def _inside(self, kind: int, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray], *, number: int = BYTES,
                 op: int = SUM, root: int = 0, wrong_length: int = WRONG_LENGTH) -> None:
-        """A collective of the ranks of this host. wrong_length: what it means when they have other lengths than expected"""
+        """A collective of the ranks of this host. wrong_length: the reason to report if their lengths do not fit"""
         if self._link is None:
             if inputs[0] is not outputs[0]:
                 outputs[0][:] = inputs[0]
@@ -361,9 +362,9 @@ class Levels:
             raise Broken(self._why_inside(wrong_length if why == WRONG_LENGTH else why))
 
     def _why_inside(self, why: int) -> int:
-        """Tell the other hosts why the ranks of this one cannot go on, unless they know already."""
+        """Tell the other hosts why the ranks of this host cannot go on, unless they know already."""
         blamed = self._link.status()[1]
-        if why == ABORTED:   # most likely by a rank of this host that has heard it from another
+        if why == ABORTED:   # most likely by a rank of this host that has heard it from another host
             self._wire.await_verdict(GRACE)
         return self._wire.break_group(self.node[blamed] if 0 <= blamed < len(self.node) else self.rank, why)
 
@@ -375,13 +376,13 @@ MAKE: dict[int, Callable[[Levels, Call], None]] = {
 
 
 def _join(op: int, pieces: Sequence[np.ndarray], into: np.ndarray | None = None) -> np.ndarray:
-    """pieces[0] op pieces[1] op ..., in this order. `into`: where to, or None; one of the first two, or else none of them"""
+    """pieces[0] op pieces[1] op ..., in this order. into: where to write it, maybe one of the first two pieces; by default the first"""
     into = pieces[0] if into is None else into
     return reduce(lambda a, b: JOIN[op](a, b, out=into), pieces)
 
 
 def _in_turns(works: Iterable[Iterator[None]]) -> None:
-    """Begin one work after the other, and each time bring those under way one step further."""
+    """Start one work after the other, and each time move all works in flight one step further."""
     waiting, under_way = iter(works), []
     while True:
         if work := next(waiting, None):

@@ -1,8 +1,8 @@
-"""One TCP connection between two ranks, and who gets what comes over it.
+"""One TCP connection between two ranks, and which receive gets each of its messages.
 
-A message is a head (kind, tag, length) and its bytes. Messages of one sender arrive in order; a receive gets the first of
-its kind and tag that nobody else has asked for. What nobody has asked for yet is put aside.
-Nothing here waits, or guards against other threads: wire.py does.
+A message is a header (kind, tag, length) and its bytes. Messages of one sender arrive in order; a receive gets the first of
+its kind and tag that no other receive has. A message that nobody has asked for yet is put aside.
+Nothing here waits, or locks against other threads: wire.py does.
 """
 
 import os
@@ -18,41 +18,41 @@ import numpy as np
 
 from rankloom.world.transport.codes import ANYONE
 
-AT_ONCE = 8                    # messages that are sent with one call of the system
+AT_ONCE = 8                    # messages that are sent with one system call
 HEAD = struct.Struct("<qqq")   # kind, tag, bytes
 
 
 @dataclass(eq=False, slots=True)
 class Message:
-    """One message as its sender or its receiver sees it. `peer` is ANYONE until something has come."""
+    """One message as its sender or its receiver sees it. `peer` is ANYONE until a message has come."""
 
     kind: int
     peer: int
     tag: int
     data: memoryview
-    moved: int = 0                   # the sender counts the head too
+    moved: int = 0                   # the sender also counts the header
     done: bool = False
-    heir: "Message | None" = None    # who has asked for what was put aside
+    heir: "Message | None" = None    # the receive that gets this message, if it was put aside
 
     def matches(self, kind: int, peer: int, tag: int) -> bool:
-        """Whether this receive takes such a message, or this message is for such a receive."""
+        """Whether this receive takes such a message, or this message fits such a receive."""
         return self.kind == kind and self.tag == tag and (self.peer == peer or ANYONE in (self.peer, peer))
 
     def to_send(self) -> list[bytes | memoryview]:
-        """What its sender has not sent yet."""
+        """The parts that its sender has not sent yet."""
         if self.moved < HEAD.size:
             return [HEAD.pack(self.kind, self.tag, self.data.nbytes)[self.moved:], self.data]
         return [self.data[self.moved - HEAD.size:]]
 
     def advance(self, count: int) -> int:
-        """So many bytes are sent, of this message and those behind it. Returns how many of this one."""
+        """Count bytes as sent, for this message and those after it. Returns how many were of this one."""
         sent = min(count, HEAD.size + self.data.nbytes - self.moved)
         self.moved += sent
         self.done = self.moved == HEAD.size + self.data.nbytes
         return sent
 
     def let_go(self) -> None:
-        """Touch its memory no more. What is on its way goes on: sent as it is now, or received where nobody reads it."""
+        """Do not touch its memory any more. A message in flight goes on with a copy: sent as it is now, or received and ignored."""
         self.data = memoryview(bytearray(self.data))
 
 
@@ -63,12 +63,12 @@ class Line:
         self.peer, self.sock = peer, sock
         self.outbox: deque[Message] = deque()
         self.incoming: Message | None = None
-        self.gone = 0          # why nothing will come any more; 0: it may
-        self.is_full = False   # no room to send more now
+        self.gone = 0          # why nothing will come any more; 0: more may come
+        self.is_full = False   # the socket takes no more for now
         self._head, self._got = bytearray(HEAD.size), 0
 
     def push(self) -> None:
-        """Send as much as goes, several messages at a time. raises: OSError when the connection is broken"""
+        """Send as much as possible, several messages at a time. raises: OSError when the connection is broken"""
         self.is_full = False
         while self.outbox:
             pieces = [piece for m in islice(self.outbox, AT_ONCE) for piece in m.to_send()]
@@ -83,9 +83,9 @@ class Line:
                     self.outbox.popleft()
 
     def pull(self, open_message: Callable[[int, int, int], Message]) -> Message | None:
-        """Read once more. Returns a message when it is whole.
+        """Read once. Returns a message when it is complete.
 
-        open_message: where to read a message of this kind, tag and length
+        open_message: returns the message to read into, for a kind, tag and length
         raises:       BlockingIOError when there is no more now, OSError when the connection has ended
         """
         if self.incoming is None:
@@ -112,9 +112,9 @@ class Line:
 class Mailbox:
     """The receives that wait, and the messages that were put aside, both in order.
 
-    awaited: the receives whose message is not whole yet, also where it is on its way
-    unasked: bytes put aside for which nobody has asked
-    waiting: how many calls of this rank wait for anything at all
+    awaited: the receives whose message is not complete yet, even if it is in flight
+    unasked: the number of bytes put aside for which nobody has asked
+    waiting: the number of calls of this rank that wait for anything
     """
 
     def __init__(self) -> None:
@@ -124,11 +124,11 @@ class Mailbox:
         self.unasked = self.waiting = 0
 
     def is_full(self, limit: int) -> bool:
-        """Whether enough was put aside, and this rank can do without what comes next."""
+        """Whether more than `limit` bytes are put aside, and this rank waits for nothing."""
         return self.unasked > limit and not self.awaited and not self.waiting
 
     def ask(self, m: Message) -> Message | None:
-        """A new receive. The message that was put aside for it, if there is one: then they belong together."""
+        """Add a receive. Returns the message that was put aside for it, if there is one, and links the two."""
         self.awaited.add(m)
         for early in self.aside:
             if early.heir is None and early.matches(m.kind, m.peer, m.tag):
@@ -139,7 +139,7 @@ class Mailbox:
         return None
 
     def open(self, kind: int, peer: int, tag: int, nbytes: int) -> Message | None:
-        """Where to read a message that begins now: into the receive that waits for it, else aside. None: it does not fit there."""
+        """The message to read into when one begins: the receive that waits for it, else one put aside. None: the length does not fit."""
         for m in self.receives:
             if m.matches(kind, peer, tag):
                 self.receives.remove(m)
@@ -150,7 +150,7 @@ class Mailbox:
         return self.aside[-1]
 
     def hand_over(self, early: Message) -> bool:
-        """Give what was put aside to its heir, once it is whole and has one. False: it does not fit there."""
+        """Copy a message that was put aside to its receive, if it is complete and has one. False: the length does not fit."""
         heir = early.heir
         if heir is None or not early.done:
             return True
@@ -163,33 +163,33 @@ class Mailbox:
         return True
 
     def forget(self, m: Message) -> None:
-        """This receive waits no more."""
+        """Remove a receive."""
         self.awaited.discard(m)
         self.receives = [other for other in self.receives if other is not m]
 
 
 class Watch:
-    """Tells which connections have something to read, or room to write; and can be woken."""
+    """Tells which connections can be read or written; its wait can be ended from another thread."""
 
     def __init__(self, lines: Iterable[Line]):
         self._poll, self._bell, self._is_open = select.epoll(), os.eventfd(0), True
         self._lines = {line.sock.fileno(): line for line in lines}
         self._looks_for = dict.fromkeys(self._lines, select.EPOLLIN)
-        self.unread: set[Line] = set()   # those of which nothing is read for now
+        self.unread: set[Line] = set()   # connections that are not read for now
         for file in (*self._lines, self._bell):
             self._poll.register(file, select.EPOLLIN)
 
     def wait(self) -> Iterator[tuple[Line, bool]]:
-        """Block until something is to be done: which lines can go on, and whether there is something to read."""
+        """Block until something can be done. Yields the connections that can go on, and whether there is something to read."""
         for file, events in self._poll.poll():
             if file != self._bell:
                 yield self._lines[file], bool(events & ~select.EPOLLOUT)
 
     def look_for(self, line: Line, *, reading: bool, writing: bool) -> None:
-        """What to wait for on a line; for neither, when it is gone, not even for its end."""
+        """Set what to wait for on a connection. If it is gone, and nothing is left to send, do not even wait for its end."""
         (self.unread.discard if reading or line.gone else self.unread.add)(line)
         file, events = line.sock.fileno(), select.EPOLLIN * reading | select.EPOLLOUT * writing
-        if self._looks_for.get(file, events) == events:   # as it is, or no more at all
+        if self._looks_for.get(file, events) == events:   # unchanged, or no longer registered
             return
         if line.gone and not events:
             del self._looks_for[file]
@@ -203,7 +203,7 @@ class Watch:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give back what it has opened, not the lines. Closing again does nothing: the numbers may be those of other files by then."""
+        """Close what this object has opened, not the connections. Later calls do nothing: other files may have the same numbers by then."""
         self.unread.clear()
         self._poll.close()
         was_open, self._is_open = self._is_open, False
@@ -216,16 +216,16 @@ class Roll:
 
     def __init__(self) -> None:
         self.mine = [0] * 6
-        self.told: dict[int, list[int]] = {}   # what others are doing, as they said when asked
+        self.told: dict[int, list[int]] = {}   # what other ranks are doing, as they answered when asked
         self._begun: dict[int, deque[list[int]]] = {}   # what others have told of calls that this rank has not ended
 
     def begin(self, call: Sequence[int]) -> int | None:
-        """This rank begins its next call. Who has begun another one under the same number, if anybody has."""
+        """Begin this rank's next call. Returns a rank that has begun another call under the same number, or None."""
         self.mine = [self.mine[0] + 1, *call]
         return next((peer for peer in self._begun if (words := self.begun_by(peer)) and not self._fits(words)), None)
 
     def hear(self, peer: int, words: list[int]) -> bool:
-        """Another rank has begun a call, and tells of it. Returns whether that may be right."""
+        """Note the call that another rank has begun. Returns whether it agrees with this rank's, if that has the same number."""
         self._begun.setdefault(peer, deque()).append(words)
         return self._fits(words)
 

@@ -1,7 +1,7 @@
-"""Ranks meet: those that are here now, and not those that were here before; who shares a host; and one piece of memory there.
+"""How ranks meet: find those of this start, not of an earlier one; find which share a host; create one piece of memory on each host.
 
-The memory is a memfd: it has no name, so nobody can stumble over it and nothing is left when the last process ends,
-however it ends. The others open it through /proc/<pid>/fd, which the kernel grants to the same user only. Once all have
+The memory is a memfd: it has no name, so no other program can find it by accident, and nothing is left when the last process ends,
+however it ends. The others open it through /proc/<pid>/fd, which the kernel allows to the same user only. Once all have
 mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
 """
 
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport.free_memory import available_memory
 
-NAP = 0.01   # seconds between two looks at who has come
+NAP = 0.01   # seconds between two checks of which ranks have come
 PAGE = mmap.PAGESIZE
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # a rank that cut it short would kill all who touch it
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # if one rank truncated it, all that touch it would be killed
 
 
 @cache
 def this_host() -> str:
-    """What processes must have in common to share memory: the running kernel, and how they see processes and addresses."""
+    """What processes must have in common to share memory: the running kernel, its PID and network namespaces, and the user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net"), f"user {os.getuid()}"])
@@ -39,7 +39,7 @@ def this_host() -> str:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Who is where: the host of every rank of a group, in rank order."""
+    """The host of every rank of a group, in rank order."""
 
     hosts: tuple[str, ...]
     rank: int
@@ -55,7 +55,7 @@ class Neighbours:
 
 
 def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, host: str | None = None) -> Neighbours:
-    """Tell the others where this rank is, and hear where they are.
+    """Tell the others where this rank is, and read where they are.
 
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
@@ -63,7 +63,7 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
 
 
 def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float, mine: str) -> list[str]:
-    """Tell the others `mine`, and hear what each of them tells, in rank order.
+    """Tell the others `mine`. Returns what each of them tells, in rank order.
 
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
@@ -74,10 +74,10 @@ def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float,
 
 
 def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """A part of `store` that only those use who are the ranks now; it may hold what others wrote, before a restart or for another group.
+    """A part of `store` for the ranks of this start only. The store may hold what others wrote, before a restart or for another group.
 
-    How often each was started they cannot compare: torchrun counts for each node alone. So each leaves a word that is new, and
-    rank 0 answers every word it finds with the name of the part, until all have come there.
+    Ranks cannot compare how often they were started: torchrun counts for each node alone. So each writes a new random word, and
+    rank 0 answers every word that it finds with the name of the part, until all ranks have come there.
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
     if rank == 0:
@@ -104,7 +104,7 @@ def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
 
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:
-    """Wait until every key is set; `keys` tells which rank sets it."""
+    """Wait until every key is set; `keys` tells which rank sets each."""
     try:
         store.wait(list(keys), datetime.timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
@@ -117,15 +117,15 @@ def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
 
 
 def _read(store: dist.Store, key: str) -> str | None:
-    """What a key holds, if it is set."""
+    """The value of a key, or None if it is not set."""
     try:
         return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, dist.DistError):   # the store went with its host
+    except (RuntimeError, dist.DistError):   # the store has ended, with its host
         return None
 
 
 def create_memory(nbytes: int) -> int:
-    """A descriptor of new memory, filled with zeros as it is touched.
+    """A descriptor of new memory, which is zero, and allocated when it is touched.
 
     raises: MemoryError when that much is not free: touching it later would kill the process
     """
@@ -158,25 +158,25 @@ def open_memory(pid: int, descriptor: int, nbytes: int) -> int:
 
 
 class Mapping(mmap.mmap):
-    """Shared memory in this process; `address` is where. Unmapped when nothing refers to it any more."""
+    """Shared memory that is mapped in this process. Unmapped when nothing refers to it any more."""
 
     @property
     def address(self) -> int:
-        """Where its first byte lies in this process."""
+        """The address of its first byte in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
 def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, str]:
-    """Map the same new memory in all ranks of `neighbours`; the first of them creates it, and says which kernel all use.
+    """Map the same new memory in all ranks of `neighbours`. The first of them creates it, and chooses the kernel that all use.
 
-    kernels: those that this process has; the first of the leader's is taken
-    raises:  ConfigError where this process lacks it, MemoryError where there is too little; RankLost, also on all others then
+    kernels: the kernels of this process, by name; the first one of the first rank is used
+    raises:  ConfigError if this process lacks that kernel, MemoryError if memory is short; if either happens, RankLost on all others
     """
     leader = neighbours[0]
     try:
         mapping, descriptor, kernel = (_create if rank == leader else _join)(store, neighbours, rank, kernels, timeout)
-    except Exception as error:   # not hidden: it is told to those who wait
-        with contextlib.suppress(RuntimeError, dist.DistError):   # the store is gone: then the others learn that from it
+    except Exception as error:   # not hidden: the ranks that wait are told
+        with contextlib.suppress(RuntimeError, dist.DistError):   # if the store is gone, the others notice that themselves
             for what in ("memory", "mapped"):
                 store.set(f"{what}/{rank}", json.dumps(str(error)))
         raise
@@ -184,7 +184,7 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernel
     try:
         _hear(store, "mapped", neighbours, rank, timeout)
     finally:
-        os.close(descriptor)   # nobody needs it any more
+        os.close(descriptor)   # not needed any more
     return mapping, kernel
 
 
@@ -217,7 +217,7 @@ def _map(descriptor: int, nbytes: int) -> Mapping:
 
 
 def _hear(store: dist.Store, what: str, ranks: Sequence[int], rank: int, timeout: float) -> list[Any]:
-    """What others have told. raises: RankLost where one told why it cannot go on, or one did not come"""
+    """What other ranks have told. raises: RankLost if one told why it cannot go on, or did not come"""
     wait_for(store, {f"{what}/{other}": other for other in ranks}, rank, timeout)
     told = [json.loads(store.get(f"{what}/{other}")) for other in ranks]
     for other, problem in zip(ranks, told):
@@ -227,5 +227,5 @@ def _hear(store: dist.Store, what: str, ranks: Sequence[int], rank: int, timeout
 
 
 def cores_of(store: dist.Store, neighbours: Sequence[int]) -> int:
-    """How many cores the ranks may use between them, after `map_together`; each may be pinned to some."""
+    """How many different cores the ranks may use, after `map_together`; each rank may be pinned to some."""
     return len({core for rank in neighbours for core in json.loads(store.get(f"mapped/{rank}"))})

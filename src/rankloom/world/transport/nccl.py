@@ -1,8 +1,8 @@
-"""NCCL, for ranks with a GPU of their own: its collectives as they are, and a connection for each direction of messages.
+"""NCCL, for ranks that each have a GPU of their own: its collectives unchanged, and one connection for each direction of messages.
 
 NCCL makes a connection when both ends call, and blocks them until then: ranks in a ring, each of which first receives from the one
-before, would all wait for each other. So a thread makes it, and what is asked for meanwhile sets out when it is there. Over one
-connection all goes in the order of the calls: with one for both directions, two ranks that both receive first would never send.
+before, would all wait for each other. So a thread makes it, and messages posted meanwhile start when it is there. One connection
+runs all messages in the order of the calls: with one for both directions, two ranks that both receive first would never send.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from rankloom.world.transport.meet import wait_for
 from rankloom.world.transport.work import Work
 
 CUDA = torch.device("cuda")
-SIDE = -2   # a priority that nobody else uses: torch deals streams out in turns, and one of 0 may be NCCL's own, which waits for others
+SIDE = -2   # a priority of its own: torch hands out streams in turns, and one of priority 0 may be NCCL's, which waits for other ranks
 
 
 class Nccl:
@@ -54,20 +54,20 @@ class Nccl:
             group.abort()
 
     def shutdown(self) -> None:
-        """Leave, when all messages have set out."""
+        """Leave, after all messages have started."""
         for lane in [*self._lanes.values()]:
             lane.join()
         for group in self._groups():
             group.shutdown()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a call may take, from now on."""
+        """Set how long a call may take, from now on."""
         self._timeout = timeout.total_seconds()
         for group in self._groups():
             group._get_backend(CUDA)._set_default_timeout(timeout)
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        """In one order on all ranks: NCCL ends a connection only when both ends do."""
+        """All groups, in the same order on all ranks: NCCL closes a connection only when both ends do."""
         with self._lock:
             return [group for group in (self._all, *(self._lanes[ends].group for ends in sorted(self._lanes))) if group is not None]
 
@@ -75,26 +75,26 @@ class Nccl:
         if frm == to:
             raise ConfigError(f"rank {frm}: a message to itself, for which NCCL has no connection; copy the tensor")
         with self._lock:
-            if (frm, to) not in self._lanes:   # a store of its own, as whoever waits in one holds it up for all threads
+            if (frm, to) not in self._lanes:   # a store of its own: a thread that waits in a store blocks it for all others
                 store = dist.PrefixStore(f"nccl {frm} {to}", self._store.clone())   # type: ignore[attr-defined]
                 self._lanes[frm, to] = Lane(store, self._rank, (frm, to), self._timeout, self._device)
             return self._lanes[frm, to]
 
 
 class Lane:
-    """The messages from one rank to another, at either end. ends: sender and receiver, of which `rank` is this one"""
+    """The messages from one rank to another, at either end. ends: sender and receiver; `rank` is one of them, this one"""
 
     def __init__(self, store: dist.Store, rank: int, ends: tuple[int, int], timeout: float, device: torch.device):
         self._store, self._rank, self._ends, self._timeout, self._device = store, rank, ends, timeout, device
         self.group: dist.ProcessGroup | None = None
         self._problem: Exception | None = None       # why there is no connection
         self._lock = threading.Lock()
-        self._waiting: list[Later] | None = []       # for the connection; None: that is settled
+        self._waiting: list[Later] | None = []       # messages that wait for the connection; None: it exists, or has failed
         self._thread = threading.Thread(target=self._connect, name="rankloom-nccl", daemon=True)
         self._thread.start()
 
     def post(self, tensors: list[Tensor]) -> Any:
-        """Send, or receive, behind what the caller has submitted."""
+        """Send or receive, after what the caller has submitted."""
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(Later(partial(self._pass, tensors), tensors, self._device, str(self)))
@@ -102,7 +102,7 @@ class Lane:
         return self._pass(tensors)
 
     def join(self) -> None:
-        """Block until everything that was asked for has set out, or cannot."""
+        """Block until every posted message has started, or has failed to."""
         self._thread.join(self._timeout)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Lane:
                 self._waiting = None
 
     def _meet(self) -> None:
-        """One message, behind nothing that the caller has submitted: for the first both ends block until both are there."""
+        """Connect, and pass one message, not after the caller's work: the first message blocks both ends until both are there."""
         here = self._ends.index(self._rank)
         self._store.set(f"end {here}", "")
         wait_for(self._store, {f"end {1 - here}": self._ends[1 - here]}, self._rank, self._timeout)
@@ -134,7 +134,7 @@ class Lane:
 
 
 class Later(Work):
-    """A message that sets out when there is a connection."""
+    """A message that starts when there is a connection."""
 
     def __init__(self, call: Callable[[], Any], tensors: list[Tensor], device: torch.device, where: str):
         super().__init__(tensors)
@@ -145,17 +145,17 @@ class Later(Work):
         self._problem: Exception | None = None
 
     def begin(self) -> None:
-        """It sets out, from the current stream, behind what its caller had submitted."""
+        """Start it in the current stream, after what its caller had submitted."""
         torch.cuda.current_stream(self._device).wait_event(self._place)
         try:
             self._work = self._call()
-        except Exception as error:   # not hidden: whoever waits gets it
+        except Exception as error:   # not hidden: `wait` raises it
             self._problem = error
         self._begun.set()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until it has set out; what the caller submits from here on comes behind its end. raises: RankLost, CollectiveTimeout"""
-        limit = timeout if timeout is not None and timeout > datetime.timedelta() else None   # torch's C++ says zero for none
+        """Block until it has started; what the caller submits from here on runs after its end. raises: RankLost, CollectiveTimeout"""
+        limit = timeout if timeout is not None and timeout > datetime.timedelta() else None   # torch's C++ code passes zero for no timeout
         if not self._begun.wait(limit.total_seconds() if limit else None):
             raise CollectiveTimeout(f"{self._where} has no connection within {limit}: the other rank has not come")
         if self._problem:
@@ -163,15 +163,15 @@ class Later(Work):
         return bool(self._work.wait(limit) if limit else self._work.wait())
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has ended, with or without an error."""
         return self._begun.is_set() and (self._problem is not None or bool(self._work.is_completed()))
 
     def exception(self) -> Exception | None:
-        """Why it failed."""
+        """Why it failed, or None."""
         return self._problem
 
     def get_future(self) -> torch.futures.Future:
-        """A future of its end; blocks until it has set out."""
+        """A future of its end; blocks until it has started."""
         self._begun.wait()
         if self._problem:
             raise self._problem

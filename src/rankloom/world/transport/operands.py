@@ -1,7 +1,7 @@
-"""From torch's tensors to what the kernel knows: contiguous bytes, a number type, an operation. And back.
+"""From torch's tensors to what the kernel takes: contiguous bytes, a number type, an operation. And back.
 
-Moving bytes works for every dtype. Arithmetic is done on twelve number types; the others are taken to those: complex
-numbers as pairs, bool as bytes of 0 and 1 (a sum is an "or"), float8 in fp32 with one rounding at the end.
+Moving bytes works for every dtype. The kernel has arithmetic for twelve number types; other dtypes are converted to those: complex
+numbers to pairs, bool to bytes of 0 and 1 (a sum is an "or"), float8 to fp32 with one rounding at the end.
 """
 
 import array
@@ -28,23 +28,23 @@ _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("floa
 _OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}
 
 Finish = Callable[[], object]
-"""What is left to do once the bytes have arrived: copy them to where the caller wants them."""
+"""What to do once the bytes have arrived: copy them to where the caller wants them."""
 
 
 def number_of(x: Tensor) -> int:
-    """The number type that stands for the dtype of `x` where it is only moved: ranks compare it."""
+    """The number type that stands for the dtype of `x` if it is moved without arithmetic; ranks compare it."""
     return NUMBERS.get(x.dtype, BYTES)
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether it is conjugated or negated only when read: other values lie in its memory."""
+    """Whether it is conjugated or negated only when read: its memory holds other values."""
     return x.is_conj() or x.is_neg()
 
 
 def expects_gradient(x: Tensor) -> bool:
-    """Whether gradients come back through it to what it was computed from. They would end at a collective, and nobody would be told.
+    """Whether gradients should flow back through `x`. They would stop at a collective, without an error.
 
-    Not of one number: that is a loss, mostly, which is summed to be shown.
+    False for a single number: that is mostly a loss, which is summed only to be shown.
     """
     return x.grad_fn is not None and x.numel() > 1 and torch.is_grad_enabled()
 
@@ -56,7 +56,7 @@ def divided(total: Tensor, count: int) -> Tensor:
 
 
 def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
-    """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory is not its values in their order.
+    """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory does not hold its values in order.
 
     raises: ShapeMismatch, NotContiguous
     """
@@ -72,7 +72,7 @@ def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
 
 
 def expect_operand(x: Tensor, device: torch.device, where: str) -> None:
-    """Refuse what a collective would misread, and what gradients should come back to; raises as `expect_movable`, and ConfigError."""
+    """Refuse what a collective would misread, and what gradients should flow through; raises as `expect_movable`, and ConfigError."""
     expect_movable(x, device, where)
     if expects_gradient(x):
         raise ConfigError(f"{where}: a tensor of shape {tuple(x.shape)} has a graph, and gradients do not go back through a collective: "
@@ -80,12 +80,12 @@ def expect_operand(x: Tensor, device: torch.device, where: str) -> None:
 
 
 def dense(x: Tensor, label: str) -> Tensor:
-    """`x` itself, or a contiguous copy of it; refused when it is not a plain tensor in memory that has addresses."""
+    """`x` itself, or a contiguous copy of it; refuses anything but a plain tensor in memory that has addresses."""
     return _contiguous(_in_memory(x, label))
 
 
 def _in_memory(x: Tensor, label: str) -> Tensor:
-    """`x`, or what it wraps if it is torch's AsyncCollectiveTensor, which is waited for; raises ShapeMismatch where no memory is."""
+    """`x`, or for torch's AsyncCollectiveTensor, which is waited for, what it wraps; raises ShapeMismatch if there is no memory."""
     if x.layout != torch.strided or not (x.is_cpu or x.is_cuda):
         raise misplaced(x, label)
     if x.data_ptr() or not x.nbytes:
@@ -104,17 +104,17 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _copied_by(x: Tensor) -> Tensor:
-    """`x` in a dtype whose copies torch has for every layout: it cannot transpose float4."""
+    """`x` as a dtype that torch can copy in every layout: it cannot transpose float4."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def misplaced(x: Tensor, label: str) -> ShapeMismatch:
-    """The error for a tensor of another kind, or in another place, than the group's are."""
+    """The error for a tensor of a layout or device that the group does not take."""
     return ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
 
 
 def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
-    """Where to write a result for `x`, and how to bring it to `x` afterwards (None: it is there already)."""
+    """Where to write a result for `x`, and a function that copies it to `x` afterwards (None: it is written to `x` directly)."""
     x = _in_memory(x, label)
     flat = _contiguous(x)
     if flat is x:
@@ -124,8 +124,8 @@ def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
 
 
 def _refuse_shared_places(x: Tensor, label: str) -> None:
-    """Several elements of an output must not lie at one place: which of them would be kept?"""
-    reach = 0   # how far behind the first the elements of all dims so far lie
+    """Refuse an output in which several elements have the same address: it is undefined which of them is kept."""
+    reach = 0   # distance from the first element to the last, over all dims so far
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
         if stride <= reach:
             raise NotContiguous(f"{label}: several elements of a tensor of shape {tuple(x.shape)} with strides {x.stride()} lie at "
@@ -134,9 +134,9 @@ def _refuse_shared_places(x: Tensor, label: str) -> None:
 
 
 def untouched(given: Tensor, target: Tensor, rank: int = -1) -> Tensor:
-    """`given`, or a copy of it where writing `target` would change it before it is read.
+    """`given`, or a copy of it if writing `target` would change it before it is read.
 
-    rank: this rank, when the smaller may lie as the rank-th share of the larger, which is what NCCL calls in place; -1: before it
+    rank: this rank, if the smaller may be the rank-th share of the larger, which NCCL calls in place; -1: just before it, no overlap
     """
     small, large = (given, target) if given.nbytes <= target.nbytes else (target, given)
     behind = small.data_ptr() - large.data_ptr()
@@ -153,7 +153,7 @@ def all_untouched(given: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Te
 
 
 def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish | None]:
-    """A contiguous tensor to reduce in place of `x`, its number type, the operation, and how to bring the result to `x`.
+    """A contiguous tensor to reduce instead of `x`, its number type, the operation, and a function that copies the result to `x`.
 
     op:     torch's ReduceOp
     raises: ShapeMismatch for an operation that this dtype does not have
@@ -174,7 +174,7 @@ def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish 
 
 @cache   # torch's enums are slow to compare
 def _arithmetic(dtype: torch.dtype, op: Any) -> tuple[int, int, str | None]:
-    """The number type and the operation of the kernel that stand for this one of torch, or why there is none."""
+    """The kernel's number type and operation for this dtype and operation of torch, or why there are none."""
     if reason := _why_meaningless(dtype, op):
         return 0, 0, f"{op.name} of {dtype} {reason}"
     if dtype.is_complex:
@@ -201,12 +201,12 @@ def _why_meaningless(dtype: torch.dtype, op: Any) -> str | None:
 
 
 def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
-    """What the kernel reads where lengths differ: for each rank, where and how long, in the input and in the output."""
+    """The table that the kernel reads if lengths differ: for each rank, offset and length, in the input and in the output."""
     return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
 
 
 def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[list[int], list[int]]:
-    """Where the shares of `rows` rows each begin in `x`, and how long they are, in bytes; for no `rows`, shares are equal."""
+    """The offsets of shares of `rows` rows each in `x`, and their lengths, in bytes; if `rows` is empty, shares are equal."""
     there = x.shape[0] if x.dim() else 0
     rows = rows or [there // parts] * parts
     if x.dim() == 0 or len(rows) != parts or sum(rows) != there or min(rows) < 0:
@@ -216,7 +216,7 @@ def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[li
     return [0, *accumulate(lengths)][:-1], lengths
 
 
-# ------------------------------------------------------------------ what can be seen to be wrong on one rank
+# ------------------------------------------------------------------ checks that need one rank only
 
 
 def expect_rank(rank: int, size: int, label: str) -> None:
@@ -226,12 +226,12 @@ def expect_rank(rank: int, size: int, label: str) -> None:
 
 
 def is_tag(tag: object) -> bool:
-    """Whether messages can carry it."""
+    """Whether messages can carry this tag."""
     return isinstance(tag, int) and 0 <= tag < 1 << 63
 
 
 def expect_tag(tag: object, label: str) -> None:
-    """raises: ConfigError when messages cannot carry it"""
+    """raises: ConfigError when messages cannot carry this tag"""
     if not is_tag(tag):
         raise ConfigError(f"{label}: the tag is {tag!r}; expected a whole number from 0 to 2**63 - 1")
 

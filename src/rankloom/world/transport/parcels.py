@@ -1,11 +1,11 @@
 """Messages between ranks that share a device.
 
-A message leaves at once: its bytes are copied to a block of memory of its sender, which its receiver maps, and a note tells
-where they lie; notes travel as messages on the host (channel.py), and it is these that are matched by sender and tag. A receive
-is submitted when it is waited for: first on the host, until the note has come, then behind the mark that the sender's queue
-writes when the bytes are there. A receipt tells the sender that its block will be free, and from which mark on.
+A message is sent at once: its bytes are copied to a block of memory of its sender, which its receiver maps, and a note says
+where they are. Notes travel as messages on the host (channel.py), where sender and tag are matched. A receive is submitted
+when it is waited for: it first waits on the host until the note has come; then the queue waits for the mark that the sender's
+queue writes when the bytes are there. A receipt tells the sender that its block will be free, and after which mark.
 
-So sending never waits for receiving, in whatever order both are called; messages that nobody has received yet take up memory.
+So a send never waits for its receive, whichever is called first; messages that are not received yet take up memory.
 """
 
 import json
@@ -22,19 +22,19 @@ from rankloom.world.transport.device import Device, Ending, Flags
 from rankloom.world.transport.operands import Finish
 
 HEADER = 256            # bytes of a block before its message: two flags, how often it was filled and how often emptied
-SMALLEST = 1 << 20      # bytes of a message for which a block has room; others are powers of two
+SMALLEST = 1 << 20      # bytes of the smallest message that fits a block; other sizes are powers of two
 NOTE = 256              # bytes
 RECEIPTS = -(1 << 40)   # tags of receipts count down from here, one for each block
 
 
 class _Parcel:
-    """A block of memory, on either side: the flags that its sender and its receiver write, and the bytes."""
+    """A block of memory, on the sender's or the receiver's side: the flags that each of them writes, and the bytes."""
 
     def __init__(self, memory: Tensor, handle: str, number: int):
         self.handle, self.number, self.uses = handle, number, 0
         self.filled, self.emptied = memory[:8].view(torch.int64), memory[8:16].view(torch.int64)
         self.bytes = memory[HEADER:]
-        self.receipt: tuple[int, np.ndarray] | None = None   # a host message that is to come, and its memory
+        self.receipt: tuple[int, np.ndarray] | None = None   # the host message that will say that it is free, and its memory
 
 
 class Parcels:
@@ -45,10 +45,10 @@ class Parcels:
         self._lock = threading.Lock()
         self._mine: list[_Parcel] = []
         self._theirs: dict[tuple[int, int], _Parcel] = {}   # by sender and number
-        self._letters: list[tuple[int, np.ndarray]] = []    # host messages that leave, and their memory
+        self._letters: list[tuple[int, np.ndarray]] = []    # host messages in flight, and their memory
 
     def send(self, x: Tensor, peer: int, tag: int) -> Ending:
-        """Submit the sending of some bytes: the place in the queue behind which they may change."""
+        """Submit the sending of some bytes. Returns the place in the queue after which they may change."""
         device = self._device
         with self._lock, device.behind(device.caller()):
             parcel = self._empty_parcel(len(x))
@@ -66,10 +66,10 @@ class Parcels:
         return ending
 
     def take(self, note: np.ndarray, into: Tensor, sender: int, place: Ending, finish: Finish | None) -> Ending:
-        """Submit the receiving of the message of a note that has come: the place behind which it is there.
+        """Submit the receiving of the message whose note has come. Returns the place in the queue after which it is there.
 
-        place:  behind which it may be written to
-        raises: CollectiveMismatch when it has another length; it is gone then
+        place:  the place after which `into` may be written to
+        raises: CollectiveMismatch if the message has another length; it is lost then
         """
         nbytes, number, uses, size, handle = json.loads(bytes(note).rstrip(b"\0"))
         device, fits = self._device, nbytes == len(into)
@@ -91,7 +91,8 @@ class Parcels:
         size, link = max(SMALLEST, 1 << (nbytes - 1).bit_length()), self._channel.link
         for parcel in self._mine:
             receipt = parcel.receipt[0] if parcel.receipt and len(parcel.bytes) == size else 0
-            if receipt and link.settled(receipt) and link.settle(receipt, 0.0) >= 0:   # it has come; not: it never will
+            # `settled` is also true if the receipt will never come.
+            if receipt and link.settled(receipt) and link.settle(receipt, 0.0) >= 0:
                 link.drop(receipt)
                 parcel.receipt = None
                 return parcel
@@ -107,7 +108,7 @@ class Parcels:
         return self._theirs[sender, number]
 
     def _send_letter(self, letter: np.ndarray, peer: int, tag: int) -> None:
-        """A short message on the host."""
+        """Send a short message on the host."""
         link, under_way = self._channel.link, []
         for handle, sent in self._letters:
             if link.settled(handle):

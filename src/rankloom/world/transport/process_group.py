@@ -1,8 +1,8 @@
-"""All of torch's ProcessGroup on shared memory: torch's own DDP, FSDP2 and every `dist.` function run on it unchanged.
+"""torch's whole ProcessGroup on shared memory: torch's own DDP, FSDP2 and every `dist.` function run on it unchanged.
 
 Every method turns its tensors into addresses and lengths (operands.py), makes one call (channel.py) and returns work
-(work.py): at once when the caller waits anyway, else in the background.
-torch has had two generations of names for some methods; both are here, because both are called. So are both forms (forms.py).
+(work.py): at once if the caller waits anyway, else in the background.
+torch has two generations of names for some methods, and two forms of arguments (forms.py). All are here, as torch uses all of them.
 """
 
 import datetime
@@ -59,33 +59,33 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     # ------------------------------------------------------------------ who and where
 
     def rank(self) -> int:
-        """This rank's number in the group. Written in Python: torch's own goes a long way round."""
+        """This rank's number in the group. Written in Python, as torch's own is slower."""
         return self.channel.rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self.channel.size
 
     def getBackendName(self) -> str:
-        """How torch calls this backend."""
+        """The name of this backend in torch."""
         return "rankloom"
 
     name = _get_backend_name = getBackendName
 
     def setGroupName(self, name: str) -> None:
-        """torch names every group."""
+        """Set the name that torch gives the group."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name that torch gave."""
+        """The name that torch gave the group."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """torch's description of the group."""
+        """Set torch's description of the group."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """The description that torch gave."""
+        """The description that torch gave the group."""
         return self._description
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -93,7 +93,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> dist.Store:
-        """The store that this group met in."""
+        """The store in which this group met."""
         return self._store
 
     @property
@@ -101,15 +101,15 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that all ranks map: collectives read and write it where it lies. Every rank must ask alike."""
+        """A tensor that all ranks map: collectives read and write it in place. Every rank must ask for the same."""
         return self._buffers.new(shape, dtype)
 
     def common_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """A flat tensor of which there is one for all ranks, or None where they are on several hosts. Every rank must ask alike."""
+        """A flat tensor, one for all ranks, or None if they are on several hosts. Every rank must ask for the same."""
         return self._buffers.common(numel, dtype)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a call waits for the other ranks, from now on."""
+        """Set how long a call waits for the other ranks, from now on."""
         self.channel.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -119,7 +119,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         self.channel.abort()
 
     def shutdown(self) -> None:
-        """Leave. A rank that still waits for this one gets RankLost."""
+        """Leave the group. A rank that still waits for this one gets RankLost."""
         self.channel.close()
         self._herald.close()
 
@@ -139,7 +139,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Combine over the ranks; the root ends with the result."""
+        """Combine over the ranks; the root gets the result."""
         opts = opts or c10d.ReduceOptions()
         return self._reduce(REDUCE, _only(tensors, "reduce"), opts, opts.rootRank)
 
@@ -152,7 +152,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        """Rank r ends with the combination of all ranks' r-th tensors; lengths may differ between r."""
+        """Rank r gets the combination of all ranks' r-th tensors; lengths may differ between r."""
         opts = opts or c10d.ReduceScatterOptions()
         out, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
         operands.expect_one_each(parts, self.size(), "reduce_scatter", "input")
@@ -183,11 +183,11 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    # ------------------------------------------------------------------ collectives that only move
+    # ------------------------------------------------------------------ collectives that only copy
 
     @in_either_form
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Overwrite with the root's."""
+        """Overwrite with the root's tensor."""
         opts = opts or c10d.BroadcastOptions()
         x = _only(tensors, "broadcast")
         flat, back = dense_output(x, self._where(BROADCAST))
@@ -209,7 +209,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        """All ranks' tensors, each into its place of a list; lengths may differ between ranks."""
+        """All ranks' tensors, each to its place in a list; lengths may differ between ranks."""
         return self._into_list(ALL_GATHER, _only(outputs, "all_gather"), _only(inputs, "all_gather"),
                                opts or c10d.AllgatherOptions())
 
@@ -259,7 +259,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
-        """Deal rows out; left empty, splits are equal."""
+        """Send each rank its rows; if the splits are empty, shares are equal."""
         where = self._where(ALL_TO_ALL)
         given = dense(input, where)
         target, back = dense_output(output, where)
@@ -293,7 +293,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def barrier(self, opts: Any = None) -> Work:
-        """Return when every rank has come here; the error names those that did not."""
+        """Return when every rank has called this; the error names those that did not."""
         return self._start((BARRIER, BYTES, SUM, 0, 0, 0, 0), opts or c10d.BarrierOptions(), [])
 
     # ------------------------------------------------------------------ messages
@@ -310,7 +310,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         return self._post(0, flat, x, frm, tag, back)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from whoever sends first; the work's `source_rank()` tells who."""
+        """Receive from any rank, whichever sends first; the work's `source_rank()` tells which."""
         return self.recv(tensors, ANYONE, tag)
 
     def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
@@ -346,11 +346,11 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     # ------------------------------------------------------------------ inside
 
     def _start(self, call: Call, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
-        """One call, at once or in the background."""
+        """Make one call, at once or in the background."""
         if call[3]:
             operands.expect_rank(call[3], self.size(), self._where(call[0]))
         one = result[0] if result else keep[0] if keep else None
-        if isinstance(one, Tensor) and not one.is_cpu:   # others of the call lie where this one does
+        if isinstance(one, Tensor) and not one.is_cpu:   # the other tensors of the call are on the same device
             raise operands.misplaced(one, self._where(call[0]))
         timeout = opts.timeout.total_seconds()
         if timeout <= 0:   # unset
@@ -378,10 +378,10 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
 def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None,
           name: str = "world", host: str | None = None) -> SharedMemoryGroup:
-    """A group of ranks that meet in `store`: in shared memory, and over TCP where they are on several hosts.
+    """A group of ranks that meet in `store`: in shared memory, and over TCP if they are on several hosts.
 
-    ranks:  their numbers in the world, for messages
-    host:   where this rank pretends to be; left out, where it is
+    ranks:  their numbers in the world, for error messages
+    host:   the host that this rank claims to be on; by default the real one
     raises: RankLost when the others do not come within `timeout` seconds
     """
     neighbours = find_neighbours(store, rank, size, timeout, host=host)

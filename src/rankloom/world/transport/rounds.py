@@ -1,20 +1,20 @@
-"""Collectives of ranks that share a device: each submits work to a queue of its own, and the queues follow each other's marks.
+"""Collectives of ranks that share a device: each submits work to a queue of its own, and queues wait for each other's marks.
 
-Every rank has two slots of device memory that all map. A collective is a row of windows. In each, every rank submits a copy of
-a piece of its input to its slot, and a mark behind it; all meet; each lets its queue follow the marks of the others, and then
-take what is for it out of their slots, adding in rank order where values are reduced. The slots are used in turns: whoever
-writes one again has followed marks that stand behind all reading of it, so one meeting for each window is enough.
+Every rank has two slots of device memory that all ranks map. A collective is a sequence of windows. In each, every rank submits a copy
+of a piece of its input to its slot, and a mark after it; all ranks meet; each makes its queue wait for the marks of the others, and then
+copy what is for it from their slots, adding in rank order where values are reduced. The slots are used in turns: a rank that
+writes a slot again has waited for marks that come after all reads of it, so one meeting for each window is enough.
 A mark is the number of meetings so far, written to a flag in the rank's own memory.
 
     all-reduce, large, more than two ranks   every rank adds up a share, then all copy the shares of all
-    all-reduce of a shared buffer            every rank adds up a share where it lies, and writes it to all buffers
+    all-reduce of a shared buffer            every rank adds up a share in place, and writes it to all buffers
 
 Ranks meet on the host, in shared memory (channel.py), which costs about a microsecond when they run in step; no rank waits for
-work on the device. Queues could follow marks without a meeting. But there each rank learns what call the others make and how
-long their parts are, so that all find the same fault or none; a rank that is lost is missed there, by name; and a queue that
-only follows work which has been submitted can never wait for itself, however few queues the hardware has.
+work on the device. Queues could wait for marks without a meeting. But at the meeting each rank learns which call the others make and
+how long their parts are, so that all find the same fault or none; a lost rank is noticed there, by name; and a queue that
+only waits for work which was already submitted can never deadlock, however few queues the hardware has.
 
-device.py tells what is asked of a device; cuda.py is one.
+device.py defines what is needed of a device; cuda.py implements it.
 """
 
 from collections.abc import Sequence
@@ -45,20 +45,20 @@ from rankloom.world.transport.codes import (
 from rankloom.world.transport.device import NOWHERE, Device, Flags, Regions, share_memory
 from rankloom.world.transport.operands import BYTES
 
-HEADER = 256             # bytes before the slots: the flag
-SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer windows mean fewer changes between processes
-GRAIN = 256              # bytes: where lanes and shares begin, so that copies are wide
-IN_SHARES = 1 << 20      # from here on adding up everything on every rank is dearer than a second meeting
+HEADER = 256             # bytes before the slots, for the flag
+SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer windows mean fewer switches between processes
+GRAIN = 256              # bytes: lanes and shares begin at multiples of it, so that copies are wide
+IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank costs more than a second meeting
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # there is another lane for each rank
-HOME, LENGTHS = 5, 7                            # where in the row that a rank shows at the first meeting of a call
+DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # another lane for each rank
+HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
 
 
 # ------------------------------------------------------------------ plans
 
 
 def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
-    """Where the share of each rank begins and ends; the last may be short, or nothing.
+    """The begin and end of each rank's share; the last may be short, or empty.
 
     >>> shares(1000, 3)
     [(0, 512), (512, 1000), (1000, 1000)]
@@ -69,7 +69,7 @@ def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Lanes:
-    """A collective whose inputs and outputs are tensors of bytes. As in `Call`: one lane for each rank, one for all, or none."""
+    """A collective whose inputs and outputs are byte tensors. As in `Call`: one lane for each rank, one for all, or none."""
 
     said: tuple[int, int, int, int, int]
     inputs: Sequence[Tensor]
@@ -82,11 +82,11 @@ class Lanes:
         return self.said[0]
 
     def width(self, ranks: int) -> int:
-        """How much of each lane a window has."""
+        """The number of bytes of each lane in a window."""
         return SLOT // (ranks if self.kind in DEALT else 1) // GRAIN * GRAIN
 
     def sources(self, ranks: int) -> Sequence[int]:
-        """The ranks from which something comes: one for each output, or all for the only one."""
+        """The ranks that send something: one for each output, or all for a single output."""
         if not self.outputs:
             return ()
         return (self.said[3],) if self.kind in (BROADCAST, SCATTER) else range(ranks)
@@ -99,7 +99,7 @@ class Lanes:
                 Lanes((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
 
     def row(self, home: tuple[int, int], ranks: int) -> list[int]:
-        """What all must agree on; the region of the input; how many bytes there are for each rank, and how many expected of each."""
+        """What all must agree on; the region of the input; the bytes that this rank has for each rank, and expects from each."""
         lengths, wants = [len(x) for x in self.inputs], [-1] * ranks
         outputs = self.outputs if len(self.outputs) > 1 else [*self.outputs] * ranks
         for source, out in zip(self.sources(ranks), outputs):
@@ -108,7 +108,7 @@ class Lanes:
 
 
 def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
-    """What is wrong with the calls that ranks say they make, if anything: everybody finds the same.
+    """What is wrong with the calls that ranks announced, or None: every rank finds the same.
 
     table: the rows of all ranks     ranks: their numbers in the world
     """
@@ -125,11 +125,11 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
 
 
 class Rounds:
-    """The collectives of one group, as one rank takes part in them."""
+    """The collectives of one group, on one rank."""
 
     def __init__(self, channel: Channel, device: Device, regions: Regions, flags: Flags):
         self._channel, self._device, self._regions, self._lost = channel, device, regions, flags
-        blocks, _ = share_memory(channel, device, HEADER + 2 * SLOT)   # not given back: who knows when the last has read them?
+        blocks, _ = share_memory(channel, device, HEADER + 2 * SLOT)   # never given back: no rank knows when the last one has read them
         self._flags = [flags.add(rank, block[:8].view(torch.int64)) for rank, block in enumerate(blocks)]
         self._slots = [[block[begin:begin + SLOT] for block in blocks] for begin in (HEADER, HEADER + SLOT)]
         self._met = 0
@@ -156,7 +156,7 @@ class Rounds:
             self._pass(lanes, longest, is_staged=homes == {NOWHERE})
 
     def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
-        """The first meeting: the longest lane of all ranks, and the regions of their inputs."""
+        """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
         size = self._channel.size
         self._row[:] = lanes.row(home, size)
         self._meet(lanes, is_first=True)
@@ -166,7 +166,7 @@ class Rounds:
         return int(self._table[:, LENGTHS:LENGTHS + size].max()), homes
 
     def _pass(self, lanes: Lanes, longest: int, is_staged: bool) -> None:
-        """Window after window; the first may be staged and met for already."""
+        """Run all windows; the first may have been staged, and its meeting held, already."""
         for begin in range(0, max(longest, 1), lanes.width(self._channel.size)):
             if begin or not is_staged:
                 self._stage(lanes, begin)
@@ -174,7 +174,7 @@ class Rounds:
             self._take(lanes, begin)
 
     def _stage(self, lanes: Lanes, begin: int) -> None:
-        """Copy a window of what the others want to the slot of the next meeting."""
+        """Copy a window of what the others need to this rank's slot for the next meeting."""
         slot, width = self._slots[(self._met + 1) % 2][self._channel.rank], lanes.width(self._channel.size)
         for lane, x in enumerate(lanes.inputs):
             piece = x[begin:begin + width]
@@ -182,7 +182,7 @@ class Rounds:
                 self._device.run(partial(slot[lane * width:][:len(piece)].copy_, piece))
 
     def _meet(self, lanes: Lanes, is_first: bool = False) -> None:
-        """All ranks have submitted what came before; what comes behind runs behind that of all."""
+        """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks."""
         self._met += 1
         self._device.mark(self._flags[self._channel.rank], self._met)
         told = (self._row.ctypes.data, self._table.ctypes.data, self._row.nbytes) if is_first else (0, 0, 0)
@@ -195,7 +195,7 @@ class Rounds:
                 self._device.follow(flag, self._met)
 
     def _take(self, lanes: Lanes, begin: int) -> None:
-        """Take a window of what is for this rank out of the slots of the last meeting."""
+        """Copy a window of what is for this rank from the slots of the last meeting."""
         rank, width, slots = self._channel.rank, lanes.width(self._channel.size), self._slots[self._met % 2]
         at = rank * width if lanes.kind in DEALT else 0
         targets = [out[begin:begin + width] for out in lanes.outputs]

@@ -1,12 +1,12 @@
-"""One torch process group for tensors on the CPU and on CUDA devices: it decides for each call by where its tensors lie.
+"""One torch process group for CPU and CUDA tensors: for each call, it chooses by the device of the tensors what carries them.
 
     on the CPU                                    shared memory (and TCP between hosts)
     on CUDA, each rank has a GPU of its own       NCCL
     on CUDA, all ranks share the GPU of one host  its memory (device_group.py)
-    on CUDA, else                                 through the host, as tensors on the CPU
+    on CUDA, else                                 through the host, as CPU tensors
 
-Which it is on CUDA is settled at the first such call: every rank tells the others, in the store, on which GPU of which host it
-is. For a message between two ranks only those two count.
+For CUDA the choice is made at the first such call: every rank tells the others, in the store, which GPU of which host it uses.
+For a message between two ranks, only these two count.
 """
 
 import datetime
@@ -39,12 +39,12 @@ COLLECTIVES = (
     "reduce_scatter_single_coalesced", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "all_gather_single_coalesced")
 OF_THE_CPU = ("getBackendName", "name", "_get_backend_name", "setGroupName", "getGroupName", "setGroupDesc", "getGroupDesc",
-              "_set_group_name", "_set_group_desc", "get_group_store")   # what one group answers for all
+              "_set_group_name", "_set_group_desc", "get_group_store")   # methods for which the CPU group answers
 
 
 @dataclass(frozen=True)
 class GpuPlace:
-    """Where a rank computes."""
+    """The host, GPU and process of a rank."""
 
     host: str
     gpu: str
@@ -54,7 +54,7 @@ class GpuPlace:
 def choose_carrier(places: Sequence[GpuPlace]) -> str:
     """What carries CUDA tensors between ranks at these places.
 
-    Processes only can map each other's memory, so ranks that are threads of one go through the host.
+    Only processes can map each other's memory, so ranks that are threads of one process go through the host.
     """
     gpus, processes = {(place.host, place.gpu) for place in places}, {(place.host, place.pid) for place in places}
     if len(gpus) == 1 and len(processes) == len(places):
@@ -63,7 +63,7 @@ def choose_carrier(places: Sequence[GpuPlace]) -> str:
 
 
 class DeviceRouter(AsBackend, dist.ProcessGroup):
-    """A process group for all tensors of its ranks. `cpu` is the group of those on the CPU."""
+    """A process group for all tensors of its ranks. `cpu` is the group for CPU tensors."""
 
     def __init__(self, cpu: SharedMemoryGroup, timeout: float):
         super().__init__(cpu.rank(), cpu.size())   # type: ignore[call-arg, arg-type]   # see SharedMemoryGroup
@@ -80,16 +80,16 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:   # type: ignore[override]
-        """The name that torch gave."""
+        """The name that torch gave the group."""
         return self.cpu.getGroupName()
 
     @property
     def group_desc(self) -> str:   # type: ignore[override]
-        """The description that torch gave."""
+        """The description that torch gave the group."""
         return self.cpu.getGroupDesc()
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """A tensor of zeros that all ranks map, where there is such memory. Every rank must ask alike."""
+        """A tensor of zeros that all ranks map, if there is such memory. Every rank must ask for the same."""
         device = torch.device(device)
         if device.type == "cpu":
             return self.cpu.buffer(shape, dtype)
@@ -99,9 +99,9 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
     # ------------------------------------------------------------------ what carries CUDA tensors
 
     def carrier(self, device: torch.device, ranks: Iterable[int] = ()) -> Any:
-        """The group for CUDA tensors of some ranks, of all when left out. The first time, each of them must come.
+        """The group for CUDA tensors of some ranks, by default all. The first time, each of these ranks must call this.
 
-        raises: RankLost naming those that do not come, ShapeMismatch when this rank has used another device so far
+        raises: RankLost with the ranks that do not come, ShapeMismatch if this rank has used another device so far
         """
         with self._lock:
             device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -118,7 +118,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
             return self._carriers[kind]
 
     def in_order(self, device: torch.device) -> bool:
-        """Whether some two ranks receive CUDA tensors in the order of sending, whatever the tags say: NCCL knows none. All must come."""
+        """Whether any two ranks receive CUDA tensors in the order of sending, whatever the tags: NCCL has none. All must call this."""
         self.carrier(device)
         return any(choose_carrier(pair) == NCCL for pair in combinations(self._places.values(), 2))
 
@@ -138,7 +138,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
 
     @in_either_form
     def barrier(self, opts: Any = None) -> Work:
-        """Return when every rank has come here and, where torch asks for a CUDA barrier, what they had submitted is done."""
+        """Return when every rank has called this and, if torch asks for a CUDA barrier, what they had submitted is done."""
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -153,7 +153,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         return self._noted(self._for(tensors, (self.rank(), frm)).recv(tensors, frm, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from whoever sends first. NCCL does not have this."""
+        """Receive from any rank, whichever sends first. NCCL cannot."""
         return self._noted(self._for(tensors).recv_anysource(tensors, tag))
 
     def _collective(self, name: str, args: Any, kwargs: Any) -> Work:
@@ -173,7 +173,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         return DeviceRouter(part, self._timeout) if part else None
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a call waits for the other ranks, from now on."""
+        """Set how long a call waits for the other ranks, from now on."""
         self._timeout = timeout.total_seconds()
         for group in (self.cpu, *self._carriers.values()):
             group.set_timeout(timeout) if not isinstance(group, ThroughHost) else None
@@ -186,7 +186,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
             group.abort() if not isinstance(group, ThroughHost) else None
 
     def shutdown(self) -> None:
-        """Leave, when the device has done what this rank has submitted. A rank that waits for this one gets RankLost."""
+        """Leave, after the device has done what this rank has submitted. A rank that waits for this one gets RankLost."""
         if isinstance(shared := self._carriers.get(SHARED), DeviceGroup):
             shared.finish()
         if nccl := self._carriers.get(NCCL):
@@ -210,7 +210,7 @@ def _ask_cpu(name: str) -> Callable[..., Any]:
     return method
 
 
-# torch's C++ code looks these up in the class.
+# torch's C++ code looks these methods up in the class.
 for _name in COLLECTIVES:
     setattr(DeviceRouter, _name, _route(_name))
 for _name in OF_THE_CPU:
@@ -218,5 +218,5 @@ for _name in OF_THE_CPU:
 
 
 def with_router(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:
-    """`group`, or where there is CUDA a router in front of it."""
+    """`group`, or if there is CUDA, a router in front of it."""
     return DeviceRouter(group, timeout) if torch.cuda.is_available() else group

@@ -1,6 +1,6 @@
-"""All-reduce of sparse tensors, which DDP makes of the gradients of sparse embeddings: all ranks get all entries, and add them up.
+"""All-reduce of sparse tensors, which DDP uses for gradients of sparse embeddings: all ranks get all entries, and add them up.
 
-How many entries each rank has is told first, at once; then indices and values travel as two all-gathers.
+Ranks first tell the number of their entries, in a call that blocks; then indices and values travel as two all-gathers.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from rankloom.world.transport.work import Pending, Work
 def all_reduce_sparse(group: Any, x: Tensor, opts: Any) -> Work:
     """Sum sparse tensors over the ranks of a SharedMemoryGroup, in place. Every rank ends with the same bits, coalesced.
 
-    x:      COO; shape, dtype and sparse dims the same on each of p ranks, the number of entries its own
+    x:      COO; shape, dtype and sparse dims the same on each of p ranks; the number of entries may differ
     sent:   the entries of this rank, to p-1 others
-    raises: ShapeMismatch on all ranks when they bring different tensors, and for anything but a sum
+    raises: ShapeMismatch on all ranks when their tensors differ, and for any operation but a sum
     """
     where = group.channel.where("all_reduce of a sparse tensor")
     if opts.reduceOp.op != dist.ReduceOp.SUM:
@@ -41,6 +41,6 @@ def all_reduce_sparse(group: Any, x: Tensor, opts: Any) -> Work:
     if isinstance(last, Pending):
         last.stand_for([first], [x], add_up)
         return last
-    last.wait()   # in the queue of a device: what follows comes behind it
+    last.wait()   # does not block on a device: what follows runs after it
     add_up()
     return Work([x])

@@ -1,6 +1,6 @@
-"""CUDA tensors over the group of CPU tensors: copied to the host, and what was written copied back.
+"""CUDA tensors over the group for CPU tensors: copied to the host, and results copied back.
 
-For ranks of which some share a GPU and some do not, which neither NCCL nor the memory of one GPU serves.
+For groups in which some ranks share a GPU and some do not: neither NCCL nor the memory of one GPU serves them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from rankloom.world.transport.work import Work
 
 
 class ThroughHost:
-    """The methods of a process group, for tensors on a device. What a method writes is in its first argument."""
+    """The methods of a process group, for tensors on a device. A method writes to its first argument only."""
 
     def __init__(self, host: dist.ProcessGroup):
         self._host = host
@@ -37,7 +37,7 @@ class ThroughHost:
 
 
 class HostWork(Work):
-    """Work on the host, and what is to be copied to a device when it has ended: (there, from here)."""
+    """Work on the host, and the tensors to copy to the device when it has ended: (on the device, on the host)."""
 
     def __init__(self, work: Any, back: list[tuple[Tensor, Tensor]]):
         super().__init__([there for there, _ in back])
@@ -62,13 +62,13 @@ class HostWork(Work):
         return self._work.exception()
 
     def source_rank(self) -> int:
-        """From which rank a message came."""
+        """The rank that sent the message."""
         return self._work.source_rank()
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is set: the host waits for the end, here."""
+        """A future that is already set: this blocks until the work has ended."""
         future: torch.futures.Future = torch.futures.Future(devices=sorted({x.device for x in self._result if x.is_cuda}, key=str))
         self.wait()
         future.set_result(self._result)
@@ -76,7 +76,7 @@ class HostWork(Work):
 
 
 def _on_host(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """`value` with a copy on the host for each tensor in it, also in lists in lists; each is noted in `copies`."""
+    """`value` with a copy on the host for each tensor in it, also in nested lists; each pair is added to `copies`."""
     if isinstance(value, Tensor):
         copies.append((value, value.detach().to("cpu", copy=True)))
         return copies[-1][1]

@@ -1,4 +1,4 @@
-"""Calls of one group, one after the other: in the caller's thread where none is before, else in one of their own."""
+"""Run the calls of one group one after the other: in the caller's thread if no other call is first, else in a background thread."""
 
 import threading
 import time
@@ -12,12 +12,12 @@ Call = TypeVar("Call")
 
 
 class Turns(Generic[Call]):
-    """A queue of calls. `perform` makes one and returns why it failed, or FINE."""
+    """A queue of calls. `perform` runs one, and returns why it failed, or FINE."""
 
     def __init__(self, perform: Callable[[Call], int]):
         self.finished = 0                         # the last ticket whose call has ended
         self._perform = perform
-        self._changed = threading.Condition()     # guards all else
+        self._changed = threading.Condition()     # guards everything below
         self._queue: deque[Call] = deque()
         self._running = self._closing = False
         self._issued = 0
@@ -25,7 +25,7 @@ class Turns(Generic[Call]):
         self._worker: threading.Thread | None = None
 
     def run(self, call: Call) -> int:
-        """Make a call, when those before it have ended. Returns why it failed, or FINE."""
+        """Run a call when those before it have ended. Returns why it failed, or FINE."""
         with self._changed:
             if at_once := not (self._queue or self._running or self._closing):
                 self._running = True
@@ -37,7 +37,7 @@ class Turns(Generic[Call]):
             self._end_turn()
 
     def submit(self, call: Call) -> int:
-        """Make a call in its turn, in the background. Returns its ticket."""
+        """Queue a call to run in the background. Returns its ticket."""
         with self._changed:
             self._issued += 1
             self._queue.append(call)
@@ -48,7 +48,7 @@ class Turns(Generic[Call]):
             return self._issued
 
     def wait(self, ticket: int, seconds: float) -> int:
-        """Until a ticket's call has ended. Returns why it failed, FINE, or TIMED_OUT: then it may still end."""
+        """Wait until a ticket's call has ended. Returns why it failed, FINE, or TIMED_OUT: then it may still end."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while self.finished < ticket and not self._closing:
@@ -60,7 +60,7 @@ class Turns(Generic[Call]):
             return FINE if self.finished >= ticket else LEFT
 
     def close(self) -> None:
-        """No more calls: those in the queue are not made. What runs must end by itself."""
+        """Accept no more calls, and drop those in the queue. A running call must end by itself."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

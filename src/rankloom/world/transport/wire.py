@@ -1,14 +1,14 @@
-"""Messages between ranks on several hosts, and news of how they are, over one TCP connection between any two ranks of a group.
+"""Messages between ranks on several hosts, and news of their state, over one TCP connection between any two ranks of a group.
 
-gloo is not used for this. Where ranks disagree about a length it ends the process without a word, what waits in it cannot
-be set free, and it does not say who is lost. Here a connection that breaks names its rank, and every wait ends when the
+gloo is not used for this. If ranks disagree about a length, it ends the process without an error; its waits cannot
+be ended; and it does not say which rank is lost. Here a connection that breaks names its rank, and every wait ends when the
 group breaks.
 
 One thread of each rank, the postman, moves all bytes. Besides messages it carries news: a rank leaves; the group is broken,
-and why; what a rank is doing, which it answers even when its rank is busy elsewhere; and which collective a rank begins, so
-that ranks which make different calls find out. It reads no more while much was put aside and this rank waits for nothing:
+and why; what a rank is doing (the postman answers even when its rank is busy elsewhere); and which collective a rank begins, so
+that ranks notice when they make different calls. It stops reading while much is put aside and this rank waits for nothing:
 then the senders wait.
-dial.py tells how connections come to be, lines.py who gets what; hosts.py is what this is for.
+dial.py makes the connections, lines.py matches messages with receives; hosts.py uses this file.
 """
 
 import array
@@ -25,12 +25,12 @@ from functools import partial
 from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
 from rankloom.world.transport.lines import Line, Mailbox, Message, Roll, Watch
 
-MESSAGE, PART, NEWS = range(3)                   # kinds: between two ranks, of a collective, and how ranks are
+MESSAGE, PART, NEWS = range(3)                   # kinds: messages between two ranks, parts of a collective, news of ranks' states
 BROKEN, LEAVING, ASKED, TOLD, BEGUN = range(5)   # tags of news
-ASIDE = 64 << 20   # bytes put aside, above which nobody reads on while this rank waits for nothing
+ASIDE = 64 << 20   # bytes put aside, above which the postman reads no more while this rank waits for nothing
 AT_ONCE = 16       # reads of one connection before the next has its turn
-LINGER = 1.0       # seconds that a rank takes, when it leaves, to send what it has promised
-PATIENCE = 0.3     # seconds in which ranks tell what they are doing
+LINGER = 1.0       # seconds to send, when a rank leaves, what is still queued
+PATIENCE = 0.3     # seconds to wait for ranks to tell what they are doing
 
 
 class Wire:
@@ -41,7 +41,7 @@ class Wire:
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], on_break: Callable[[], object]):
         self.rank, self.size, self.on_break = rank, len(sockets) + 1, on_break
-        self.changed = threading.Condition()   # guards all that follows
+        self.changed = threading.Condition()   # guards everything below
         self.verdict = (FINE, -1)              # why the group is broken, and the rank to blame
         self.closing = False
         self._lines = {peer: Line(peer, sock) for peer, sock in sockets.items()}
@@ -54,7 +54,7 @@ class Wire:
     # ------------------------------------------------------------------ messages
 
     def send(self, kind: int, peer: int, tag: int, data: memoryview) -> Message:
-        """Begin to send `data`, which must stay as it is until the message is done."""
+        """Start to send `data`, which must not change until the message is done."""
         m = Message(kind, peer, tag, data)
         with self.changed:
             if peer == self.rank:
@@ -64,7 +64,7 @@ class Wire:
         return m
 
     def receive(self, kind: int, peer: int, tag: int, into: memoryview) -> Message:
-        """Begin to receive from `peer`, or from ANYONE."""
+        """Start to receive from `peer`, or from ANYONE."""
         m = Message(kind, peer, tag, into)
         with self.changed:
             if early := self._mailbox.ask(m):
@@ -73,9 +73,9 @@ class Wire:
         return m
 
     def wait(self, messages: Sequence[Message], deadline: float, *, breaks: bool = True) -> int:
-        """Until all are done. Returns why they will not be, or FINE.
+        """Wait until all are done. Returns why they will not be, or FINE.
 
-        breaks: whether the group breaks when time is over; if not, they may still be done later
+        breaks: whether the group breaks at the deadline; if not, they may still be done later
         """
         with self.changed:
             while late := [m for m in messages if not m.done]:
@@ -84,7 +84,7 @@ class Wire:
         return FINE
 
     def _why_not(self, peers: Sequence[int], deadline: float, *, breaks: bool = True) -> int:
-        """Wait for something new. Returns why these will not come any more, or FINE. `changed` is held"""
+        """Wait for any change. Returns why messages of these peers will not come any more, or FINE. `changed` is held"""
         if why := self.why():
             return why
         if gone := self._find_gone(peers):
@@ -92,20 +92,20 @@ class Wire:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
-        if self._flush():   # may have taken its time
+        if self._flush():   # this may have taken time, so check again
             return FINE
         self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
         return FINE
 
     def drop(self, messages: Sequence[Message]) -> None:
-        """Touch the memory of these no more, whether they are done or not."""
+        """Do not touch the memory of these messages any more, whether they are done or not."""
         with self.changed:
             for m in messages:
                 if not m.done:
                     self._mailbox.forget(m)
                     m.let_go()
 
-    # ------------------------------------------------------------------ how ranks are
+    # ------------------------------------------------------------------ the state of ranks
 
     def why(self) -> int:
         """Why no call can succeed any more, or FINE."""
@@ -120,13 +120,13 @@ class Wire:
             return self.verdict[0]
 
     def await_verdict(self, seconds: float) -> None:
-        """Until the group is broken, but no longer."""
+        """Wait until the group is broken, but at most so many seconds."""
         with self.changed:
             self.changed.wait_for(lambda: self.verdict[0], seconds)
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:
-        """Around every call that waits. One that ends in an exception, such as Ctrl-C, leaves others waiting: end their waits."""
+        """Around every call that waits. If it ends in an exception, such as Ctrl-C, others would wait for this rank: end their waits."""
         try:
             with self._reading():
                 yield
@@ -136,7 +136,7 @@ class Wire:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Read on, however much was put aside: what this rank waits for may be behind what nobody has asked for yet."""
+        """Read on, however much is put aside: what this rank waits for may come after messages that nobody has asked for yet."""
         with self.changed:
             self._mailbox.waiting += 1
             self._read_on()
@@ -153,9 +153,9 @@ class Wire:
             return self.why() if other is None else self.break_group(other, MISMATCHED)
 
     def tell_of_call(self, peers: Sequence[int], words: Sequence[int]) -> None:
-        """Tell others that this rank has begun its call: what it is, and what else they should know.
+        """Tell others that this rank has begun its call; `words` say which call, and what else they should know.
 
-        It leaves with the next message to them, or when this rank waits.
+        It is sent with the next message to them, or when this rank waits.
         """
         with self.changed:
             for peer in peers:
@@ -163,7 +163,7 @@ class Wire:
                 self._unsent.add(self._lines[peer])
 
     def hear_of_call(self, peers: Sequence[int], deadline: float) -> tuple[int, list[list[int]]]:
-        """Wait until others have told of the same call. Returns why they have not, or FINE; and their words."""
+        """Wait until others have told of the same call. Returns why they have not, or FINE; and what they told."""
         with self.changed:
             self._flush()
             while late := [peer for peer in peers if self._roll.begun_by(peer) is None]:
@@ -173,24 +173,24 @@ class Wire:
 
     @property
     def last_call(self) -> list[int]:
-        """The number of the collective that this rank has begun last, and what it is."""
+        """The number of the last collective that this rank has begun, and what it is."""
         return self._roll.mine
 
     def ask_around(self) -> dict[int, list[int]]:
-        """What each rank is doing: the number of its calls so far, and the last of them. Those who do not answer are left out."""
+        """What each rank is doing: the number of its calls so far, and the last one. Ranks that do not answer are left out."""
         with self.changed:
-            self._roll.told = {self.rank: self._roll.mine}   # for all threads that ask: one answer of each rank will do
+            self._roll.told = {self.rank: self._roll.mine}   # shared by all threads that ask: one answer of each rank is enough
             self._tell_all(ASKED, [])
             with self._reading():
                 self.changed.wait_for(lambda: all(peer in self._roll.told or line.gone for peer, line in self._lines.items()), PATIENCE)
             return self._roll.told
 
     def why_gone(self, peer: int) -> int:
-        """LOST where a rank has ended, LEFT where it has left, else FINE."""
+        """LOST if a rank has ended, LEFT if it has left, else FINE."""
         return FINE if peer == self.rank else self._lines[peer].gone
 
     def leave(self) -> None:
-        """Say goodbye, send what is still to be sent if that goes, and close all connections."""
+        """Tell the others, send what is still queued if possible, and close all connections."""
         with self.changed:
             if self.closing:
                 return
@@ -204,13 +204,13 @@ class Wire:
         self._close()
 
     def end_in_child(self) -> None:
-        """A forked child is no rank; and it must not keep the connections of its parent open."""
+        """Stop in a forked child: it is not a rank, and must not keep the connections of its parent open."""
         self.changed = threading.Condition()   # another thread may have held the old one
         self.verdict, self.closing = (FORKED, self.rank), True
         self._close()
 
     def _close(self) -> None:
-        _wires.discard(self)   # a child that is forked later has nothing to end here
+        _wires.discard(self)   # a child that is forked later has nothing to close here
         self._watch.close()
         for line in self._lines.values():
             line.sock.close()
@@ -235,7 +235,7 @@ class Wire:
         self._watch.look_for(line, reading=not (is_full or line.gone), writing=bool(line.outbox))
 
     def _read_on(self) -> None:
-        """Less is put aside, or this rank waits for something: read again what was left unread."""
+        """Resume reading connections that were left unread, if less is put aside now, or this rank waits for something."""
         if self._watch.unread and not self._mailbox.is_full(ASIDE):
             for line in [*self._watch.unread]:
                 self._look(line)
@@ -247,7 +247,7 @@ class Wire:
             self._look(line)
 
     def _flush(self) -> bool:
-        """Send what was left lying for the next message. Returns whether there was anything."""
+        """Send what was queued to go with the next message. Returns whether there was anything."""
         lines, self._unsent = self._unsent, set()
         for line in lines:
             if line.outbox and not line.is_full:
@@ -259,7 +259,7 @@ class Wire:
         before = len(line.outbox)
         try:
             line.push()
-        except OSError:   # how it ended is told by reading, after what may still be there to be read
+        except OSError:   # reading finds out how it ended, after what can still be read
             line.outbox.clear()
         if len(line.outbox) < before:
             self.changed.notify_all()
@@ -269,7 +269,7 @@ class Wire:
             for _ in range(AT_ONCE):
                 if m := line.pull(partial(self._open, line.peer)):
                     self._arrived(line, m)
-        except BlockingIOError:   # all is read that has come
+        except BlockingIOError:   # everything that has come is read
             pass
         except OSError:           # nothing will come any more
             line.gone = line.gone or LOST
@@ -291,7 +291,7 @@ class Wire:
             self._hand_over(m)
 
     def _hand_over(self, m: Message) -> None:
-        if m.done:   # straight to its receive
+        if m.done:   # it was read directly into its receive
             self._mailbox.awaited.discard(m)
         if not self._mailbox.hand_over(m):
             self.break_group(m.peer, WRONG_LENGTH)
@@ -335,7 +335,7 @@ class Wire:
         self.on_break()
 
     def _find_gone(self, peers: Sequence[int]) -> tuple[int, int] | None:
-        """One of these that is gone, with the reason; for ANYONE, when one of all has died, or all have left."""
+        """One of these peers that is gone, with the reason. ANYONE is gone when one rank has died, or all have left."""
         for peer in peers:
             lines = list(self._lines.values()) if peer == ANYONE else [self._lines[peer]] if peer != self.rank else []
             dead = [line for line in lines if line.gone == LOST]
@@ -362,5 +362,5 @@ def _end_all_in_child() -> None:
         wire.end_in_child()
 
 
-atexit.register(_leave_all)   # before Python freezes the postmen
+atexit.register(_leave_all)   # before Python stops the postman threads
 os.register_at_fork(after_in_child=_end_all_in_child)

@@ -1,6 +1,6 @@
-"""What a caller of the backend gets back: work on its way, which can be waited for and carries a future.
+"""What a caller of the backend gets back: work in flight, which can be waited for and has a future.
 
-torch's own classes (DDP, FSDP2) take either: `wait()` from Python, `get_future()` from C++.
+torch's own classes (DDP, FSDP2) use either: `wait()` from Python, `get_future()` from C++.
 """
 
 import datetime
@@ -19,37 +19,37 @@ from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ANYONE, TIMED_OUT
 from rankloom.world.transport.operands import Finish
 
-FOREVER = 1e9    # seconds: the call itself knows its time-out
-CHECKUP = 0.05   # seconds
+FOREVER = 1e9    # seconds: the call has its own time-out
+CHECKUP = 0.05   # seconds between two checks whether a polled message can still come
 
 
 class Work(dist.Work):
-    """Work that has ended. One object serves for all calls that were made at once and have no result to show."""
+    """Work that has ended. One object serves for all calls that were made at once and have no result to return."""
 
-    _source = -1   # from which rank a message came; of a collective, from none
+    _source = -1   # the rank that sent a message; -1 for a collective
 
     def __init__(self, result: Sequence[Tensor] = ()):
         super().__init__()
         self._result = list(result)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the result is there. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
+        """Block until the result is ready. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has ended, with or without an error."""
         return True
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Why it failed."""
+        """Why it failed, or None."""
         return None
 
     def synchronize(self) -> None:
-        """The same as `wait`, on the CPU."""
+        """The same as `wait` on the CPU."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -57,13 +57,13 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """From which rank a message came."""
+        """The rank that sent the message."""
         return self._source
 
     _source_rank = source_rank
 
     def stand_for(self, earlier: Sequence["Work"], result: Sequence[Tensor], *then: Finish) -> None:
-        """Whoever waits for this one gets the results of earlier calls too, after `then`; all of them together are `result`."""
+        """Make waiting for this work finish the earlier works too, and then call `then`. result: that of all of them together"""
         self._result = list(result)
 
     def get_future(self) -> torch.futures.Future:
@@ -77,13 +77,13 @@ DONE = Work()
 
 
 class Pending(Work):
-    """Work on its way in the background; holds on to the tensors until then.
+    """Work in flight in the background; keeps the tensors alive until it has ended.
 
-    finish: what brings the results to where the caller wants them
+    finish: functions that copy the results to where the caller wants them
     """
 
-    peers: Sequence[int] = ()   # the other end, if it is a message
-    timeout: float | None = None   # seconds that the call itself may take; None: what the group allows
+    peers: Sequence[int] = ()   # the other end of a message
+    timeout: float | None = None   # seconds that this call may take; None: the group's time-out
 
     def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
                  finish: Sequence[Finish]):
@@ -93,10 +93,10 @@ class Pending(Work):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._ended = False
-        self.holder: InFlight | None = None   # lets go when it has ended
+        self.holder: InFlight | None = None   # forgets this work when it has ended
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """See `Work.wait`. With a time-out of its own, it raises CollectiveTimeout then, and the work goes on."""
+        """See `Work.wait`. With a timeout, it raises CollectiveTimeout after that, and the work goes on."""
         seconds = FOREVER if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         if not self._ended:
             self._end(self._await(seconds), seconds)
@@ -110,17 +110,17 @@ class Pending(Work):
         more = [work.wait for work in earlier]
         with self._lock:
             self._finish = [*more, *self._finish, *then]
-            late = self._finish if self._ended and not self._error else []   # another thread of this group has looked meanwhile
+            late = self._finish if self._ended and not self._error else []   # another thread has ended it meanwhile
         for finish in late:
             finish()
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`; brings the results home when it has ended."""
+        """See `Work.is_completed`; copies the results to the caller's tensors when it has ended."""
         self.settle()
         return self._ended
 
     def settle(self) -> None:
-        """If it has ended, bring the results home."""
+        """If it has ended, copy the results to the caller's tensors."""
         if not self._ended and self._has_ended():
             self._end(self._await(0.0), None)
 
@@ -141,15 +141,15 @@ class Pending(Work):
                 return
             error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peers) if why else None
             if error and why == TIMED_OUT and not self._has_ended():
-                raise error   # only this wait is over
-            # Brought home only where nobody may still be about to write there. Last of all it has ended: other threads look.
+                raise error   # only this wait is over, not the work
+            # Copy results only when nothing can still write to their buffers. Set `_ended` last: other threads read it.
             self._error = error or self._bring_home()
             self._ended = True
             if self.holder is not None:
                 self.holder.discard(self)
 
     def _bring_home(self) -> Exception | None:
-        """Finish, and let go of the tensors. Returns what went wrong: also those hear of it who ask again, or later."""
+        """Copy the results, and drop the tensors. Returns the error, if any: later calls of `wait` raise it, too."""
         try:
             for finish in self._finish:
                 finish()
@@ -159,7 +159,7 @@ class Pending(Work):
         return None
 
     def _await(self, seconds: float) -> int:
-        """Block for at most so long; why it failed, or 0."""
+        """Block for at most so many seconds. Returns why it failed, or 0."""
         raise NotImplementedError
 
     def _has_ended(self) -> bool:
@@ -167,10 +167,10 @@ class Pending(Work):
 
 
 class InFlight(set[Pending]):
-    """Works on their way whose caller may have dropped them."""
+    """Works in flight whose callers may have dropped them."""
 
     def add(self, work: Pending) -> None:
-        """Hold this one until it has ended; and look which have ended without anybody asking."""
+        """Keep this work until it has ended; also settle others, as their callers may never ask."""
         for other in [*self]:
             other.settle()
         work.holder = self
@@ -186,27 +186,27 @@ class AllOf(Work):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait for each."""
-        return all(work.wait(timeout) if timeout else work.wait() for work in self._works)   # each raises when it fails
+        return all(work.wait(timeout) if timeout else work.wait() for work in self._works)   # each raises if it fails
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> Exception | None:
-        """Why the first of those that failed did so."""
+        """The error of the first work that failed, or None."""
         return next((error for work in self._works if (error := work.exception())), None)
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is set when all have ended, or the caller's streams come behind them."""
+        """A future that is set when all have ended; on a device, when the caller's streams wait for them."""
         self.wait()
         return super().get_future()
 
 
 class AsBackend:
-    """What torch asks of a backend, for a group that is its own: several calls, waited for at once. A part of the groups' class."""
+    """A base class for groups that are their own backend, as torch expects one: several calls can be waited for together."""
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False   # whether torch should do things its way
-    _batch: list[Work] | None = None   # the works of calls between start and end
+    supports_splitting = supports_coalescing = supports_time_estimate = False   # features of torch's backends that are not offered
+    _batch: list[Work] | None = None   # works of the calls between _start_coalescing and _end_coalescing
 
     barrier: Any
 
@@ -214,7 +214,7 @@ class AsBackend:
         return self
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a time-out of its own. Its error names all ranks that did not come, whether `wait_all_ranks` or not."""
+        """A barrier with a time-out of its own. Its error names all ranks that did not come, whatever `wait_all_ranks` is."""
         self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -231,14 +231,14 @@ class AsBackend:
 
 
 def last_of(works: Sequence[Work], result: Sequence[Tensor]) -> Work:
-    """The last of several works of one group stands for all: they end in order. `result` is that of all."""
+    """The last of several works of one group stands for all, as they end in order. result: the result of all of them"""
     if works and works[-1] is not DONE:
         works[-1].stand_for(works[:-1], result)
     return works[-1] if works else Work(result)
 
 
 class PendingCollective(Pending):
-    """A collective in the queue of its group, known by its ticket."""
+    """A collective in the queue of its group, identified by its ticket."""
 
     ticket = 0
 
@@ -253,14 +253,14 @@ class PendingCollective(Pending):
 
 
 class PendingMessage(Pending):
-    """A message on its way, known by its handle."""
+    """A message in flight, identified by its handle."""
 
     handle = 0
     peers: Sequence[int] = (ANYONE,)
-    _looked = 0.0    # when somebody who polls has last looked whether the other end still lives
+    _looked = 0.0    # when a poll last checked whether the other end still lives
 
     def is_completed(self) -> bool:
-        """See `Pending.is_completed`. Nobody else looks whether what is polled for can still come: this does, now and then."""
+        """See `Pending.is_completed`. Nothing else notices that a polled message can no longer come, so this checks now and then."""
         if not super().is_completed() and time.monotonic() > self._looked + CHECKUP:
             self._looked = time.monotonic()
             if (why := self._await(0.0)) != TIMED_OUT:
@@ -269,7 +269,7 @@ class PendingMessage(Pending):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
-        if timeout is not None and timeout > datetime.timedelta():   # torch's C++ says zero for none
+        if timeout is not None and timeout > datetime.timedelta():   # torch's C++ code passes zero for no timeout
             return super().wait(timeout)
         try:
             return super().wait(datetime.timedelta(seconds=self._channel.timeout))
@@ -278,7 +278,7 @@ class PendingMessage(Pending):
             raise
 
     def get_future(self) -> torch.futures.Future:
-        """A future with a thread of its own: messages end in any order, and those behind must not wait for this one."""
+        """A future with a thread of its own: messages end in any order, and later ones must not wait for this one."""
         future: torch.futures.Future = torch.futures.Future()
         threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
         return failing_in_cpp(future)
@@ -298,17 +298,17 @@ class PendingMessage(Pending):
 
 
 class Herald:
-    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without asking us.
+    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without calling this package.
 
-    What is called back may wait for other futures of this group (torch's PowerSGD does). So one thread is always free of that:
-    it waits for the next work, or for news.
+    The callbacks of a future may wait for other futures of this group (torch's PowerSGD does). So at any time, one thread runs none:
+    it waits for the next work, or for a new entry in the queue.
     """
 
     def __init__(self) -> None:
         self._news: queue.SimpleQueue[tuple[Pending, torch.futures.Future] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()   # guards the rest
         self._threads: list[threading.Thread] = []
-        self._free = 0   # threads that are not in what a future calls back
+        self._free = 0   # threads that do not run callbacks of a future
         self._closed = False
 
     def announce(self, work: Pending, future: torch.futures.Future) -> None:
@@ -317,11 +317,11 @@ class Herald:
             if is_open := not self._closed:
                 self._news.put((work, future))
                 self._attend()
-        if not is_open:   # then nothing is on its way any more
+        if not is_open:   # then nothing is in flight any more
             tell(work, future)
 
     def close(self) -> None:
-        """End the threads, after the news that they have."""
+        """End the threads, after they have handled the queue."""
         with self._lock:
             self._closed, threads = True, [*self._threads]
         self._news.put(None)
@@ -338,13 +338,13 @@ class Herald:
     def _run(self) -> None:
         while (news := self._news.get()) is not None:
             tell(*news, before=self._hand_over)
-            del news   # it holds tensors, and the next may be long in coming
+            del news   # it refers to tensors, and the next may take long to come
             with self._lock:
                 self._free += 1
         self._news.put(None)   # for the next thread
 
     def _hand_over(self) -> None:
-        """Somebody else must be there for the news while this thread is in what a future calls back."""
+        """Make sure that another thread reads the queue while this one runs the callbacks of a future."""
         with self._lock:
             self._free -= 1
             if not self._news.empty():
@@ -355,7 +355,7 @@ def tell(work: Pending, future: torch.futures.Future, before: Callable[[], objec
     """Set `future` once `work` has ended; call `before` between the two."""
     try:
         work.wait()
-    except Exception as error:   # not hidden: whoever waits for the future gets it
+    except Exception as error:   # not hidden: the future raises it
         before()
         future.set_exception(error)
     else:
@@ -364,5 +364,5 @@ def tell(work: Pending, future: torch.futures.Future, before: Callable[[], objec
 
 
 def failing_in_cpp(future: torch.futures.Future) -> torch.futures.Future:
-    """`future`, whose error C++ sees too. To C++, `set_exception` sets a value, and DDP would read gradients from it."""
+    """`future`, but C++ sees its error, too. For C++, `set_exception` sets a value, and DDP would read gradients from it."""
     return future.then(lambda ended: ended.value())
