@@ -63,15 +63,16 @@ def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatc
     port = free_port()
     launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     begin = time.monotonic()
-    with pytest.raises(rl.RankLost, match=rf"rank 1 of 2 could not reach the meeting point .*127.0.0.1:{port} within 1 s"):
+    why = rf"rank 1 of 2 could not reach the meeting point .*127.0.0.1:{port} in \d.\d s: nothing listens at 127.0.0.1, port {port} "
+    with pytest.raises(rl.RankLost, match=why):
         rl.init(timeout=1, device="cpu")
-    assert time.monotonic() - begin < AT_ONCE
+    assert 1 <= time.monotonic() - begin < AT_ONCE
 
 
 def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch):
     launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
     begin = time.monotonic()
-    with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500 within 1 s: .*(not known|resolution)"):
+    with pytest.raises(rl.RankLost, match="no-such-host.invalid:29500 in [1-9].*: .*(not known|resolution)"):
         rl.init(timeout=1, device="cpu")
     assert 1 <= time.monotonic() - begin < AT_ONCE, "it may become known"
 
@@ -79,7 +80,7 @@ def test_a_host_that_does_not_exist_is_rank_lost_within_the_time_out(monkeypatch
 def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):
     launched(monkeypatch, RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     begin = time.monotonic()
-    with pytest.raises(rl.RankLost, match="rank 0.* within 1 s"):
+    with pytest.raises(rl.RankLost, match="rank 0 of 2 could not reach.* in [1-9].* s: .*1/2 clients joined"):
         rl.init(timeout=1, device="cpu")
     assert time.monotonic() - begin < AT_ONCE
 
@@ -87,7 +88,7 @@ def test_others_that_never_come_are_rank_lost_within_the_time_out(monkeypatch):
 def test_a_port_in_use_is_said_to_be_in_use(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         launched(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
-        with pytest.raises(rl.RankLost, match=r"(?i)address already in use"):
+        with pytest.raises(rl.ConfigError, match=rf"rank 0 of 2: port {taken.getsockname()[1]} is in use .* set MASTER_PORT to another"):
             rl.init(timeout=2, device="cpu")
 
 
@@ -96,7 +97,7 @@ def test_a_service_that_takes_the_connection_and_says_nothing_is_rank_lost_withi
     monkeypatch.setattr("rankloom.world.join.SLACK", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(foreign.getsockname()[1]))
-        with pytest.raises(rl.RankLost, match="within 1 s: what answers there is not the store of a job"):
+        with pytest.raises(rl.RankLost, match="what answers there is not the store of a job"):
             rl.init(timeout=1, device="cpu")
 
 
@@ -120,7 +121,14 @@ def test_a_time_out_that_cannot_be_counted_is_refused(monkeypatch, timeout):
 def test_a_missing_meeting_point_is_named(monkeypatch, missing):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     launched(monkeypatch, **{name: value for name, value in env.items() if name != missing})
-    with pytest.raises(rl.RankLost, match=missing):
+    with pytest.raises(rl.ConfigError, match=f"rank 0 of 2: {missing} must say where ranks meet"):
+        rl.init(timeout=1, device="cpu")
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536"])
+def test_a_port_that_is_none_is_named(monkeypatch, port):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(rl.ConfigError, match=f"environment variable MASTER_PORT is '?{port}'?, expected"):
         rl.init(timeout=1, device="cpu")
 
 

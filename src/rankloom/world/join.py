@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import RankLost
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
@@ -85,14 +85,16 @@ def _close_what_is_idle() -> None:
 
 def _meet(place: Place, timeout: float) -> dist.Store:
     """The store in which all ranks of this job meet: a new part of it for each world that they build together."""
-    (host, port), patience = meeting_point(place), seconds(timeout)
+    (host, port), patience, begin = meeting_point(place), seconds(timeout), time.monotonic()
     try:
-        if host is not None:
-            _wait_for_name(host, timeout)
+        _wait_for_meeting_point(place, host, port, timeout)
         store = _rendezvous(place, patience)
     except (ValueError, RuntimeError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(f"rank {place.rank} of {place.size}: port {port} is in use on this host, so ranks cannot meet there: set "
+                              "MASTER_PORT to another") from error
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
-                       f"within {timeout:g} s: {str(error).splitlines()[0]}") from error
+                       f"in {time.monotonic() - begin:.1f} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)
     _kept_open.append(store)
     return start_afresh(dist.PrefixStore("rankloom", store), place.rank, place.size, timeout)
@@ -119,14 +121,25 @@ def _rendezvous(place: Place, patience: timedelta) -> dist.Store:
     return answer
 
 
-def _wait_for_name(host: str, timeout: float) -> None:
-    """Wait until `host` resolves: names of newly started hosts may take a while. torch would retry too, but fill the screen."""
+def _wait_for_meeting_point(place: Place, host: str, port: int, timeout: float) -> None:
+    """Wait until `host` resolves, as names of newly started hosts may take a while, and until rank 0 listens there.
+
+    torch would wait for both too, but for up to twice the time-out, and fill the screen.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.getaddrinfo(host, None)
+            if place.rank == 0:   # it serves the store itself, if its launcher does not
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
             return
         except socket.gaierror as error:
             if error.errno not in (socket.EAI_NONAME, socket.EAI_AGAIN) or time.monotonic() > deadline:
                 raise
-        time.sleep(min(0.5, timeout / 4))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                address = socket.getaddrinfo(host, port)[0][4][0]
+                raise TimeoutError(f"nothing listens at {address}, port {port} ({error.strerror or error}). Is rank 0 there? A host's "
+                                   "own name may mean its loopback: give an address that all hosts reach") from error
+        time.sleep(min(0.1, timeout / 4))

@@ -186,13 +186,22 @@ def _numbers(env: dict[str, str], names: dict[str, int]) -> list[int]:
     return values
 
 
-def meeting_point(place: Place) -> tuple[str | None, str | None]:
-    """MASTER_ADDR and MASTER_PORT. Slurm sets neither: there they come from the first host and the number of the step."""
+def meeting_point(place: Place) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT. Slurm sets neither: there they come from the first host and the number of the step.
+
+    raises: ConfigError when one is missing, or the port is no port
+    """
     if place.launcher == "slurm":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if place.local_size == place.size else _first_slurm_host())
         job, step = _numbers(dict(os.environ), {"SLURM_JOB_ID": 0, "SLURM_STEP_ID": 0})
         os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 10000))   # steps of one job may run at the same time
-    return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(f"rank {place.rank} of {place.size}: {' and '.join(missing)} must say where ranks meet: the host of rank 0 and a "
+                          "free port there; torchrun sets both")
+    (port,) = _numbers(dict(os.environ), {"MASTER_PORT": 0})
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"environment variable MASTER_PORT is {port}, expected a port from 1 to 65535")
+    return os.environ["MASTER_ADDR"], port
 
 
 def _first_slurm_host() -> str:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.base.errors import RankLost
 from rankloom.world.transport.meet import start_afresh
 
@@ -35,6 +36,17 @@ def test_ranks_that_start_again_meet_each_other_and_not_those_of_before(late):
 def test_those_that_do_not_start_are_named(rank, missing):
     with pytest.raises(RankLost, match=rf"rank {rank}: rank\(s\) {missing} did not join the group within 0.2 s"):
         start_afresh(dist.HashStore(), rank, P, 0.2)
+
+
+def test_a_store_that_ends_with_its_rank_is_no_time_out():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with ThreadPoolExecutor(1) as rank_1:
+        waiting = rank_1.submit(start_afresh, client, 1, 2, AT_ONCE)
+        time.sleep(0.2)
+        del server
+        with pytest.raises(RankLost, match=r"rank 1: the store in which ranks meet closed after \d.\d s"):
+            waiting.result()
 
 
 def use_torchs_groups_twice(world):

@@ -105,9 +105,13 @@ def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:
     """Wait until every key is set; `keys` tells which rank sets each."""
+    begin = time.monotonic()
     try:
         store.wait(list(keys), datetime.timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
+        if (waited := time.monotonic() - begin) < timeout / 2:   # no time-out
+            raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: the rank that serves it, usually 0, "
+                           "has ended, or two ranks were started with the same number") from error
         raise _absent(rank, sorted({other for key, other in keys.items() if _read(store, key) is None}), timeout) from error
 
 

@@ -1,4 +1,4 @@
-"""torch's whole ProcessGroup on shared memory: torch's own DDP, FSDP2 and every `dist.` function run on it unchanged.
+"""torch's whole ProcessGroup on shared memory: torch's own DDP, FSDP2 and `dist.` functions run on it unchanged. docs/design.md: limits.
 
 Every method turns its tensors into addresses and lengths (operands.py), makes one call (channel.py) and returns work
 (work.py): at once if the caller waits anyway, else in the background.
