@@ -4,8 +4,8 @@
 
 Runs `rankloom train` with the same seed, data and steps for each compression, and compares validation losses. `/150`: the first 150
 steps are exact ([comm] compress_after). "fewer bytes" is how much less a rank sends than in the exact run, over all steps, counted by
-the ledger: what is no matrix is exact, and included. --add puts rows to those of an earlier run, for each takes many minutes; losses
-do not depend on how busy the machine is.
+the ledger: what is no matrix is exact, and included. Each row takes many minutes, so --add keeps the rows of earlier runs, except those of
+the same compression; losses do not depend on how busy the machine is.
 """
 
 import argparse
@@ -54,7 +54,6 @@ def fewer_bytes(case: str, args: argparse.Namespace) -> float:
     return exact / (early * exact + (1 - early) * sent(compress, args))
 
 
-
 def sent(compress: str, args: argparse.Namespace) -> int:
     """Bytes that a rank sends in a step: the second, for in the first buckets are laid out."""
     shape = replace(preset(args.model), vocab_size=BYTES_VOCAB)
@@ -71,11 +70,18 @@ def sent(compress: str, args: argparse.Namespace) -> int:
     return rl.simulate(args.ranks, body)[0]
 
 
+def compare_with_exact(rows: list[dict]) -> None:
+    """Fill in how far each validation loss is from that of the exact run, if there is one."""
+    for exact in (row["validation loss"] for row in rows if row["compress"] == "none"):
+        for row in rows:
+            row["to the exact run"] = f"{row['validation loss'] / exact - 1:+.2%}"
+
+
 def main() -> None:
     """Train with each compression, print the table, keep it."""
     parser = Words(__doc__)
     parser.add_argument("--compress", default=",".join(CASES))
-    parser.add_argument("--add", action="store_true", help="to the rows of results/compressed_training.json")
+    parser.add_argument("--add", action="store_true", help="keep the other rows of results/compressed_training.json")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="1M")
     parser.add_argument("--source", default="stdlib")
@@ -84,15 +90,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.read()
     rows = json.loads((RESULTS / "compressed_training.json").read_text())["rows"] if args.add else []
-    where, exact = machine(), rows[0]["validation loss"] if rows else 0.0
+    where = machine()
     with tempfile.TemporaryDirectory() as folder:
         for case in args.compress.split(","):
             validation, last, seconds = train(case, args, Path(folder))
-            exact = exact or validation
-            rows.append({"compress": case, "validation loss": round(validation, 4), "to the exact run": f"{validation / exact - 1:+.2%}",
-                         "within": WITHIN.get(case, ""), "fewer bytes": f"{fewer_bytes(case, args):.1f}x",
-                         "last training loss": round(last, 4), "s": round(seconds)})
-            print(show(rows[-1:]).splitlines()[-1], flush=True)
+            row = {"compress": case, "validation loss": round(validation, 4), "to the exact run": "", "within": WITHIN.get(case, ""),
+                   "fewer bytes": f"{fewer_bytes(case, args):.1f}x", "last training loss": round(last, 4), "s": round(seconds)}
+            rows = list({one["compress"]: one for one in [*rows, row]}.values())   # in place of an earlier row of this case
+            compare_with_exact(rows)
+            print(show([row]).splitlines()[-1], flush=True)
             keep("compressed_training", where, rows)   # each takes many minutes
     print(show(rows))
 
