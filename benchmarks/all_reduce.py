@@ -18,6 +18,7 @@ For rankloom "arena" are tensors from `group.buffer` through `Group`, "rankloom"
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -46,6 +47,10 @@ WAYS = {   # what is shown -> whose processes, which of their ways
 }
 STYLE = {"gloo": ("#777777", "o-"), "gloo, free": ("#777777", "o:"), "Open MPI": ("#D55E00", "s-"), "Open MPI, ring": ("#D55E00", "s:"),
          "rankloom": ("#0072B2", "^-"), "arena": ("#009E73", "v-")}
+LEGEND = {"gloo": "gloo, its threads pinned to the rank's core", "gloo, free": "gloo, its threads on any core",
+          "Open MPI": "Open MPI, its defaults", "Open MPI, ring": "Open MPI, ring in segments of 256 KiB",
+          "rankloom": "rankloom, any tensor,\nthrough torch.distributed",
+          "arena": "rankloom, a tensor of group.buffer\n(arena: memory that all ranks map)"}
 Case = tuple[str, int]
 Times = dict[str, list[list[float]]]   # way -> for each turn, seconds per call of each loop
 
@@ -178,31 +183,39 @@ def readable(size: float) -> str:
     return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
 
 
-def draw(ranks: int, found: dict[Case, Times], path: Path) -> None:
-    """Time over size, doubly logarithmic, one panel an operation."""
+def draw(ranks: int, rows: list[dict], path: Path) -> None:
+    """Time over size, doubly logarithmic, one panel an operation. rows: as `all_rows` made them, or read from the JSON file"""
     figure = Figure(figsize=(15, 8), layout="constrained")
     *panels, last = figure.subplots(2, 3).flat
+    rows = [row for row in rows if row["ranks"] == ranks]
+    few = any(row["way"] == "gloo, free" for row in rows)   # otherwise nothing is pinned
     for axes, op in zip(panels, (*OPS, "ping_pong")):
         for way, (colour, line) in STYLE.items():
-            points = [(size, median_of_turns(times[way]) * 1e3) for (name, size), times in found.items() if name == op and way in times]
+            points = [(row["bytes"], row["median ms"]) for row in rows if (row["operation"], row["way"]) == (op, way)]
             if points:
-                axes.plot(*zip(*points), line, color=colour, label=way)
-        label(axes, op, [size for name, size in found if name == op])
+                axes.plot(*zip(*points), line, color=colour, label=LEGEND[way] if few or way != "gloo" else "gloo")
+        label(axes, op, sorted({row["bytes"] for row in rows}))
     last.axis("off")
-    last.legend(*panels[0].get_legend_handles_labels(), loc="center")
-    cores = os.cpu_count()
-    figure.suptitle(f"{ranks} ranks on {cores} cores, fp32: time of one call")
+    last.legend(*panels[0].get_legend_handles_labels(), loc="center", labelspacing=1.0)
+    figure.suptitle(f"{ranks} ranks on {os.cpu_count()} cores, fp32: time of one call")
     figure.savefig(path, dpi=120)
 
 
 def label(axes: Axes, op: str, sizes: list[int]) -> None:
     """Title, doubly logarithmic axes with the measured sizes as ticks."""
-    axes.set(title=op, ylabel="ms", xscale="log", yscale="log")
+    axes.set(title=op, xlabel="size of the tensor (log scale)", ylabel="ms (log scale)", xscale="log", yscale="log")
     axes.set_xticks(sizes)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(alpha=0.3)
+
+
+def draw_again(name: str) -> None:
+    """Draw the pictures anew from the JSON file of an earlier run."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    for ranks in dict.fromkeys(row["ranks"] for row in rows):
+        draw(ranks, rows, RESULTS / f"{name}-{ranks}.png")
 
 
 def run(ranks: int, args: argparse.Namespace) -> dict[Case, Times]:
@@ -230,7 +243,11 @@ def main() -> None:
     parser.add_argument("--huge-pages", action="store_true")
     parser.add_argument("--libraries", default="gloo,Open MPI,rankloom", type=lambda text: text.split(","))
     parser.add_argument("--name", default="all_reduce", help="of the files in benchmarks/results/")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw the pictures of --name anew")
     args = parser.read()
+    if args.draw:
+        draw_again(args.name)
+        return
     if "Open MPI" in args.libraries:
         make_open_mpi()
     warning, where = busy_cores(), machine()
@@ -241,7 +258,7 @@ def main() -> None:
         rows += all_rows(ranks, found)
         tables.append(show(summary(ranks, found)))
         print(tables[-1], flush=True)
-        draw(ranks, found, RESULTS / f"{args.name}-{ranks}.png")
+        draw(ranks, rows, RESULTS / f"{args.name}-{ranks}.png")
         pictures.append(f"\n![{ranks} ranks]({args.name}-{ranks}.png)\n")
     print(f"{time.perf_counter() - begin:.0f} s")
     keep(args.name, f"{where}\n{warning}".strip(), rows, shown="\n\n".join(tables), note="".join(pictures))

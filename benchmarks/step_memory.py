@@ -31,7 +31,9 @@ ALONE = "ours, stage 0"   # of gpu_single.py
 NAMES = ("FSDP2 compiled", "FSDP2 compiled, kept", "FSDP2 and loss compiled", "FSDP2 compiled, our loss",
          ALONE, "ours, stage 3, all kept", "ours, stage 3")
 PEER = "FSDP2 compiled"
-DRAWN = {PEER: ":", "FSDP2 and loss compiled": "--", "ours, stage 3": "-"}
+DRAWN = {   # way -> line, and what the legend says
+    PEER: (":", PEER), "FSDP2 and loss compiled": ("--", "FSDP2 and loss compiled"),
+    "ours, stage 3": ("-", "ours, stage 3, + selective recompute"), "ours, stage 3, all kept": ("-.", "ours, stage 3")}
 GIB = 1 << 30
 
 
@@ -83,9 +85,9 @@ def draw(found: dict[str, list[tuple[float, int]]], scale: int, path: Path) -> N
     """Bytes over the step, ours beside the peers'."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for name, style in DRAWN.items():
+    for name, (style, said) in DRAWN.items():
         times, held = zip(*found[name])
-        axes.plot(times, [nbytes * scale**2 / GIB for nbytes in held], style, label=name, drawstyle="steps-post")
+        axes.plot(times, [nbytes * scale**2 / GIB for nbytes in held], style, label=said, drawstyle="steps-post")
     axes.set(xlabel="one step: forward, loss, backward, update", ylabel="GiB in use", xlim=(0, 1), ylim=(0, None))
     axes.set_xticks([])
     axes.legend(frameon=False)

@@ -29,27 +29,40 @@ def draw(axes: Axes, spans: tuple[Spans, ...], documents: tuple[int, ...], title
                 corners = [(left, top), (left, top + height), (left + width, top + height)]
                 axes.add_patch(Polygon(corners, **look) if causal else Rectangle((left, top), width, height, **look))
                 work[rank] += height * width / (2 if causal else 1)
-                if min(height, width) > 2:
-                    third = (1 / 3, 2 / 3) if causal else (1 / 2, 1 / 2)
-                    axes.text(left + width * third[0], top + height * third[1], str((rank - owner) % RANKS), color="white", fontsize=7,
-                              ha="center", va="center", bbox={"facecolor": COLOURS[rank], "edgecolor": "none", "pad": 0.8})
+                write_hop(axes, (left, top, width, height), rank, (rank - owner) % RANKS, causal)
     axes.set(xlim=(0, LENGTH), ylim=(LENGTH, 0), xticks=[], yticks=[], aspect="equal")
+    axes.set_xlabel("keys →", fontsize=9, color=INK)
+    axes.set_ylabel("← queries", fontsize=9, color=INK)   # it is read upwards, so this points down
     shares = ", ".join(f"{each / sum(work):.0%}" for each in work)
     axes.set_title(f"{title}\nwork of ranks 0 to 3: {shares}", fontsize=9, color=INK)
+
+
+def write_hop(axes: Axes, tile: tuple[int, int, int, int], rank: int, hop: int, causal: bool) -> None:
+    """The number of the hop: in the tile, or, of a small triangle, beside its diagonal."""
+    left, top, width, height = tile
+    if causal and width <= 2:
+        axes.text(left + width / 2 + 0.35, top + height / 2 - 0.1, str(hop), color=COLOURS[rank], fontsize=6.5, fontweight="bold",
+                  va="center")
+        return
+    third, small = (1 / 3, 2 / 3) if causal else (1 / 2, 1 / 2), height == 1
+    axes.text(left + width * third[0], top + height * third[1], str(hop), color="white", fontsize=5.5 if small else 7, ha="center",
+              va="center_baseline" if small else "center",
+              bbox={"facecolor": COLOURS[rank], "edgecolor": "none", "pad": 0.2 if small else 0.8})
 
 
 def main() -> None:
     """Three cuts of the same 32 tokens."""
     matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "hatch.linewidth": 0.5}
-    figure = Figure(figsize=(10, 3.9))
+    figure = Figure(figsize=(11, 4.5))
     straight, zigzag = (cut_sequence(LENGTH, RANKS, zigzag=folded) for folded in (False, True))
     for axes, spans, documents, title in zip(
             figure.subplots(1, 3), (straight, zigzag, zigzag), ((0, LENGTH), (0, LENGTH), DOCUMENTS),
             ("4 chunks, in their order", "8 chunks, dealt in a zig-zag", "the same, four documents packed"), strict=True):
         draw(axes, spans, documents, title)
     ranks = [Patch(facecolor=COLOURS[rank], hatch=HATCHES[rank], edgecolor="white", label=f"rank {rank}") for rank in range(RANKS)]
-    figure.legend(handles=ranks, loc="lower center", ncols=RANKS, frameon=False, fontsize=8, labelcolor=INK)
-    figure.tight_layout()
+    figure.legend(handles=ranks, loc="lower center", ncols=RANKS, frameon=False, fontsize=8, labelcolor=INK, title_fontsize=8,
+                  title="numbers: in which hop of the ring; white: not computed")
+    figure.tight_layout(rect=(0, 0.09, 1, 0.98))
     figure.savefig(Path(__file__).parent / "context.svg", metadata={"Date": None})
 
 

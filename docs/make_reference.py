@@ -12,6 +12,7 @@ import json
 import re
 import tokenize
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ import rankloom as rl
 from rankloom.train.schema import Config
 
 MADE_FOR_YOU = ("World", "Group", "Engine")   # by rl.init and rl.prepare
-LONGEST = 60   # letters of a default that is shown
 DOCS = Path(__file__).parent
 PAGE, START = DOCS / "reference.md", DOCS / "start.md"
 SOURCE = DOCS.parent / "src" / "rankloom"
@@ -127,9 +127,20 @@ def entry(name: str, what: Any) -> Iterator[str]:
     if inspect.isclass(what):
         methods = {key: value for key, value in vars(what).items()
                    if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property))}
-        lines = [f"| `{key}{'' if isinstance(value, property) else '()'}` | {first_sentence(value)} |" for key, value in methods.items()]
+        lines = [f"| `{member(what, key)}` | {first_sentence(value)} |" for key, value in methods.items()]
         if lines:
             yield "| member | what it is or does |\n|---|---|\n" + "\n".join(lines) + "\n"
+
+
+def member(of: type, name: str) -> str:
+    """A property with its type, or a method with its arguments, without `self`. For a cell of a table, where a bar would end the cell."""
+    what = vars(of)[name]
+    if isinstance(what, property):
+        return f"{name}: {plain(annotation(inspect.signature(what.fget).return_annotation))}".replace("|", "\\|")
+    found = inspect.signature(getattr(of, name))
+    if inspect.isfunction(what):
+        found = found.replace(parameters=list(found.parameters.values())[1:])
+    return f"{name}({', '.join(arguments_of(found))}){returns(found)}".replace("|", "\\|")
 
 
 def signature(what: Any) -> str:
@@ -138,27 +149,58 @@ def signature(what: Any) -> str:
         found = inspect.signature(what)
     except (TypeError, ValueError):   # of an exception, or of what C has made
         return "(...)"
+    arguments, gives = arguments_of(found), "" if inspect.isclass(what) else returns(found)
+    line = f"({', '.join(arguments)}){gives}"
+    return line if len(line) < 100 else "(\n    " + ",\n    ".join(arguments) + f",\n){gives}"
+
+
+def arguments_of(found: inspect.Signature) -> list[str]:
+    """Each with its type and its default; and the star before those that are given by name."""
     arguments, kinds = [], [parameter.kind for parameter in found.parameters.values()]
     for number, parameter in enumerate(found.parameters.values()):
         if parameter.kind is parameter.KEYWORD_ONLY and not {parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL} & {*kinds[:number]}:
             arguments.append("*")
-        default = parameter.default
-        if default is not parameter.empty and len(repr(default)) > LONGEST:
-            parameter = parameter.replace(default=...)
+        if isinstance(parameter.annotation, str):
+            parameter = parameter.replace(annotation=Unquoted(parameter.annotation))
+        if is_dataclass(parameter.default):
+            parameter = parameter.replace(default=AsWritten(parameter.default))
         arguments.append(plain(str(parameter)))
-    returns = "" if inspect.isclass(what) or found.return_annotation is found.empty else f" -> {plain(annotation(found.return_annotation))}"
-    line = f"({', '.join(arguments)}){returns}"
-    return line if len(line) < 100 else "(\n    " + ",\n    ".join(arguments) + f",\n){returns}"
+    return arguments
+
+
+class Unquoted(str):
+    """A type that is not defined yet where it is named."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class AsWritten:
+    """A value of a dataclass, shown without the fields that have their defaults: its repr would have all, and those inside."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __repr__(self) -> str:
+        blank = {field.name: field.default for field in fields(self.value)}
+        given = {name: getattr(self.value, name) for name in blank}
+        shown = [f"{name}={AsWritten(value) if is_dataclass(value) else value!r}" for name, value in given.items() if value != blank[name]]
+        return f"{type(self.value).__name__}({', '.join(shown)})"
+
+
+def returns(found: inspect.Signature) -> str:
+    """`-> c`, if it is said."""
+    return "" if found.return_annotation is found.empty else f" -> {plain(annotation(found.return_annotation))}"
 
 
 def annotation(kind: Any) -> str:
-    return inspect.formatannotation(kind)
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 def plain(text: str) -> str:
     """Without modules and addresses."""
     text = re.sub(r"<(?:function|class) '?(?:\w+\.)*(\w+)'?(?: at 0x\w+)?>", r"\1", text)
-    text = re.sub(r"'(Callable\[.*?\].*?)'", r"\1", text)
+    text = re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1()", text)
     return re.sub(r"\b(?:[a-z_]\w*\.)+(\w+)", r"\1", text)
 
 

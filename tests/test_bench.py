@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.console import Console
 from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Timed
 from rankloom.base.topology import Topology
-from rankloom.bench import Measured, describe_machine, expect_places, ranks_to_start, report, write_measured
+from rankloom.bench import FREE, Measured, describe_machine, expect_places, ranks_to_start, report, write_measured
 from rankloom.comm.bench import plan_bench
 from rankloom.comm.fit import fit_links
 from rankloom.world.cluster import read_cluster
@@ -48,6 +49,24 @@ def test_the_tables_say_who_is_fastest_and_why_and_fit_in_80_columns(tmp_path):
     assert "tree x1.4" in text and "the fit is off by tree " in text
     tables = [line for line in text.splitlines() if not line.startswith(("saved", "the fit"))]
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)
+
+
+def test_an_error_of_the_fit_that_a_median_hides_is_told_with_its_size(tmp_path):
+    """The ring at 64 KiB takes ten times what its other four sizes say; at those, the fit is good."""
+    study = plan_bench(["all_reduce"], ["ring"], [1 << n for n in (12, 14, 16, 18, 20)], "fp32", 1)
+    times = [Timed(0, "all_reduce", "ring", 2, size, seconds := (1e-4 + size * 1e-9) * (10 if size == 1 << 16 else 1), seconds, seconds, 0)
+             for size in study.sizes]
+    text = shown(report(study, [Measured(Topology.even(1, 2), "gloo", times)], tmp_path, None))
+    factor, size = re.search(r"the fit at its worst: ring ([\d.]+)x too low at (\d+ KiB)\n", text).groups()
+    assert float(factor) > 5 and size == "64 KiB"
+
+
+def test_a_cost_that_is_free_is_explained_and_only_then(tmp_path):
+    for collective, is_free in (("all_reduce", False), ("broadcast", True)):   # one chain does not tell inside from host
+        times = [timed for timed in measured().times if timed.collective == collective]
+        study, found = plan_bench([collective], [], STUDY.sizes, "fp32", 3), Measured(Topology.even(1, 2), "gloo", times)
+        text = shown(report(study, [found], tmp_path, None))
+        assert (FREE in text) == (" free" in text) == is_free
 
 
 def test_all_is_written_down_and_every_file_is_named(tmp_path):

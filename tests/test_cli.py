@@ -163,6 +163,31 @@ def test_a_mistake_is_one_message_without_a_traceback(here, words, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [
+    ["train", "train.toml", "--data.source", "/nope"], ["train", "train.toml", "--data.source", "/nope.npy"],
+    ["train", "train.toml", "--data.source", "/nope", "--mesh.replicate", "2"], ["train", "train.toml", "--data.source", "empty"],
+    ["scale", "train.toml", "--data.source", "/nope"], ["bench", "--ranks", "1"], ["bench", "--ranks", "0"],
+    ["bench", "--topology", "none.toml"],
+])
+def test_what_is_refused_leaves_no_folder(folder, here, words):
+    (folder / "empty").mkdir()
+    done = here(*words)
+    assert done.returncode == 2, done.stderr
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_a_run_with_nothing_left_to_do_is_refused_before_it_has_a_folder(folder, here):
+    assert here("train", "train.toml", "--run.name", "one", "--checkpoint.interval", "6").returncode == 0
+    done = here("train", "train.toml", "--checkpoint.resume", "runs/one")
+    assert done.returncode == 2 and "nothing is left to train; give more --train.steps" in done.stderr
+    assert [path.name for path in Path("runs").iterdir()] == ["one"]
+
+
+def test_a_study_whose_folder_cannot_be_written_names_its_own_option(folder, here):
+    done = here("scale", "train.toml", "--ranks", "1", "--out", "/proc/study")
+    assert done.returncode == 2 and "error: --out /proc/study: cannot be made or written" in done.stderr and "---" not in done.stdout
+
+
 def test_a_mistake_ends_the_process_with_2_and_one_message(folder):
     done = rankloom("train", "train.toml", "--mesh.tenosr", "2")
     assert done.returncode == 2 and done.stderr == "error: --mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?\n"
@@ -228,6 +253,8 @@ def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, nu
         text, _ = child.communicate()
     assert child.returncode == code
     assert time.monotonic() - asked < AT_ONCE + (asked - start), "it loads no less at the end, to draw, than at the start"
+    assert text.count("stopping after this step") == 1, "one rank acknowledges it"
+    assert "there is no checkpoint to resume from; --checkpoint.interval N" in text
     assert text.count("run folder: runs/long") == 2 and text.endswith("run folder: runs/long\n"), "at the start, and as the last line"
     assert (run / "model.safetensors").exists()
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == number

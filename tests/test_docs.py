@@ -1,5 +1,6 @@
 """What the documents say is true: files exist, links lead somewhere, the API example runs."""
 
+import inspect
 import re
 from functools import partial
 from importlib import import_module
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import rankloom as rl
 from rankloom.train.config import load_config
@@ -25,6 +27,31 @@ def test_the_reference_and_the_table_of_files_are_those_of_the_source(monkeypatc
     assert make_reference.with_table_of_files(START) == START, "run `python docs/make_reference.py`"
     files = {str(file.relative_to(make_reference.SOURCE)) for file in make_reference.SOURCE.rglob("*.py") if not file.name.startswith("__")}
     assert files <= set(re.findall(r"\[([\w/]+\.py)\]\(\.\./src/rankloom/", START)), "FLOORS in docs/make_reference.py lacks a folder"
+
+
+def test_the_reference_has_the_arguments_types_and_defaults_of_functions_and_methods():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    for shown in (
+            "links: Links = Links())", "hooks: Hooks = Hooks(),", "`size: int`", "part: SequencePart = WholeSequence()",
+            "`even(nodes: int, ranks_per_node: int, links: Links = Links()) -> Topology`",
+            "`all_to_all(x: Tensor, *, send_rows: Sequence[int] \\| None = None, recv_rows: Sequence[int] \\| None = None, ",
+            "`exchange(out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, "):
+        assert shown in page, shown
+    assert "Ellipsis" not in page and " at 0x" not in page
+    for what in filter(inspect.isclass, map(partial(getattr, rl), rl.__all__)):
+        for key, method in vars(what).items():
+            if inspect.isfunction(method) and key[0] != "_":
+                arguments = ".*".join([*inspect.signature(method).parameters][1:])
+                assert re.search(rf"^\| `{key}\(.*{arguments}.*` \|", page, re.MULTILINE), f"{what.__name__}.{key}"
+
+
+def test_the_picture_of_hops_numbers_every_tile_and_names_its_axes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    picture = import_module("make_context_picture")
+    axes, spans = Figure().subplots(), picture.cut_sequence(picture.LENGTH, picture.RANKS, zigzag=True)
+    picture.draw(axes, spans, picture.DOCUMENTS, "packed")
+    assert len(axes.texts) == len(axes.patches) > 10 and {text.get_text() for text in axes.texts} == set("0123")
+    assert "keys" in axes.get_xlabel() and "queries" in axes.get_ylabel()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -1,5 +1,6 @@
 """`rankloom layout`: which rank holds what, as tables and as a picture, and a mistake as one message."""
 
+import errno
 import io
 import os
 import re
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.ranks import experts_of, modules_of
-from rankloom.layouts import find_hosts, layout_of, read, show_layout
+from rankloom.layouts import find_hosts, layout_of, read, save, show_layout
+from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.train.paper import ranks_on_paper
 from rankloom.watch.boxes import FEW, GHOST, Scene, colour_of, draw_bar, draw_sheet, draw_slab, draw_strip
 from rankloom.watch.canvas import Box, Sheet, Word, as_svg, write_png
@@ -251,3 +253,45 @@ def test_where_many_ranks_are_asked_the_first_line_says_so(monkeypatch):
     monkeypatch.setattr("rankloom.layouts.MANY", 3)
     parts = show_layout([*SMALL, "--mesh.replicate", "4"], ranks=None, ranks_per_host=None, out=None)
     assert next(parts) == "asking what each of 4 ranks holds, one after the other ..."
+
+
+def test_gradients_are_said_to_travel_along_every_axis_over_which_they_are_summed():
+    """To the axes of `TOKEN_AXES`, by which a run sums them; and along pipe where two ranks have the tied embedding."""
+    def travels(*words):
+        table = [part for part in shown(*words) if isinstance(part, Table)][1]
+        return {row["axis"].split()[0]: row["what travels"] for row in cells(table)}
+
+    said = travels(*MIXTURE, *(word for axis in TOKEN_AXES for word in (f"--mesh.{axis}", "2")), "--mesh.tensor", "2")
+    assert {axis for axis, what in said.items() if "gradients" in what and "summed" in what} == set(TOKEN_AXES)
+    assert said["expert"].endswith("gradients of all but experts, summed"), "an expert's gradient is complete along its axis"
+    pipe = [*SMALL, "--mesh.pipe", "2"]
+    assert "tied embedding" in travels(*pipe)["pipe"] and "tied" not in travels(*pipe, "--model.tie", "false")["pipe"]
+    assert "tied" not in travels(*pipe, "--train.pipe", "zb-v")["pipe"], "the first and the last stage are of one rank"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_name_that_is_longer_than_its_column_is_broken_between_its_words(width):
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print([part for part in shown(*MIXTURE, "--mesh.tensor", "2", "--mesh.expert", "2") if isinstance(part, Table)][2])
+    lines = screen.file.getvalue().splitlines()
+    start = lines[1].index("whole")
+    pieces = [line[:start].strip() for line in lines if line[:start].strip(" ─")]
+    assert max(map(len, lines)) <= width and any(piece.startswith(".") for piece in pieces), "some name is broken"
+    words = {"blocks", "attention", "norm", "query", "key", "value", "output", "weight", "mlp", "router", "experts", "gate", "up", "down",
+             "embedding", "head", "parameter", ""}
+    assert {word for piece in pieces for word in re.split(r"[._*]+", piece)} <= words, "no word is broken"
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.png"])
+def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one_there(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("the old one")
+
+    def fill_the_disk(path, *args, **options):
+        Path(path).write_bytes(b"half of")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill_the_disk)
+    monkeypatch.setattr("rankloom.layouts.write_png", lambda sheet, path: fill_the_disk(path))
+    with pytest.raises(ConfigError, match="cannot be written .No space left on device"):
+        save(Sheet(8, 4, (), "t"), tmp_path / name)
+    assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_bytes() == b"the old one"

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from rankloom.base.errors import ConfigError
-from rankloom.parallel.pipeline.draw import grid
+from rankloom.base.errors import ConfigError, StorageError
+from rankloom.parallel.pipeline.draw import LATER, grid
 from rankloom.parallel.pipeline.passes import add_gathers, apply_pass, send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from rankloom.parallel.pipeline.search import SEARCHED
@@ -56,7 +57,7 @@ def test_show_draws_how_a_schedule_runs_where_that_is_another(name):
     assert ("W" in str(schedule) and "B" not in str(schedule)) == (not any(part.startswith("as rl.pipeline") for part in told))
     if "B" in str(schedule):
         assert told[-1] == f"a step takes {timeline.makespan:g}; bubble: ranks wait {timeline.bubble:.1%} of the time"
-        assert told[-3] == str(grid(timeline, 100))
+        assert str(grid(timeline, 100)) in told[next(at for at, part in enumerate(told) if part.startswith("as rl.pipeline")) :]
 
 
 def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
@@ -66,10 +67,10 @@ def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
 
 @pytest.mark.parametrize(("files", "said"), [
     ({"save": "s.json"}, "--save s.json: expected a name that ends in .txt"),
-    ({"svg": "both", "trace": "./both"}, "--svg both and --trace both are one file"),
-    ({"svg": "a.svg", "trace": "b.txt", "save": "b.txt"}, "--trace b.txt and --save b.txt are one file"),
+    ({"svg": "x.png"}, "--svg x.png: expected a name that ends in .svg"),
+    ({"svg": "both.svg", "trace": "both.svg"}, "--trace both.svg: expected a name that ends in .json"),
 ])
-def test_files_of_which_one_would_be_lost_are_refused_before_any_is_written(files, said, tmp_path, monkeypatch):
+def test_a_name_that_ends_as_another_kind_of_file_is_refused_before_any_is_written(files, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(said)):
         list(show_schedule("1f1b", **NOTHING | {flag: Path(name) for flag, name in files.items()}))
@@ -145,7 +146,9 @@ def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"costs": "1,2"}, "--costs 1,2: expected F,I,W"), ({"costs": "1,2,x"}, "expected F,I,W"), ({"costs": "1,2,3,4,5"}, "expected F,I,W"),
-    ({"costs": "none.json"}, "none.json: cannot be read"), ({"costs": "1,-2,3"}, "none below 0"), ({"costs": "nan,1,1"}, "each a number"),
+    ({"costs": "none.json"}, "none.json: cannot be read"), ({"costs": "1,-2,3"}, "none below 0"),
+    ({"costs": "1,1,1,-1"}, "^--costs 1,1,1,-1: a cost of kind message is -1: expected each a number, and none below 0$"),
+    ({"costs": "nan,1,1"}, "each a number"),
     ({"costs": "1,1,1,inf"}, "each a number"),
     ({"costs": "0,0,0"}, "give some time to F, I or W"),
     ({"stages": 3, "chunks": 2}, "made for 1"), ({"svg": "/none/x.svg"}, "cannot be written"),
@@ -173,3 +176,57 @@ def test_a_file_of_costs_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ConfigError, match="expected F,I,W"):
         read_costs(str(tmp_path / "c.json"), 1)
+
+
+def test_a_wrong_line_of_a_schedule_is_told_with_its_file_and_number(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("# two ranks\nF0@0 B0@0\nF0@1 Q0@1\n")
+    with pytest.raises(ConfigError, match=f"^{path}: line 3: action 'Q0@1': there is no kind 'Q'"):
+        find_schedule(str(path), None, None, None)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "a.svg"
+    path.write_text("old")
+    real = Path.write_text
+
+    def full(self, text, **options):
+        real(self, text[:9], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match=r"a.svg: cannot be written \(No space left on device\)"):
+        list(show_schedule("1f1b", **NOTHING | {"svg": path}))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "columns", "coloured", "squeezed"), [
+    ("zb-v", 8, 16, 60, False, True), ("gpipe", 40, 64, 100, True, True), ("1f1b", 4, 8, 200, False, False),
+    ("1f1b", 4, 12, 90, True, True), ("1f1b", 4, 12, 100, True, False), ("1f1b", 4, 12, 100, False, True),
+])
+def test_a_drawing_too_narrow_for_the_names_of_its_actions_says_what_a_column_is(name, stages, microbatches, columns, coloured, squeezed):
+    how = NOTHING | {"stages": stages, "microbatches": microbatches, "columns": columns, "coloured": coloured}
+    parts = [str(part) for part in show_schedule(name, **how)]
+    notes = [part for part in parts[:3] if part.startswith("one column = ")]
+    assert len(notes) == squeezed
+    if name == "gpipe":
+        assert notes[0].startswith("one column = 3.4 time units, too narrow to name every action; a wider terminal, or --svg FILE, shows")
+
+
+def test_only_a_coloured_drawing_says_that_later_stages_are_darker():
+    shown = lambda coloured: "\n".join(map(str, show_schedule("zb-v", **NOTHING | {"stages": 8, "coloured": coloured})))
+    assert LATER in shown(True) and LATER not in shown(False) and "towards the weights" in shown(False)
+
+
+def test_the_table_counts_activations_in_the_unit_of_the_docs_and_names_its_units():
+    table = next(part for part in show_schedule("zb-v", **NOTHING | {"stages": 8, "microbatches": 16}) if isinstance(part, Table))
+    by_name = {str(column.header): list(column.cells) for column in table.columns}
+    assert max(map(float, by_name["most activations\n(micro-batches)"])) == 4, "as in the last columns of docs/pipeline.md"
+    assert {"computes\n(--costs)", "waits\n(--costs)"} <= by_name.keys()
+
+
+@pytest.mark.parametrize("words", [["schedule", "show", "1f1b", "--microbatches", "8.5"], ["layout", "--ranks", "4.9"],
+                                   ["bench", "--turns", "2.5"], ["schedule", "show", "1f1b", "--stages", "4.0"]])
+def test_a_number_that_is_not_whole_is_refused_and_not_rounded(words):
+    done = rankloom(*words)
+    assert done.returncode == 2 and f"Invalid value for {words[-2]}: '{words[-1]}' is not a whole number" in done.stderr

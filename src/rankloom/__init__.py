@@ -35,7 +35,7 @@ _HOME = {
     "GPTConfig": "models.gpt",
 }
 _ERRORS = (
-    "RankloomError", "ConfigError", "MeshError", "BatchError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
+    "RankloomError", "ConfigError", "MeshError", "BatchError", "StorageError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",
     "ModelMismatch", "CollectiveMismatch", "CollectiveTimeout", "RankLost", "DeviceError", "UnitError", "NonFinite", "RankFailed",
     "WrongResult",
 )

@@ -37,6 +37,8 @@ MEANINGS = {
     "backend": "backend: a step of its own", "backend_between": "backend_between: a step of its own, between nodes",
 }
 
+FREE = "free: 0 by the fit, since the other costs explain these times without it"
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -126,7 +128,8 @@ def report(study: Study, measured: Sequence[Measured], folder: Path, save: Path 
     for one in found:
         yield from ("", f"{one.collective} on {one.topology.size} ranks, {how}: the time of one call", times_table(one))
         yield from ("", "the fastest, its GB/s, and the larger part of its time by the fit", winners_table(one))
-        yield from ("", "what links cost by the fit", links_table(one), _off(one), "")
+        yield from ("", "what links cost by the fit", links_table(one))
+        yield from (*_about_fit(one), "")
     yield f"saved {write_findings(study, backend, found, folder)}"
     if save:
         write_links(save, [one.fitted.links for one in found if one.collective == "all_reduce"][-1])
@@ -198,17 +201,35 @@ def winners_table(found: Findings) -> Table:
 def links_table(found: Findings) -> Table:
     """A row for each kind of link: the cost of a message, and its bandwidth, by the fit."""
     table = _table(["link", "message", "bytes"], left=("link",))
-    links = found.fitted.links
-    for kind in found.fitted.measured:
-        link = links.named(kind) if kind != "adding" else Link(0.0, links.adding_gbps)
-        rate = "free" if link.bandwidth_gbps == FASTEST else f"{link.bandwidth_gbps:.3g} Gbit/s"
-        table.add_row(MEANINGS[kind], show_seconds(link.alpha) if link.alpha else "free", rate)
+    for kind, message, rate in _costs(found):
+        table.add_row(MEANINGS[kind], message, rate)
     return table
 
 
-def _off(found: Findings) -> str:
-    """The error of the fit, for each algorithm."""
-    return "the fit is off by " + ", ".join(f"{name} {error:.0%}" for name, error in found.fitted.errors) + " (median over sizes)"
+def _costs(found: Findings) -> list[tuple[str, str, str]]:
+    """The kinds of links that were fitted: the seconds of a message, and the bandwidth."""
+    links, costs = found.fitted.links, []
+    for kind in found.fitted.measured:
+        link = links.named(kind) if kind != "adding" else Link(0.0, links.adding_gbps)
+        rate = "free" if link.bandwidth_gbps == FASTEST else f"{link.bandwidth_gbps:.3g} Gbit/s"
+        costs.append((kind, show_seconds(link.alpha) if link.alpha else "free", rate))
+    return costs
+
+
+def _about_fit(found: Findings) -> Iterator[str]:
+    """What "free" means, where it is said, and the error of the fit for each algorithm."""
+    if any("free" in costs for costs in _costs(found)):
+        yield FREE
+    yield "the fit is off by " + ", ".join(f"{name} {error:.0%}" for name, error in found.fitted.errors) + " (median over sizes)"
+    if worst := found.worst():
+        said = [f"{name} {_say_ratio(ratio)} at {show_bytes(size)}" for name, (size, ratio) in worst.items()]
+        yield f"the fit at its worst: {', '.join(said)}"
+
+
+def _say_ratio(measured_over_predicted: float) -> str:
+    factor = max(measured_over_predicted, 1 / measured_over_predicted)
+    much = f"{factor:.1f}x" if factor >= 1.5 else f"{factor - 1:.0%}"
+    return f"{much} too {'low' if measured_over_predicted >= 1 else 'high'}"
 
 
 def _table(headings: Sequence[str], left: Sequence[str]) -> Table:

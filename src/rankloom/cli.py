@@ -22,7 +22,8 @@ from cyclopts import App, Parameter
 
 from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
-from rankloom.base.text import printable, show_any_text
+from rankloom.base.files import make_folder
+from rankloom.base.text import printable, show_any_text, whole_number
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself rounds 8.5
 
 app = App(
     name="rankloom", version=__version__, help_format="plaintext",
@@ -99,16 +101,20 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     overrides
         Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200
     """
+    from rankloom.data.text import expect_source
     from rankloom.train.config import load_config
     from rankloom.world.launch import find_place
 
     with leaving_on_signals():
         config = load_config(file, overrides)
-        if config.checkpoint.resume is not None:   # so that a wrong path is an error before any rank starts
-            from rankloom.train.resume import newest_checkpoint
+        alone = find_place().launcher == "alone"
+        if alone:   # before the run has a folder
+            expect_source(config.data.source)
+        if config.checkpoint.resume is not None:
+            from rankloom.train.resume import expect_steps_left
 
-            newest_checkpoint(Path(config.checkpoint.resume))
-        if find_place().launcher == "alone" and config.mesh.as_mesh().size > 1:
+            expect_steps_left(config)
+        if alone and config.mesh.as_mesh().size > 1:
             _launch_ranks(config, file, overrides)
         else:
             _be_a_rank(config)
@@ -154,7 +160,7 @@ def _be_a_rank(config: "Config") -> None:
         leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
     world.close()
     if world.rank == 0:
-        _conclude(summary)
+        _conclude(summary, config.train.steps)
     if summary.stopped_by:
         raise SystemExit(128 + summary.stopped_by)
 
@@ -163,16 +169,12 @@ def _ignore(event: object) -> None:
     """The sink of the ranks that do not draw."""
 
 
-def _conclude(summary: "Summary") -> None:
-    """Draw the loss; print how the run ended, and its folder."""
+def _conclude(summary: "Summary", steps: int) -> None:
+    """Draw the loss; print how the run ended, and its folder. steps: those asked for"""
+    from rankloom.train.finish import describe_end
+
     run = Path(summary.folder)
-    lines = [_draw_loss(run)]
-    if summary.stopped_by:
-        lines.append(f"stopped by {signal.Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
-    rate = summary.tokens / summary.training_seconds if summary.training_seconds else 0.0
-    steps = f"{summary.steps} steps" if not summary.steps_before else f"steps {summary.steps_before + 1} to {summary.steps}"
-    lines.append(f"{steps}, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)")
-    _show([*lines, f"run folder: {run}"])
+    _show([_draw_loss(run), *describe_end(summary, steps), f"run folder: {run}"])
 
 
 def _draw_loss(run: Path) -> str:
@@ -185,7 +187,7 @@ def _draw_loss(run: Path) -> str:
 
 @app.command
 def scale(
-    file: Path, /, *overrides: Overrides, ranks: str = "1,2,4", steps: int = 20, weak: bool = False,
+    file: Path, /, *overrides: Overrides, ranks: str = "1,2,4", steps: Whole = 20, weak: bool = False,
     out: Path | None = None,
 ) -> None:
     """Measure how training scales with ranks: speed-up, efficiency, share of time in communication.
@@ -219,6 +221,7 @@ def scale(
     numbers = parse_ranks(ranks)
     threads = max(1, cores() // numbers[-1])
     plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
+    make_folder(folder, "--out")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))   # so that SIGTERM also ends the run
     for n, words in plans.items():
         print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
@@ -269,7 +272,7 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
 @app.command
 def bench(
     *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB",
-    dtype: str = "fp32", turns: int = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None,
+    dtype: str = "fp32", turns: Whole = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None,
     out: Path | None = None, times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
     """Time our collectives and the backend's own at many sizes: which is the fastest at each size, and why.
@@ -310,18 +313,19 @@ def bench(
 
     study = plan_bench(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
-    if place.rank == 0 and times is None:
+    alone = place.launcher == "alone"
+    numbers = command.ranks_to_start(ranks or "2,4", topology, backend) if alone else [place.size]
+    if not alone and ranks not in (None, str(place.size)):
+        raise ConfigError(f"--ranks {ranks}: {place.launcher} has started {place.size}; leave --ranks out")
+    if place.rank == 0 and times is None:   # makes the folder, so after all other checks
         command.expect_places(study, folder, save)
-    if place.launcher == "alone":
-        numbers = command.ranks_to_start(ranks or "2,4", topology, backend)
+    if alone:
         print(command.describe_machine(os.getloadavg()[0]))
         options = {"collective": collective, "algorithm": algorithm, "sizes": sizes, "dtype": dtype, "turns": turns,
                    "backend": backend, "topology": topology}
         words = [f"--{key}={value}" for key, value in options.items() if value is not None]
         measured = [_bench_ranks(n, words, folder) for n in numbers]
     else:
-        if ranks not in (None, str(place.size)):
-            raise ConfigError(f"--ranks {ranks}: {place.launcher} has started {place.size}; leave --ranks out")
         measured = [_bench_as_rank(study, topology, backend)]
     if place.rank == 0 and times is not None:
         command.write_measured(measured[0], times)
@@ -380,7 +384,7 @@ def list_schedules() -> None:
 
 @schedule.command
 def show(
-    name: str, /, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None, costs: str | None = None,
+    name: str, /, *, stages: Whole | None = None, microbatches: Whole | None = None, chunks: Whole | None = None, costs: str | None = None,
     svg: Path | None = None, trace: Path | None = None, save: Path | None = None,
 ) -> None:
     """Draw a schedule, check that it cannot deadlock, and show its bubble and memory.
@@ -415,7 +419,7 @@ def show(
 
 
 @app.command
-def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int | None = None, out: Path | None = None) -> None:
+def layout(*settings: Overrides, ranks: Whole | None = None, ranks_per_host: Whole | None = None, out: Path | None = None) -> None:
     """Show what each rank of a mesh holds: its part of the model and of a batch, its peers, its bytes.
 
     Starts no ranks: it runs the code of a real run on ranks without memory.
@@ -439,7 +443,7 @@ def layout(*settings: Overrides, ranks: int | None = None, ranks_per_host: int |
 
 @app.command
 def generate(
-    run: Path, /, *, prompt: str = "", max_tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    run: Path, /, *, prompt: str = "", max_tokens: Whole = 200, temperature: float = 0.8, top_k: Whole = 50, seed: Whole = 0
 ) -> None:
     """Continue a text with a trained model.
 

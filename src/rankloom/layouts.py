@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, MeshError
+from rankloom.base.files import replacing
 from rankloom.base.layout import Layout, Span
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import show_bytes_alike
@@ -32,11 +35,15 @@ PRESET, PRECISION = "8B", "bf16"   # the defaults without a file
 SHOWN = 4                          # the most parts of a matrix, or groups of an axis, that are all listed
 MANY, MOST = 64, 1024              # ranks: MANY take seconds, MOST a minute
 TRAVELS = {"pipe": "activations of micro-batches, and their gradients back", "replicate": "gradients, summed",
-           "shard": "gradients, summed and cut; parameters, gathered", "context": "keys and values of attention, around a ring",
-           "tensor": "activations, twice in each block", "expert": "tokens, to their experts and back"}
+           "shard": "gradients, summed and cut; parameters, gathered",
+           "context": "keys and values of attention, around a ring; gradients, summed", "tensor": "activations, twice in each block",
+           "expert": "tokens, to their experts and back; gradients of all but experts, summed"}
+TIED = "; the gradient of the tied embedding, summed"
 BYTES = ("bytes between two steps, if ranks share no memory (whole: parameters to compute with, beside a rank's own); "
          "activations and temporary gathers come on top")
 NUMBER = re.compile(r"[\d.]+")
+NAME = re.compile(r"(?<=[\w*])(?=[._/][a-z])")   # between two words of a name
+BREAK = re.compile(f"{NAME.pattern}|(?<= )")     # where a line may end
 DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
 
 
@@ -187,8 +194,13 @@ def table_of_groups(drawn: Drawn) -> Table:
         if drawn.hosts:
             most = max(len({_host(drawn.hosts, rank) for rank in group}) for group in groups)
             row["between"] = "ranks of a host" if most == 1 else f"{most} hosts"
-        rows.append(row | {"what travels": TRAVELS[axis]})
+        rows.append(row | {"what travels": TRAVELS[axis] + (TIED if axis == "pipe" and _is_tied_over_stages(drawn) else "")})
     return _table({name: [row[name] for row in rows] for name in rows[0]})
+
+
+def _is_tied_over_stages(drawn: Drawn) -> bool:
+    """Whether ranks along the pipe share an embedding: a V-shaped schedule has its first and last stage on one rank."""
+    return drawn.shape.tie and len({part.coords["pipe"] for part in drawn.ranks if "embedding" in modules_of(part)}) > 1
 
 
 def table_of_parameters(drawn: Drawn) -> Table:
@@ -264,8 +276,29 @@ def _table(columns: dict[str, list[str]], gap: int = 1) -> Table:
     for name, cells in columns.items():
         table.add_column(name, overflow="fold", justify="right" if all(NUMBER.fullmatch(cell) for cell in cells) else "left")
     for row in zip(*columns.values()):
-        table.add_row(*map(Text, row))   # Text, so that brackets are not markup
+        table.add_row(*(Named(cell) if NAME.search(cell) else Text(cell) for cell in row))   # never str: brackets would be markup
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A text with names in it, which a narrow table breaks between their words: `blocks.*.mlp` and `.down.weight`."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, BREAK.split(self.text))), len(self.text)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for piece in BREAK.split(self.text):
+            if lines[-1] and len((lines[-1] + piece).rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += piece
+        yield Text("\n".join(lines), overflow="fold")
 
 
 # ---------------------------------------------------------------------- the picture
@@ -274,10 +307,11 @@ def _table(columns: dict[str, list[str]], gap: int = 1) -> Table:
 def save(sheet: Sheet, path: Path) -> str:
     """Write the picture; returns a line with its path. raises: ConfigError"""
     try:
-        if path.suffix == ".svg":
-            path.write_text(as_svg(sheet), encoding="utf-8")
-        else:
-            write_png(sheet, path)
+        with replacing(path) as temporary:   # a full disk leaves the picture that was there
+            if path.suffix == ".svg":
+                temporary.write_text(as_svg(sheet), encoding="utf-8")
+            else:
+                write_png(sheet, temporary)
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written ({error.strerror})") from None
     except ImportError:

@@ -12,16 +12,18 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
+from rankloom.base.files import replacing
 from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
-from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend
+from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend, say_squeezed
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, named_schedule
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_schedule
 
 STAGES, MICROBATCHES = 4, 8
+Drawing = Callable[[Timeline], Iterator[str | Text]]   # the rows, and what they mean
 
 
 def known() -> Table:
@@ -44,8 +46,9 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
     given = [word for word, value in (("--stages", stages), ("--microbatches", microbatches), ("--chunks", chunks)) if value is not None]
     if given:
         raise ConfigError(f"{name} already defines stages and micro-batches; leave out {', '.join(given)}")
-    schedule = parse_schedule(_read(Path(name)))
+    text = _read(Path(name))
     try:
+        schedule = parse_schedule(text)
         check(schedule)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
@@ -60,46 +63,53 @@ def read_costs(text: str | None, stages: int) -> Costs:
     """
     if text is None:
         return Costs.even(stages)
+    read = _read(Path(text)) if text.endswith(".json") else None
     try:
-        if text.endswith(".json"):
-            said = json.loads(_read(Path(text)))
+        if read is not None:
+            said = json.loads(read)
             forward, back, weight = (tuple(map(float, said[key])) for key in ("forward", "input", "weight"))
             return Costs(forward, back, weight, float(said.get("message", 0)))
         numbers = [float(word) for word in text.split(",")]
         if not 3 <= len(numbers) <= 4:
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        return Costs.even(stages, forward=numbers[0], input=numbers[1], weight=numbers[2], message=sum(numbers[3:]))
+    except ConfigError as error:
+        raise ConfigError(f"--costs {text}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"--costs {text}: expected F,I,W or F,I,W,message, such as 18.5,18.1,9.3,0.6; or a .json file with lists "
                           "forward, input and weight (a number for each stage), and perhaps message") from None
-    return Costs.even(stages, forward=numbers[0], input=numbers[1], weight=numbers[2], message=sum(numbers[3:]))
 
 
-def picture(timeline: Timeline, rows: Callable[[Timeline], Text]) -> Iterator[str | Text | Table]:
-    """The rows, the legend, and the numbers of each rank."""
-    yield rows(timeline)
-    yield legend(timeline)
-    table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
+def drawing(timeline: Timeline, columns: int, coloured: bool) -> Iterator[str | Text]:
+    """The rows, what a column is if they are squeezed, and the legend."""
+    yield grid(timeline, columns, coloured)
+    if squeezed := say_squeezed(timeline, columns, coloured):
+        yield squeezed
+    yield legend(timeline, coloured)
+
+
+def picture(timeline: Timeline, draw: Drawing) -> Iterator[str | Text | Table]:
+    """The drawing, and the numbers of each rank. Activations as in docs/pipeline.md: 1 is a micro-batch in a rank's whole part."""
+    yield from draw(timeline)
+    table = Table("rank", "stages", "computes\n(--costs)", "waits\n(--costs)", "sends\n(messages)", "most activations\n(micro-batches)")
     for rank, actions in enumerate(timeline.schedule.ranks):
-        stages, sends = ", ".join(map(str, timeline.schedule.held_by(rank))), sum(a.kind.startswith("SEND") for a in actions)
+        stages, sends = timeline.schedule.held_by(rank), sum(a.kind.startswith("SEND") for a in actions)
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
-        table.add_row(str(rank), stages, *times, str(sends), f"{timeline.peaks[rank]:g}")
+        table.add_row(str(rank), ", ".join(map(str, stages)), *times, str(sends), f"{timeline.peaks[rank] / len(stages):.3g}")
     yield table
     yield _waits(timeline)
     if timeline.own_bubble < timeline.bubble - 0.0005:
         yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"
 
 
-def as_run(schedule: Schedule, costs: Costs, rows: Callable[[Timeline], Text]) -> Iterator[str | Text]:
+def as_run(schedule: Schedule, costs: Costs, draw: Drawing) -> Iterator[str | Text]:
     """The rows and the bubble as `rl.pipeline` and the engine run the schedule; nothing if they run it unchanged."""
     runs = send_gradients_first(schedule)
     if runs == schedule:
         return
     timeline = simulate_schedule(runs, costs)
     yield "as rl.pipeline and the engine run it: a gradient leaves before the products for the weights are computed"
-    yield rows(timeline)
-    yield legend(timeline)
+    yield from draw(timeline)
     yield _waits(timeline)
 
 
@@ -108,15 +118,16 @@ def _waits(timeline: Timeline) -> str:
 
 
 def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
-    """Write the files asked for, with a line for each. raises: ConfigError"""
+    """Write the files asked for, with a line for each. raises: StorageError"""
     texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.schedule}\n"}
     for path, make in texts.items():
         if path is None:
             continue
         try:
-            path.write_text(make(), encoding="utf-8")
+            with replacing(path) as temporary:
+                temporary.write_text(make(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+            raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
         yield f"saved {path}"
 
 
@@ -131,22 +142,18 @@ def show_schedule(name: str, *, stages: int | None, microbatches: int | None, ch
         raise ConfigError(f"--costs {costs}: together they are more than a number can hold; give them in a larger unit")
     title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
-    rows = partial(grid, columns=columns, coloured=coloured)
-    yield from picture(timeline, rows)
+    draw = partial(drawing, columns=columns, coloured=coloured)
+    yield from picture(timeline, draw)
     if not name.endswith(".txt"):   # a file is run as written
-        yield from as_run(schedule, of_stages, rows)
+        yield from as_run(schedule, of_stages, draw)
     yield from written(timeline, title, svg, trace, save)
 
 
 def _expect_files(svg: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Raise ConfigError if two files have one path, or --save is not a .txt file."""
-    if save is not None and save.suffix != ".txt":
-        raise ConfigError(f"--save {save}: expected a name that ends in .txt; `rankloom schedule show` reads no other")
-    given = [(flag, path) for flag, path in (("--svg", svg), ("--trace", trace), ("--save", save)) if path is not None]
-    for at, (flag, path) in enumerate(given):
-        for other, there in given[:at]:
-            if path.absolute() == there.absolute():
-                raise ConfigError(f"{other} {there} and {flag} {path} are one file; give each its own name")
+    """Raise ConfigError for a name whose ending is of another kind of file: so each file has its own name, too."""
+    for flag, path, ending in (("--svg", svg, ".svg"), ("--trace", trace, ".json"), ("--save", save, ".txt")):
+        if path is not None and path.suffix != ending:
+            raise ConfigError(f"{flag} {path}: expected a name that ends in {ending}")
 
 
 def _read(path: Path) -> str:

@@ -39,12 +39,24 @@ def test_the_fit_may_disagree_with_what_was_measured_and_says_so():
     assert at.winner.algorithm == "backend" and at.expected == "ring"
 
 
+@pytest.mark.parametrize("factor", [12, 1 / 12])
+def test_the_size_at_which_the_fit_is_farthest_off_is_found_whether_too_low_or_too_high(factor):
+    (found,) = find(measured(), TWO)
+    slower = lambda timed: replace(timed, seconds=timed.seconds * (factor if timed.algorithm == "ring" else 1))
+    at = replace(found.sizes[1], times=tuple(map(slower, found.sizes[1].times)))
+    found = replace(found, sizes=(found.sizes[0], at, found.sizes[2]))   # the fit is that of the times before
+    size, ratio = found.worst()["ring"]
+    assert size == SIZES[1] and ratio == pytest.approx(factor, rel=1e-2)
+    assert found.as_table()["fit"]["worst"]["ring"] == {"bytes": size, "measured_over_predicted": ratio}
+    assert found.worst()["backend"][1] == pytest.approx(1.0, rel=1e-2)
+
+
 def test_a_wrong_result_is_kept_but_neither_wins_nor_is_fitted():
     (found,) = find(measured(wrong=[("backend", 1 << 12)]), TWO)
     assert [timed.algorithm for timed in found.sizes[0].times] == ["ring"]
     assert len(found.times) == 6
     (none_right,) = find(measured(names=("ring",), wrong=[("ring", size) for size in SIZES]), TWO)
-    assert none_right.sizes == ()
+    assert none_right.sizes == () and none_right.worst() == {}
 
 
 def test_each_collective_is_found_by_itself():

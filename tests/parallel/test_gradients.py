@@ -36,7 +36,7 @@ def run(world: rl.World, steps: int = 3, **more) -> list:
     for step in range(steps):
         reducer.abandon()
         model(world.rank + 1.0, maybe=step % 2 == 1 and world.rank == world.size - 1).backward()
-        totals = reducer.finish(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64))
+        totals, _ = reducer.finish(torch.tensor([world.rank + 1.0, 10.0], dtype=torch.float64))
         seen.append((totals.tolist(), {name: None if p.grad is None else p.grad.clone() for name, p in named(model).items()}))
     return seen
 

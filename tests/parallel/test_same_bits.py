@@ -35,7 +35,7 @@ def reduce(world: rl.World, leaves: int, steps: int = 2) -> tuple[dict, list[flo
             loss = model(leaf + step)
             loss.backward()
             reducer.add_shard(leaf, torch.tensor([loss.item(), 1.0], dtype=torch.float64))
-        totals = reducer.finish()
+        totals, _ = reducer.finish()
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, totals.tolist()
 
 

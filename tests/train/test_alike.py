@@ -9,15 +9,20 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.train.alike import expect_alike
+from rankloom.models.loss import language_model_loss
+from rankloom.train.alike import Numbers, expect_alike
 from rankloom.train.config import make_config, shared_settings
 
 
-def start(world: rl.World, rate: float = 0.1, **settings) -> rl.Engine:
+def line() -> nn.Module:
     model = nn.Linear(2, 2)
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
-    return rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), world=world, **settings,
+    return model
+
+
+def start(world: rl.World, rate: float = 0.1, **settings) -> rl.Engine:
+    return rl.prepare(line(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, **settings,
                       optimizer=lambda p: torch.optim.SGD([{"params": p[:1], "lr": rate}, {"params": p[1:]}], lr=1.0))
 
 
@@ -112,3 +117,95 @@ def test_configs_are_compared_but_for_what_is_of_a_host():
     rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, threads=1 + world.rank))))
     with pytest.raises(rl.ConfigError, match="rank 1 was given another config than rank 0: train.steps is 8, on rank 0 7"):
         rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, steps=7 + world.rank))))
+
+
+def plateau(engine: rl.Engine, rank: int) -> None:
+    """Feeds a scheduler this rank's own metric: rank 1's gets worse, so its rate falls."""
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+    for metric in (0.0, 1.0 if rank == 1 else -1.0):
+        scheduler.step(metric)
+
+
+def another_decay(engine: rl.Engine, rank: int) -> None:
+    engine.optimizer.param_groups[1]["weight_decay"] = 0.25 if rank == 1 else 0.0
+
+
+def another_beta(engine: rl.Engine, rank: int) -> None:
+    engine.optimizer.param_groups[0]["betas"] = (0.9, 0.95 if rank == 1 else 0.99)
+
+
+def another_tensor(engine: rl.Engine, rank: int) -> None:
+    """A rate that is a tensor, changed in place."""
+    rate = engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    engine.optimizer.param_groups[1]["lr"] = torch.tensor(0.1)
+    engine._numbers.mark(engine.optimizer)
+    rate.fill_(0.5 if rank == 1 else 0.1)
+
+
+WAYS_TO_TRAIN = [{"stage": 0}, {"stage": 1}, {"stage": 3}, {"deterministic": 4}, {"stage": 2, "deterministic": 4}, {"compress": "int8"}]
+
+
+def adams(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=1.0, weight_decay=0.0, foreach=False)
+
+
+@pytest.mark.parametrize("options", WAYS_TO_TRAIN, ids=str)
+@pytest.mark.parametrize(("change", "says"), [
+    (plateau, r"lr of group 0 is 0\.01\d*, on rank 0 0\.1"), (another_decay, r"weight_decay of group 1 is 0\.25, on rank 0 0\.0"),
+    (another_beta, r"betas of group 0 is \(0\.9, 0\.95\), on rank 0 \(0\.9, 0\.99\)"),
+    (another_tensor, r"lr of group 0 is 0\.5, on rank 0 0\.1"),
+])
+def test_numbers_of_an_optimizer_that_come_to_differ_are_an_error_on_all_ranks_before_the_update(options, change, says):
+    """Ranks diverged, and nothing said so. Once they are alike again, training goes on."""
+    def body(world):
+        engine = rl.prepare(line(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=adams, **options)
+        engine.step(torch.ones(2, 2))
+        before, groups = engine.full_state_dict(), [dict(group) for group in engine.optimizer.param_groups]
+        change(engine, world.rank)
+        with pytest.raises(rl.ConfigError, match=f"rank 1 was given another optimizer in this step than rank 0: {says}.*A scheduler"):
+            engine.step(torch.ones(2, 2))
+        after = engine.full_state_dict()
+        for group, was in zip(engine.optimizer.param_groups, groups, strict=True):
+            group.update(was)
+        return before["model"], after["model"], engine.step(torch.ones(2, 2)).step
+
+    for before, after, step in rl.simulate(3, body):
+        assert all(torch.equal(after[name], value) for name, value in before.items()) and step == 2
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2, shard=2), rl.Mesh(tensor=2, replicate=2), rl.Mesh(replicate=2, shard=2)], ids=str)
+def test_a_schedule_that_differs_between_the_ranks_of_rows_is_an_error_on_meshes_too(mesh):
+    shape = rl.GPTConfig(vocab_size=16, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=4)
+
+    def body(world):
+        own = world.group("replicate", "shard").rank
+        pipe = {"pipe": "1f1b", "accumulate": 2} if mesh.pipe > 1 else {}
+        engine = rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, optimizer=adams, stage=int(mesh.shard > 1),
+                            schedule=lambda step: 0.1 / (1 + step * own), **pipe)
+        tokens = torch.ones(4, 4, dtype=torch.long)
+        engine.step((tokens, tokens))
+        with pytest.raises(rl.ConfigError, match="than rank .: lr of group 0 is 0.05, on rank . 0.1"):
+            engine.step((tokens, tokens))
+
+    rl.simulate(mesh, body)
+
+
+def test_the_mark_of_an_optimizer_changes_with_each_of_its_numbers_and_with_nothing_else():
+    optimizer, numbers = adams(list(line().parameters())), Numbers()
+    first = numbers.mark(optimizer)
+    seen = {first}
+    for key, value in {"lr": 0.2, "weight_decay": 0.1, "betas": (0.9, 0.9), "eps": 1e-7, "amsgrad": True}.items():
+        for group in optimizer.param_groups:
+            was, group[key] = group[key], value
+            seen.add(numbers.mark(optimizer))
+            group[key] = was
+    assert len(seen) == 1 + 5 * 2 and all(0 <= mark < 2**31 for mark in seen)
+    optimizer.param_groups[0] |= {"lr": torch.tensor(0.1, dtype=torch.float64), "amsgrad": 0, "betas": [0.9, 0.999]}   # equal numbers
+    assert numbers.mark(optimizer) == first
+
+
+def test_rates_on_a_gpu_are_not_read():
+    """To read one would wait for all that is queued; on the meta device it would be an error."""
+    optimizer, numbers = adams(list(line().parameters())), Numbers()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    assert numbers.mark(optimizer) == numbers.mark(optimizer)

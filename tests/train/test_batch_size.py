@@ -52,3 +52,10 @@ def test_an_equation_that_cannot_hold_is_shown_with_its_numbers(sizes, message):
 
 def test_the_equation_is_printed_with_every_number():
     assert solve_batch(2, local=4, global_=24).equation(2) == "local 4 x ranks 2 x accumulate 3 = global 24"
+
+
+@pytest.mark.parametrize("asked", [{"local": -2}, {"local": -2, "global_": -8}, {"global_": 8, "accumulate": -1},
+                                   {"local": 2, "accumulate": 0}, {"local": 0}, {"local": -1, "accumulate": -2, "global_": 8}], ids=str)
+def test_numbers_below_one_solve_nothing(asked):
+    with pytest.raises(BatchError, match="has no solution: each of these is 1 or more"):
+        solve_batch(4, **asked)

@@ -602,7 +602,8 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"stage": 1, "compress": "int8"}, "compress='int8' has no meaning at stage 1, only at stage 0"),
     ({"units": 5}, "units=5 has no meaning at stage 0, only at stage 1 and 2 and 3"), ({"stage": 2, "ahead": 2}, "ahead=2 has no meaning"),
     ({"accumulate": True}, "accumulate=True"), ({"accumulate": 1.5}, "accumulate=1.5"), ({"clip": 0}, "clip=0, expected a norm above 0"),
-    ({"clip": -1.0}, "clip=-1.0"), ({"clip": math.nan}, "clip=nan"), ({"precision": "bf61"}, "'bf61' is unknown. Did you mean 'bf16'"),
+    ({"clip": -1.0}, "clip=-1.0"), ({"clip": True}, "clip=True, expected a norm above 0"),
+    ({"clip": math.nan}, "clip=nan"), ({"precision": "bf61"}, "'bf61' is unknown. Did you mean 'bf16'"),
     ({"all_reduce": "backed"}, "Did you mean 'backend'"), ({"deterministic": 2}, "deterministic=2 logical shards cannot feed 3 ranks"),
     ({"deterministic": -8}, "deterministic=-8"),
     ({"deterministic": True, "accumulate": 2}, "accumulate=2 has no meaning with deterministic=8"),
@@ -659,7 +660,7 @@ def test_hooks_of_a_model_that_no_rank_of_a_pipeline_calls_are_refused():
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, model))
 
 
-@pytest.mark.parametrize("gives", [None, "1e-3", math.nan, -1e-3])
+@pytest.mark.parametrize("gives", [None, "1e-3", math.nan, -1e-3, math.inf])
 def test_a_schedule_that_gives_no_learning_rate_is_an_error_and_trains_nobody(gives):
     def body(world):
         engine = prepare(world, schedule=lambda step: gives)
@@ -681,6 +682,20 @@ def test_a_model_with_nothing_to_train_and_one_prepared_twice_are_refused():
             prepare(world, model)
 
     rl.simulate(2, body)
+
+
+def test_the_refusal_of_a_copy_of_a_prepared_model_says_what_to_do_and_that_works():
+    def body(world):
+        engine = prepare(world)
+        engine.step(rows(4))
+        with pytest.raises(rl.ConfigError, match=r"or is a copy of one that has.*Build the model anew.*load `engine.full_state_dict\(\)"):
+            prepare(world, copy.deepcopy(engine.model))
+        model, trained = Line(), engine.full_state_dict()["model"]
+        model.load_state_dict(trained)
+        again = prepare(world, model).full_state_dict()["model"]
+        return all(torch.equal(again[name], value) for name, value in trained.items())
+
+    assert all(rl.simulate(2, body))
 
 
 class Weighted(nn.Module):

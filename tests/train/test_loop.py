@@ -317,7 +317,7 @@ def test_ranks_that_share_their_rows_end_an_evaluation_with_the_same_batch_which
             yield batch
             here.stop.number = here.signal
 
-    def stop_signal():
+    def stop_signal(acknowledge):
         here.stop = StopSignal()
         return here.stop
 

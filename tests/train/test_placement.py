@@ -319,7 +319,7 @@ def test_what_a_step_sends_is_its_bill(stage, options):
         made.step(x)
         before = world.ledger.bytes
         made.step(x)
-        flags = 8 * (2 * (BLOCKS + 1) + 4) * (world.size - 1)   # parameters used, the order of gathers, loss and count: fp64
+        flags = 8 * (2 * (BLOCKS + 1) + 6) * (world.size - 1)   # parameters used, the order of gathers, rates, loss and count: fp64
         norm = 2 * 8 * (world.size - 1) // world.size
         return world.ledger.bytes - before - flags - norm, step_bill(made.placement.sharding, options.get("accumulate", 1)).sent
 

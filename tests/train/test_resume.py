@@ -1,18 +1,22 @@
 """A run that was stopped goes on from its newest checkpoint on any mesh, with the losses of one that never stopped."""
 
+import shlex
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.checkpoint.files import MANIFEST, read_manifest
 from rankloom.checkpoint.manifest import to_json
-from rankloom.train import loop, run_facts
-from rankloom.train.resume import newest_checkpoint
+from rankloom.train import checkpoint, loop, run_facts
+from rankloom.train.config import load_config
+from rankloom.train.finish import describe_end
+from rankloom.train.resume import expect_steps_left, newest_checkpoint
 from rankloom.train.weights import load_model
 from rankloom.world.join import init
 from rankloom.world.simulate import simulate
@@ -83,6 +87,70 @@ def test_a_signal_leaves_a_checkpoint_of_the_step_it_came_after(table):
     _, more = run(table(checkpoint={"resume": summary.folder}))
     _, straight = run(table())
     assert losses(more) == losses(straight)[summary.steps:], "the very same bits"
+
+
+@pytest.mark.parametrize(("number", "said"), [
+    (signal.SIGINT, ["stopping after this step; Ctrl-C again quits at once, without saving"]),
+    (signal.SIGTERM, ["stopping after this step; SIGTERM again quits at once, without saving"]), (signal.SIGHUP, []),
+])
+def test_a_signal_is_acknowledged_on_one_rank_before_the_step_has_ended(table, number, said):
+    events, acknowledged = [], threading.Event()
+
+    def sink(event):
+        events.append(event)
+        if isinstance(event, Notice) and event.text.startswith("stopping"):
+            acknowledged.set()
+        if isinstance(event, StepDone) and event.step == 3:
+            signal.raise_signal(number)
+            assert acknowledged.wait(10) or not said, "while the step's own thread is busy"
+
+    world = init(device="cpu")
+    loop.train(table(train={"steps": 50}), world, sink)
+    world.close()
+    assert [text for text in notices(events) if text.startswith("stopping")] == said
+
+
+def test_a_run_that_goes_on_without_an_interval_says_that_it_writes_no_checkpoints(table):
+    summary, _ = run(table(train={"steps": 2}, checkpoint={"interval": 2}))
+    for interval in (0, 2):
+        _, events = run(table(train={"steps": 4}, checkpoint={"resume": summary.folder, "interval": interval}))
+        assert any("writes no checkpoints itself; --checkpoint.interval N" in text for text in notices(events)) == (not interval)
+
+
+def test_the_end_of_a_stopped_run_has_the_command_that_resumes_it_or_what_to_set(table):
+    plain, _ = run(table(train={"steps": 2}))
+    kept, _ = run(table(run={"name": "kept"}, train={"steps": 2}, checkpoint={"interval": 2}))
+    assert describe_end(plain, 2)[0].startswith("2 steps, "), "nothing of resuming after a run that has ended"
+    stopped = lambda summary: describe_end(replace(summary, stopped_by=signal.SIGINT), 6)
+    assert stopped(plain)[:2] == ["stopped by SIGINT after 2 steps; the weights are saved",
+                                  "there is no checkpoint to resume from; --checkpoint.interval N writes one every N steps, and at a stop"]
+    command = stopped(kept)[1].removeprefix("resume with: rankloom train ")
+    assert command == f"{kept.folder}/config.toml --checkpoint.resume {kept.folder}"
+    file, *words = shlex.split(command)
+    again = load_config(file, [*words, "--train.steps", "6"])
+    assert again.checkpoint.interval == 2 and run(again)[0].steps == 6
+
+
+def test_a_full_disk_ends_a_checkpoint_with_a_storage_error_and_no_empty_folder(table, tmp_path, monkeypatch):
+    """On both ranks, whichever fails: the last one to leave takes the folders with it."""
+    real = checkpoint.write_parts
+
+    def full(path, parts):
+        if path.name.endswith("-00001.safetensors"):
+            raise StorageError(f"{path}: cannot be written (No space left on device)")
+        return real(path, parts)
+
+    monkeypatch.setattr(checkpoint, "write_parts", full)
+    with pytest.raises(StorageError, match=r"checkpoints/step-00000002/.*: cannot be written \(No space left on device\)"):
+        run(table(run={"name": "full"}, checkpoint={"interval": 2}), 2)
+    assert not (tmp_path / "runs" / "full" / "checkpoints").exists()
+
+
+def test_what_has_no_steps_left_is_known_before_a_run_has_a_folder(table, tmp_path):
+    summary, _ = run(table(train={"steps": 2}, checkpoint={"interval": 2}))
+    expect_steps_left(table(train={"steps": 3}, checkpoint={"resume": summary.folder}))
+    with pytest.raises(ConfigError, match="step-00000002: is of step 2, and .train. steps = 2: nothing is left to train"):
+        expect_steps_left(table(train={"steps": 2}, checkpoint={"resume": summary.folder}))
 
 
 def test_without_an_interval_no_checkpoint_is_written(table):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Notice, StepDone
 from rankloom.train.config import make_config
 from rankloom.train.job import open_run
@@ -61,9 +61,9 @@ def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):
     assert claim_run_folder(config(tmp_path, "mine"), NOW) == path
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "<script>", "a b", "", ".hidden", "a\n", "x" * 101, "-rf", "a\x1b[2J"])
+@pytest.mark.parametrize("name", ["../x", "a/b", "<script>", "a b", "", ".hidden", "a\n", "x" * 101, "\u00e4\u00f6", "-rf", "a\x1b[2J"])
 def test_a_hostile_name_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="must be letters, digits"):
+    with pytest.raises(ConfigError, match="must be ASCII letters, digits"):
         make_config({"train": {"local_batch_size": 1}, "run": {"name": name}}, "here")
 
 
@@ -158,3 +158,22 @@ def test_the_environment_tells_versions_host_and_command(tmp_path, monkeypatch):
     assert told["packages"]["torch"]
     assert Path(told["folder"]) == tmp_path
     json.dumps(told)
+
+
+def test_a_run_that_starts_on_a_full_disk_names_the_file_and_leaves_no_folder(tmp_path, monkeypatch):
+    def full(self, text, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match=r"runs/mine/config.toml: cannot be written \(No space left on device\)"):
+        simulate(2, partial(open_run, config(tmp_path / "runs", "mine")))
+    assert not (tmp_path / "runs" / "mine").exists()
+
+
+def test_a_named_folder_with_something_in_it_stays_when_its_run_cannot_start(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    monkeypatch.setattr("rankloom.train.job.write_json", lambda path, value: (_ for _ in ()).throw(StorageError(f"{path}: full")))
+    with pytest.raises(StorageError, match="env.json: full"):
+        simulate(1, partial(open_run, config(tmp_path, "mine")))
+    assert (tmp_path / "mine" / "notes.txt").exists() and not (tmp_path / "mine" / "logs").exists()

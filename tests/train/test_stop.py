@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,23 @@ def test_the_same_signal_twice_ends_the_process_at_once_with_its_exit_code():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert caught.value.code == 143
+
+
+def test_the_first_signal_is_acknowledged_at_once_and_once_and_not_in_the_code_that_it_interrupts():
+    """A step may take minutes, and the handler may interrupt what writes to the same terminal."""
+    told = SimpleQueue()
+    with StopSignal(lambda number: told.put((number, threading.current_thread().name))) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert told.get(timeout=10) == (signal.SIGINT, "rankloom-stop") and stop.number == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert told.empty() and "rankloom-stop" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_never_stopped_is_never_acknowledged_and_leaves_no_thread():
+    told = []
+    with StopSignal(told.append):
+        assert "rankloom-stop" in {thread.name for thread in threading.enumerate()}
+    assert not told and "rankloom-stop" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_another_signal_after_the_first_is_not_a_repetition():

@@ -65,6 +65,11 @@ def test_the_end_of_a_smoothed_curve_is_no_noisier_than_a_line_through_its_windo
     assert max(off[4 * reach:-reach]) < 0.51 / (2 * reach + 1) and max(off[-reach:]) < 1.6 / (2 * reach + 1)
 
 
+@pytest.mark.parametrize("values", [[3.3, 3.1, 3.1, 3.2], [3.0, 3.2, 3.1, 3.23], [9.0, 5.0, 3.0, 2.9], [2.0, 2.0, 3.0]])
+def test_the_end_of_a_smoothed_curve_lies_between_measured_values(values):
+    assert min(values[-3:]) <= smooth(values)[-1] <= max(values[-3:])
+
+
 def test_the_beginning_of_a_smoothed_curve_follows_losses_that_fall_fast():
     """A window over all values from the first on stays above them, and falls when the first ones leave it: a cliff at step 25 of 1000."""
     losses = [3.0 + 6.0 * 0.8**i for i in range(1000)]

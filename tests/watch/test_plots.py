@@ -90,7 +90,7 @@ def test_the_scaling_plot_shows_speed_up_beside_the_ideal(tmp_path, drawn):
     assert list(ideal.get_ydata()) == [1, 2]
     assert list(measured.get_ydata()) == [1.0, 1.6]
     assert [bar.get_height() for bar in right.patches] == [0.0, 20.0]
-    assert left.get_xlabel() == right.get_xlabel() == "ranks"
+    assert (left.get_xlabel(), right.get_xlabel()) == ("ranks (log scale)", "ranks")
 
 
 def timed(algorithm, ranks, nbytes, seconds):
@@ -100,7 +100,33 @@ def timed(algorithm, ranks, nbytes, seconds):
 def test_a_scaling_plot_without_one_rank_says_what_is_the_measure(tmp_path, drawn):
     for first in (1, 2):
         plot_scaling(scaling_rows([MeasuredRun(n, 1.0 / n, 100, 0.0) for n in (first, 4)]), tmp_path / "scale.png", "1M")
-    assert [figure.axes[0].get_ylabel() for figure in drawn] == ["speed-up over one rank", "speed-up; 2 ranks count as 2"]
+    assert [figure.axes[0].get_ylabel() for figure in drawn] == [
+        "speed-up over one rank (log scale)", "speed-up; 2 ranks count as 2 (log scale)"]
+
+
+@pytest.mark.parametrize("seconds", [1.1, 0.55, 5.0])
+def test_every_measured_speed_up_lies_between_two_ticks_and_is_written_beside_its_point(tmp_path, drawn, seconds):
+    """On 2 ranks: 0.91, 1.82, 0.2."""
+    plot_scaling(scaling_rows([MeasuredRun(1, 1.0, 100, 0.0), MeasuredRun(2, seconds, 100, 0.0)]), tmp_path / "scale.png", "1M")
+    axes = drawn[0].axes[0]
+    low, high = axes.get_ylim()
+    seen = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert min(seen) <= 1 / seconds <= max(seen) and len(seen) >= 2
+    assert [text.get_text() for text in axes.texts] == ["1", f"{1 / seconds:.3g}"]
+
+
+def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one_there(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    (tmp_path / "loss.png").write_text("the old one")
+
+    def fill_the_disk(figure, path, **options):
+        path.write_bytes(b"half of")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fill_the_disk)
+    with pytest.raises(DataError, match="No space left"):
+        plot_loss(tmp_path)
+    assert (tmp_path / "loss.png").read_text() == "the old one" and not list(tmp_path.glob(".loss*"))
 
 
 def test_the_bench_plot_shows_time_and_busbw_over_size_and_the_model_as_thin_lines(tmp_path, drawn):

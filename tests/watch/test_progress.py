@@ -171,6 +171,15 @@ def test_on_a_terminal_one_line_is_drawn_over_and_over():
     assert text.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
+def test_a_terminal_without_codes_gets_whole_lines_now_and_then(monkeypatch):
+    """Of TERM=dumb, as in an editor's shell: rich draws nothing there before the end."""
+    monkeypatch.setenv("TERM", "dumb")
+    event = replace(done(1), experts={"mlp": Load((6, 2), 1)})
+    text = run([(0, event), (1, done(2)), (6, done(3))], terminal=True)
+    assert [line.split()[1] for line in text.splitlines()] == ["1/100", "3/100"] and "\x1b" not in text
+    assert "300 MB  experts 1.5x" in text, "nothing is left out for the width"
+
+
 def test_on_a_terminal_drawing_is_rate_limited():
     text = run([(step * 0.001, done(step)) for step in range(1, 90)], terminal=True)
     assert "step 1/" in text and "step 2/" not in text

@@ -26,6 +26,10 @@ class BatchError(ConfigError):
     """A batch cannot be cut over ranks and micro-batches as asked."""
 
 
+class StorageError(ConfigError):
+    """A file or a folder cannot be written: the disk is full, or read-only, or not the user's."""
+
+
 class DataError(RankloomError, ValueError):
     """Training data is missing, empty, damaged or of the wrong kind."""
 

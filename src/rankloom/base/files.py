@@ -1,10 +1,13 @@
 """Write a file so that a reader sees the old one or the whole new one, never a part."""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rankloom.base.errors import StorageError
 
 
 @contextmanager
@@ -23,6 +26,15 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_folder(folder: Path, flag: str) -> None:
+    """Make a folder for results, and check that it can be written. flag: the option that names it. raises: StorageError"""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StorageError(f"{flag} {folder}: cannot be made or written ({error.strerror}); give another folder") from None
 
 
 def _link(file: Path, name: Path) -> bool:

@@ -91,7 +91,7 @@ def scaled_product(a: Float8, b: Float8, out_dtype: torch.dtype, *, fast_accum: 
     if out_dtype == torch.bfloat16:
         rows, columns = a.scale.expand(m, 1).contiguous(), b.scale.expand(1, n).contiguous()
         return torch._scaled_mm(left, right, rows, columns, out_dtype=out_dtype, use_fast_accum=fast_accum)
-    one = torch.ones(1, 1, device=left.device)   # on some devices, kernels with scales by row return bf16 only
+    one = torch.ones(1, 1, dtype=torch.float32, device=left.device)   # on some devices, kernels with scales by row return bf16 only
     product = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast_accum)
     return _in_dtype(product * a.scale * b.scale, out_dtype)
 

@@ -1,9 +1,15 @@
-"""A model's modes: evaluation for a while, and whether its forward is a collective."""
+"""A model's modes: evaluation for a while, and whether its forward is a collective. Torch's modes: whether tensors get memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -26,3 +32,13 @@ def run_together(model: nn.Module) -> None:
 def runs_together(model: nn.Module) -> bool:
     """Whether a forward of `model` is a collective."""
     return getattr(model, "_runs_together", False)
+
+
+def with_memory(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: where torch's default device is meta, `function` makes tensors in CPU memory. What names a device is made there."""
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            return function(*args, **kwargs)
+
+    return run

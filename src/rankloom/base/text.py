@@ -2,6 +2,8 @@
 
 import io
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -11,6 +13,14 @@ def printable(text: str) -> str:
     'a\\\\x1b[31mb'
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text.replace("\t", "    "))
+
+
+def whole_number(kind: type, words: Sequence[Any]) -> int:
+    """A number from the command line, for cyclopts; `8.5` and `8.0` are none. words: one token"""
+    try:
+        return int(words[0].value)
+    except ValueError:
+        raise ValueError(f"{words[0].value!r} is not a whole number") from None
 
 
 def show_any_text() -> None:

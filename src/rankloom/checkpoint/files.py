@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.files import replacing
 from rankloom.base.spans import common, shape_of, within
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
@@ -55,7 +55,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
     """Write these parts. When this returns, the file is complete and synced; on an error it is removed.
 
     memory: a copy of one part at a time
-    raises: ConfigError that names the file
+    raises: StorageError that names the file
     """
     header, offset = {}, 0
     for part in parts:
@@ -77,7 +77,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
         return SavedFile(path.name, path.stat().st_size, digest)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
+        raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def _digest_of(path: Path) -> str:
@@ -92,7 +92,7 @@ def _bytes_of(part: Part) -> Any:   # a buffer
 def commit(folder: Path, manifest: Manifest) -> None:
     """Make this the checkpoint in `folder`, by one rename; then remove the files of the earlier one.
 
-    raises: ConfigError, with the earlier checkpoint unchanged
+    raises: StorageError, with the earlier checkpoint unchanged
     """
     try:
         for saved in manifest.files:
@@ -102,7 +102,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ConfigError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
+        raise StorageError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
     # The checkpoint is saved: an error from here on would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)
@@ -122,7 +122,7 @@ def expect_free(folder: Path) -> None:
     path = folder / MANIFEST
     try:
         from_json(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (DataError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is there, and not of a checkpoint that can be read, so it is not overwritten ({error}); give another "
@@ -141,9 +141,9 @@ def _sync_folder(folder: Path) -> None:
 def _expect_size(folder: Path, saved: SavedFile) -> None:
     path = folder / saved.name
     if not path.exists():
-        raise ConfigError(f"{path}: was written by another rank and is not here; give a folder that all hosts share")
+        raise StorageError(f"{path}: was written by another rank and is not here; give a folder that all hosts share")
     if path.stat().st_size != saved.nbytes:
-        raise ConfigError(f"{path}: has {path.stat().st_size} bytes, expected {saved.nbytes}")
+        raise StorageError(f"{path}: has {path.stat().st_size} bytes, expected {saved.nbytes}")
 
 
 def read_manifest(folder: Path) -> tuple[str, Manifest]:
@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> tuple[str, Manifest]:
     for saved in manifest.files:
         try:
             _expect_size(folder, saved)
-        except (ConfigError, OSError) as error:
+        except (StorageError, OSError) as error:
             raise DataError(f"{error}: the checkpoint is damaged") from None
     return text, manifest
 

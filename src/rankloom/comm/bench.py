@@ -29,7 +29,7 @@ CALLS_PER_TURN = 100        # at most
 SECONDS_PER_SIZE = 1.0      # for one algorithm; then fewer turns, but
 FEWEST_TURNS = 3
 WARM_UP = 3                 # calls
-QUARTILES = torch.tensor([0.25, 0.5, 0.75])
+QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 FIXED_BYTES = 1 << 20       # counted for each size beside its bytes, to estimate progress
 
 
@@ -108,7 +108,7 @@ def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Ca
     turns = take_turns([partial(run, x, group) for run in algorithms], study.turns, group, tell)
     found = []
     for name, seconds, bad in zip(names, turns, wrong):
-        low, middle, high = torch.tensor(seconds).quantile(QUARTILES).tolist()
+        low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(QUARTILES).tolist()
         found.append(Timed(group.rank, collective, name, group.size, n * dtype.itemsize, middle, low, high, bad))
     return found
 

@@ -5,6 +5,7 @@ Pure functions from times to values. `cli.py` prints them, `watch/plots.py` draw
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import log
 from typing import Any
 
 from rankloom.base.events import Timed
@@ -59,14 +60,25 @@ class Findings:
         """The time an algorithm should take, by the fit."""
         return price(route(self.collective, algorithm, nbytes, self.topology, wide=self.wide), self.fitted.links)
 
+    def worst(self) -> dict[str, tuple[int, float]]:
+        """algorithm -> the size at which the fit is farthest off, and measured over predicted seconds there; medians hide it."""
+        found: dict[str, tuple[int, float]] = {}
+        for at in self.sizes:
+            for timed, priced in zip(at.times, at.prices):
+                ratio = timed.seconds / priced.seconds
+                if abs(log(ratio)) >= abs(log(found.get(timed.algorithm, (0, 1.0))[1])):
+                    found[timed.algorithm] = at.bytes, ratio
+        return found
+
     def as_table(self) -> dict[str, Any]:
         """JSON values: every time with its bandwidths, the fit and its errors, the winners."""
         links = {name: value for name, value in self.fitted.links.as_table().items() if name.removesuffix("_gbps") in self.fitted.measured}
         fastest = [{"bytes": at.bytes, "algorithm": at.winner.algorithm, "seconds": at.winner.seconds, "because": at.reason,
                     "predicted_seconds": at.prices[0].seconds, "fastest_by_the_fit": at.expected} for at in self.sizes]
+        worst = {name: {"bytes": size, "measured_over_predicted": ratio} for name, (size, ratio) in self.worst().items()}
         times = [asdict(timed) | {"algbw_GBps": bandwidth(timed), "busbw_GBps": bus_bandwidth(timed)} for timed in self.times]
         return {"ranks": self.topology.size, "nodes": self.topology.as_table()["nodes"], "fastest": fastest,
-                "fit": {"links": links, "errors": dict(self.fitted.errors)}, "times": times}
+                "fit": {"links": links, "errors": dict(self.fitted.errors), "worst": worst}, "times": times}
 
 
 def bandwidth(timed: Timed) -> float:

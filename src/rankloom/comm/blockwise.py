@@ -48,8 +48,8 @@ class Blockwise(Compressed):
         """On the first call, allocate the errors of n values."""
         if self.form.remembers and self._own is None:
             chunk = group.size * self.form.block
-            self._own = torch.zeros(n, device=group.device)
-            self._sums = torch.zeros(-(-n // chunk) * self.form.block, device=group.device)
+            self._own = torch.zeros(n, dtype=torch.float32, device=group.device)
+            self._sums = torch.zeros(-(-n // chunk) * self.form.block, dtype=torch.float32, device=group.device)
 
     def stages(self, at: int, x: Tensor, group: Group) -> Iterator[None]:
         """Sum the piece that begins at value `at`, in three stages. Each of the first two starts messages that the next waits for."""

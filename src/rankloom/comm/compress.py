@@ -4,9 +4,9 @@
     int8          3.97x  blocks of 256 values, each with its own step        comm/blockwise.py
     int4          7.76x  the same, blocks of 128                             comm/blockwise.py
     1bit          30x    signs, and the mean magnitude of 256 values         comm/blockwise.py
-    topk                 the largest hundredth of the values                 comm/sparse.py
+    topk          100/p  the largest hundredth of the values, p ranks        comm/sparse.py
     powersgd             matrices as products of rank 4                      comm/power.py
-    powersgd:16          ... of rank 16
+    powersgd:16          ... of rank 16: ab / 16(a+b) for a matrix [a, b]
 
 All keep the compression error and add it to the next values of the buffer (error feedback). So each buffer has its own object.
 """

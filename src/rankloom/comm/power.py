@@ -18,6 +18,7 @@ Read comm/lossy.py first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 from typing import Any
 
@@ -207,13 +208,13 @@ class PowerSGD(Compressed):
 
 def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:
     """A matrix at its first step: no error, and a random Q, the same on all ranks."""
-    q = first_directions(start, rank, b).to(device)
-    return Matrix(start, torch.zeros(a, b, device=device), torch.zeros(a, rank, device=device), torch.zeros(rank, b, device=device), q)
+    zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+    return Matrix(start, zeros(a, b), zeros(a, rank), zeros(rank, b), first_directions(start, rank, b).to(device))
 
 
 def first_directions(start: int, rank: int, b: int) -> Tensor:
     """A random Q [r, b] for the matrix at `start`: the same on all ranks."""
-    return torch.randn(rank, b, generator=stream(0, "powersgd", start))
+    return torch.randn(rank, b, generator=stream(0, "powersgd", start), dtype=torch.float32)
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:

@@ -93,7 +93,7 @@ class Blocks:
         if NATIVE and inbox.device.type == "cpu":
             _quantize.fold(self.bits, _array(inbox), inbox.shape[0], _array(error), _array(out))
             return
-        total = torch.zeros(out.shape[0], self.block, device=out.device)
+        total = torch.zeros(out.shape[0], self.block, dtype=torch.float32, device=out.device)
         for records in inbox:
             total += _decode(records, self.bits)
         self.quantise(total.view(-1), error, out)

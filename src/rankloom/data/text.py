@@ -58,6 +58,18 @@ def documents(source: str | Path) -> Iterator[Document]:
                     f"{did_you_mean(str(source), BUILT_IN)}")
 
 
+def expect_source(source: str | Path) -> None:
+    """Before a run has a folder: check that its source is there, without reading much of it. Token arrays too. raises: DataError"""
+    path = Path(source)
+    if path.suffix in ARRAY_SUFFIXES:
+        with disk(path, "open the token array"):
+            path.open("rb").close()
+        return
+    found = documents(source)
+    if not path.is_file():   # one of many documents is small; a single file may not be
+        next(found, None)
+
+
 def survey(source: str | Path) -> Survey:
     """Read a source once: its fingerprint and the sizes of its documents."""
     digest, sizes = hashlib.sha256(), []

@@ -42,7 +42,7 @@ class Guide:
 
     def who_has(self, one: bool) -> tuple[bool, bool]:
         """Whether a rank of the group has something to run, and whether all have. A collective."""
-        have = torch.tensor([float(one)], device=self.group.device)
+        have = torch.tensor([float(one)], dtype=torch.float32, device=self.group.device)
         if self.group.size > 1:
             self.group.all_reduce(have, label="another batch?")
         return bool(have.item()), have.item() == self.group.size

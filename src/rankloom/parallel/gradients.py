@@ -208,20 +208,22 @@ class GradientReducer:
                 bucket.close()
 
     @torch.no_grad()
-    def finish(self, totals: Tensor | None = None) -> Tensor | None:
+    def finish(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor | None, bool]:
         """After the last backward of a step, on every rank: launch the remaining buckets, and wait.
 
         Afterwards `.grad` is the sum over ranks if any rank used the parameter, else None.
-        totals: a few numbers to sum over the ranks in the same message; returned
+        totals:  a few numbers to sum over the ranks in the same message
+        mark:    a number that should be the same on all ranks, below 2**31
+        returns: the summed totals, and whether all ranks have the same mark
         """
         if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
         self._arrivals.end()
         self._launch_what_is_left()
-        summed = self._agree(totals)
+        agreed = self._agree(totals, mark)
         self._wait_for_buckets()
         self._end_step()
-        return summed
+        return agreed
 
     # ------------------------------------------------------------------ while backward runs
 
@@ -290,14 +292,14 @@ class GradientReducer:
             view.copy_(gradient)
         _multiply(view, self.summing.factor)
 
-    def _agree(self, totals: Tensor | None) -> Tensor | None:
+    def _agree(self, totals: Tensor | None, mark: int) -> tuple[Tensor | None, bool]:
         """Sum the totals; set `.grad` of the parameters that any rank used; sum the gradients that go by rows.
 
-        One small message carries it all: a flag per parameter, the number of touched rows per embedding, the totals.
+        One small message carries it all: the mark, a flag per parameter, the number of touched rows per embedding, the totals.
         """
         touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
-        flags, numbers = max_of_flags_and_sum(facts, totals, self.group)
+        (most, least, *flags), numbers = max_of_flags_and_sum([mark, -mark, *facts], totals, self.group)
         most_rows = dict(zip(touched, flags[len(self.owners):]))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:
@@ -306,7 +308,7 @@ class GradientReducer:
                 owner.grad = self._sum_by_rows(name, touched[name], int(most_rows[name]))
             elif name in self._home:
                 owner.grad = self._home[name].gradient(name)
-        return numbers
+        return numbers, most == -least
 
     def _own_gradient(self, name: str) -> Tensor:
         gradient = self.owners[name].grad

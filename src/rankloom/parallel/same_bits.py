@@ -65,13 +65,13 @@ class CanonicalReducer(GradientReducer):
         self._folds.add(TOTALS, index, totals)
         self.zero()
 
-    def finish(self, totals: Tensor | None = None) -> Tensor:
-        """After the last shard of this rank: fold over the ranks. Returns the sum of all shards' totals."""
+    def finish(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor, bool]:
+        """After the last shard of this rank: fold over the ranks. Returns the sum of all shards' totals, and whether marks are equal."""
         for bucket in self.buckets:
             bucket.open()
             bucket.flat.copy_(self._folds.sum(bucket, self.group, "gradients"))
-        flags = torch.tensor([name in self._used for name in self.owners], dtype=torch.int32)
-        flags = self.group.all_reduce(flags, "max", label="used parameters").tolist()
+        facts = torch.tensor([mark, -mark, *(name in self._used for name in self.owners)], dtype=torch.int32)
+        most, least, *flags = self.group.all_reduce(facts, "max", label="used parameters").tolist()
         for (name, owner), used in zip(self.owners.items(), flags):
             owner.grad = self._home[name].gradient(name) if used else None
-        return self._folds.sum(TOTALS, self.group, "totals")
+        return self._folds.sum(TOTALS, self.group, "totals"), most == -least

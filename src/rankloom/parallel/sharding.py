@@ -142,25 +142,25 @@ class Sharding:
         self._calls.order_hash = 0
         self.release()
 
-    def agree(self, totals: Tensor | None = None) -> Tensor | None:
+    def agree(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor | None, bool]:
         """After the last backward of a step: drop the gradients of parameters that no rank used. A collective.
 
-        totals: fp64 numbers to sum over all ranks in the same message; returned
+        totals: fp64 numbers to sum over all ranks in the same message; returned, with whether all have the same `mark`, below 2**31
         raises: UnitError, on all ranks, when they have not gathered the same sections in the same order
         """
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [float(name in used) for name in names]
         order_hash = float(self._calls.order_hash)
-        (most, least, *flags), totals = max_of_flags_and_sum([order_hash, -order_hash, *flags], totals, self.group)
-        (differ, *flags), totals = max_of_flags_and_sum([float(most != -least), *flags], totals, self.replicas)
+        (most, least, *facts), totals = max_of_flags_and_sum([order_hash, -order_hash, mark, -mark, *flags], totals, self.group)
+        (differ, high, low, *flags), totals = max_of_flags_and_sum([float(most != -least), *facts], totals, self.replicas)
         self._calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():
             gradient.keep_used(anywhere)
         for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
             host.wait()
-        return totals
+        return totals, high == -low
 
     def wait_for_readers(self) -> None:
         """Before an update: where ranks share memory, wait until none reads the old values any more. There it is a collective."""

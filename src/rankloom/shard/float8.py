@@ -26,7 +26,7 @@ def piece_amaxes(own: Tensor, layout: FlatLayout, rank: int) -> Tensor:
 
     own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
     """
-    amaxes = torch.zeros(len(layout.slots), device=own.device)
+    amaxes = torch.zeros(len(layout.slots), dtype=torch.float32, device=own.device)
     for at, piece in _pieces(own, layout, rank):
         amaxes[at] = magnitude(piece[None]).view(())
     return amaxes

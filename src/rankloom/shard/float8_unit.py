@@ -47,7 +47,7 @@ class Float8Unit(Unit):
                  readers: Float8Consumers, **more: Any):
         self.readers, self._rounded = {name: readers[name] for name in params}, formats.compute
         self.peers = next((layer.peers for layers in self.readers.values() for layer in layers if layer.peers), None)
-        self._amaxes = torch.zeros(len(params), device=group.device)
+        self._amaxes = torch.zeros(len(params), dtype=torch.float32, device=group.device)
         super().__init__(name, params, group, Formats(torch.uint8, formats.master, formats.reduce), **more)
 
     @torch.no_grad()

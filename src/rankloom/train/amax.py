@@ -10,6 +10,7 @@ for all layers takes the maximum over ranks, so that scales do not depend on how
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,8 +46,9 @@ class AmaxHistory:
 
     def __init__(self, names: Sequence[str], length: int, device: torch.device, elsewhere: Group | None = None):
         self.elsewhere = elsewhere
-        self.meters = {name: Meter(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device)) for name in names}
-        self.rows = torch.zeros(length, len(self.meters), device=device)
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+        self.meters = {name: Meter(zeros(1, 1), zeros(1, 1)) for name in names}
+        self.rows = zeros(length, len(self.meters))
 
     def close_step(self, group: Group) -> None:
         """At the end of a step: take the maxima over ranks as the newest row, and drop the oldest. A tensor that was not seen, or was not

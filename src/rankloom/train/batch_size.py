@@ -32,6 +32,8 @@ def solve_batch(
     Batch(local=2, accumulate=1, global_=6)
     """
     asked = _equation(local or "?", ranks, accumulate or "?", global_ or "?")
+    if any(number is not None and number < 1 for number in (ranks, local, accumulate, global_)):
+        raise BatchError(f"{asked} has no solution: each of these is 1 or more")
     if local is None and global_ is None:
         raise BatchError(f"{asked} has no solution: give local_batch_size or global_batch_size")
     if global_ is not None and global_ < ranks:

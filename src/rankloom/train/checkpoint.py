@@ -14,6 +14,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.base.errors import ConfigError, ModelMismatch, StorageError
 from rankloom.checkpoint.files import (
     Reader,
     commit,
@@ -49,13 +50,19 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
 
     about_run: a description of the run, as JSON, the same on all ranks: "about_run" in the manifest's facts
     memory:    one tensor at a time beyond the state
-    raises:    ConfigError, on all ranks; an earlier checkpoint is then unchanged
+    raises:    ConfigError, on all ranks, StorageError if it cannot be written; an earlier checkpoint is then unchanged
     """
     world, folder = state.world, _folder(state.world, folder)
     parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
     if about_run is not None:
         facts["about_run"] = about_run
+    is_new = not folder.is_dir()   # on every rank before any makes it
     world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
+    try:
+        world.agree(_problem(partial(_make, folder)), error=StorageError, label="make the folder of a checkpoint")
+    except StorageError:
+        _leave_nothing(folder, None, is_new)
+        raise
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
     everyone = world.all_gather_object(announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
     announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]
@@ -66,15 +73,16 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     try:
         while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
     except BaseException:   # it may have failed on another rank
-        path.unlink(missing_ok=True)
+        _leave_nothing(folder, path, is_new)
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
     others = world.all_gather_object(facts, label="facts of a checkpoint")
     manifest = assemble(announced, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
     try:
-        world.agree(_problem(partial(commit, folder, manifest)) if world.rank == 0 else None, label="commit a checkpoint")
-    except ConfigError:   # only this error: when a rank is lost now, the commit may already have happened
-        path.unlink(missing_ok=True)
+        problem = _problem(partial(commit, folder, manifest)) if world.rank == 0 else None
+        world.agree(problem, error=StorageError, label="commit a checkpoint")
+    except StorageError:   # only this error: when a rank is lost now, the commit may already have happened
+        _leave_nothing(folder, path, is_new)
         raise
 
 
@@ -95,11 +103,23 @@ def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: Tra
         if not _is_json(value):
             raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds a value "
                               "that JSON cannot. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
+    expect_free(folder)
+
+
+def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
-    expect_free(folder)
+        raise StorageError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
+
+
+def _leave_nothing(folder: Path, file: Path | None, is_new: bool) -> None:
+    """After a failure, remove this rank's file, and the folder if the checkpoint was to be its first: the last rank finds it empty."""
+    if file is not None:
+        file.unlink(missing_ok=True)
+    if is_new:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _expect_keepable(state: TrainingState) -> None:
@@ -201,7 +221,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     _expect_same_model(world, folder, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
     facts = manifest.facts
     run = NEW_RUN | facts["run"]
-    run["amax"] = {name: torch.tensor(row) for name, row in run["amax"].items()}
+    run["amax"] = {name: torch.tensor(row, dtype=torch.float32) for name, row in run["amax"].items()}
     saved = own_parts(state, _described(state, manifest))
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # of a failed step

@@ -56,7 +56,7 @@ def check_numbers(settings: Settings) -> None:
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
         raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
     expect_type("clip", settings.clip, (int, float, NoneType), "a norm above 0, or None")
-    if settings.clip is not None and not settings.clip > 0:
+    if isinstance(settings.clip, bool) or not (settings.clip is None or settings.clip > 0):
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 
 
@@ -68,7 +68,8 @@ def check_model(model: nn.Module, world: World, settings: Settings) -> None:
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     _expect_all_in_model(settings.loss, model)
     if getattr(model, "_prepared_by_rankloom", False):
-        raise ConfigError("this model has been prepared before; prepare a fresh copy")
+        raise ConfigError("this model has been prepared before, or is a copy of one that has: its hooks belong to another engine. Build "
+                          "the model anew; to give it the values so far, first load `engine.full_state_dict()[\"model\"]` into it")
     expect_unchanged(model)
     expect_no_sync_batch_norm(model, world.group(*ROW_AXES).size)
     if (script := _script_with_parameters(model)) is not None:

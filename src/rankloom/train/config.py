@@ -15,14 +15,14 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.errors import ConfigError, StorageError, did_you_mean
 from rankloom.base.files import replacing
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]
 OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer",   # paths, and settings of a host: these may
        "train.threads", "comm.topology", "comm.timeout"}                           # differ between ranks
-NAME_RULE = "must be letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
+NAME_RULE = "must be ASCII letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,12 @@ def shared_settings(config: Config) -> dict[str, Any]:
 
 
 def write_config(config: Config, path: str | Path) -> None:
-    """Write every key with its value, defaults and overrides included, so that `load_config` reads it back equal."""
-    with replacing(Path(path)) as temporary:
-        temporary.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+    """Write every key with its value, defaults and overrides included, so that `load_config` reads it back equal. raises: StorageError"""
+    try:
+        with replacing(Path(path)) as temporary:
+            temporary.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:

@@ -32,6 +32,7 @@ from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.shard.optimizer import AsBuilt, Optimizer
+from rankloom.train.alike import Numbers, expect_alike, numbers_of
 from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
@@ -58,6 +59,7 @@ from rankloom.world.connect import World
 from rankloom.world.group import Group
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+SAME_RATES = ", or they diverge. A scheduler that looks at a metric must see one of all ranks, such as the loss of `engine.evaluate`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Engine:
         batch:  tensors with one row per sample, nested in any way (train/batches.py). Or micro-batches, already cut, which may differ
                 in length: a list of `accumulate` tuples or dicts of tensors, or an iterator over that many batches
         raises: BatchError; LossError; NonFinite, on all ranks, with the parameters unchanged; ConfigError when a deterministic model
-                draws random numbers that depend on the ranks, or a frozen parameter is now trainable; UnitError when a parameter was
+                draws random numbers that depend on the ranks, a frozen parameter is now trainable, or, on all ranks, with the parameters
+                unchanged, when learning rates or other numbers of the optimizer differ between ranks; UnitError when a parameter was
                 replaced or added
         """
         begin, waited = time.perf_counter(), self.placement.waited
@@ -240,6 +243,10 @@ class Engine:
     def _experts(self) -> ExpertBooks:
         return ExpertBooks(self.model, self.tokens)
 
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers()
+
     @property
     def world_rank(self) -> int:
         """This rank in the whole job."""
@@ -260,7 +267,7 @@ class Engine:
             with self.placement.sync(is_last):
                 totals += self._forward_backward(piece, rows, before=totals if is_last else None)
         drew = before and generator_now(self.group.device) != before
-        totals = self.placement.finish(totals)
+        totals = self._finish(totals)
         if before:   # once no other collective is in flight
             warn_of_equal_draws(self.group, before if drew else None)
         return totals
@@ -273,7 +280,14 @@ class Engine:
         for shard, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
             with self.placement.sync(False):
                 self.placement.add_shard(shard, self._forward_backward(map_tensors(laid_out_anew, piece), rows))
-        return self.placement.finish(None)
+        return self._finish(None)
+
+    def _finish(self, totals: Tensor | None) -> Tensor:
+        """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
+        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer))
+        if not alike:
+            expect_alike(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
+        return summed
 
     def _expect_sum(self, batch: Any, pieces: int) -> None:
         """Before the first step: see `expect_sum_of_step`."""
@@ -358,8 +372,9 @@ class Engine:
         self._built.expect(self.optimizer, self.world_rank)
         if self.settings.schedule:
             lr = self.settings.schedule(self.steps_done)
-            if not (isinstance(lr, Real | Tensor) and lr >= 0):   # nor NaN
-                raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate, 0 or more")
+            if not (isinstance(lr, Real | Tensor) and 0 <= float(lr) < math.inf):   # nor NaN
+                raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate: a finite "
+                                  "number, 0 or more")
             for part, base in zip(self.optimizer.param_groups, self._built.rates):
                 part["lr"] = lr * (base / self._built.rates[0] if self._built.rates[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])

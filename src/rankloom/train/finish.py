@@ -5,11 +5,13 @@ The weights come first, so that a later error cannot lose them.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import replacing
 from rankloom.data.ngram import trigram_loss
@@ -17,6 +19,7 @@ from rankloom.models.config import parameter_count
 from rankloom.train.engine import Engine
 from rankloom.train.job import Job, reporter
 from rankloom.train.long_work import while_others_wait
+from rankloom.train.resume import say_how_to_resume
 from rankloom.train.run_folder import write_json
 from rankloom.train.samples import continue_texts, starts
 from rankloom.train.stop import StopSignal
@@ -43,7 +46,7 @@ class Summary:
 
 
 def save_weights(job: Job, engine: Engine) -> None:
-    """Rank 0 writes the weights while the others wait. Raises ConfigError, on all ranks, when they cannot be written."""
+    """Rank 0 writes the weights while the others wait. Raises StorageError, on all ranks, when they cannot be written."""
     weights = engine.placement.values(0)   # without the optimizer's state, which is twice as large
     save = (lambda: _save(job, weights)) if job.world.rank == 0 else None
     while_others_wait(job.world, save, label="save the weights")
@@ -71,6 +74,17 @@ def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summar
         if job.world.rank == 0:
             write_json(job.run / "summary.json", asdict(summary))
     return summary
+
+
+def describe_end(summary: Summary, steps: int) -> list[str]:
+    """Lines for the user: what stopped the run, how to resume it, its steps and their pace. steps: those asked for"""
+    lines = []
+    if summary.stopped_by:
+        lines.append(f"stopped by {Signals(summary.stopped_by).name} after {summary.steps} steps; the weights are saved")
+        lines += say_how_to_resume(Path(summary.folder), steps - summary.steps)
+    rate = summary.tokens / summary.training_seconds if summary.training_seconds else 0.0
+    done = f"{summary.steps} steps" if not summary.steps_before else f"steps {summary.steps_before + 1} to {summary.steps}"
+    return [*lines, f"{done}, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)"]
 
 
 def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
@@ -107,5 +121,5 @@ def _write_samples(job: Job) -> None:
         with replacing(path) as temporary:
             temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
     job.sink(Saved(0, str(path)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import StorageError
 from rankloom.base.events import Notice, Sink
 from rankloom.comm.choose import AUTO, describe_decisions
 from rankloom.data.arrays import Tokens
@@ -16,7 +16,7 @@ from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
 from rankloom.train.config import write_config
 from rankloom.train.long_work import while_others_wait
-from rankloom.train.run_folder import claim_run_folder, describe_environment, write_json
+from rankloom.train.run_folder import claim_run_folder, describe_environment, leave_if_empty, write_json
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
 from rankloom.world.launch import restarts
@@ -49,18 +49,23 @@ class Job:
 def open_run(config: Config, world: World) -> Path:
     """Rank 0 makes the run folder and writes what is known before the first step; all ranks learn the path.
 
-    raises: ConfigError, on all ranks, when the folder cannot be made or written
+    raises: ConfigError, on all ranks; StorageError when the folder cannot be made or written
     """
-    problem, path = None, None
     again = any(world.all_gather_object(restarts(), label="restarts"))   # torchrun counts restarts per node
-    if world.rank == 0:
-        try:
-            path = claim_run_folder(config, datetime.now(), again=again)
-            _write_start(config, world, path)
-        except (ConfigError, OSError) as error:
-            problem = str(error)
-    world.agree(problem, label="make the run folder")
-    return Path(world.all_gather_object(str(path), label="run folder")[0])
+    made: list[str] = []
+    begin = lambda: made.append(str(_begin(config, world, again)))
+    while_others_wait(world, begin if world.rank == 0 else None, label="make the run folder")
+    return Path(world.all_gather_object(made, label="run folder")[0][0])
+
+
+def _begin(config: Config, world: World, again: bool) -> Path:
+    path = claim_run_folder(config, datetime.now(), again=again)
+    try:
+        _write_start(config, world, path)
+    except StorageError:
+        leave_if_empty(path)
+        raise
+    return path
 
 
 def _write_start(config: Config, world: World, path: Path) -> None:

@@ -63,5 +63,5 @@ def _retold(name: str, text: str, where: str) -> Exception:
 
 
 def _any_alive(world: World, worker: threading.Thread | None, label: str) -> bool:
-    alive = torch.tensor([float(worker is not None and worker.is_alive())], device=world.device)
+    alive = torch.tensor([float(worker is not None and worker.is_alive())], dtype=torch.float32, device=world.device)
     return bool(world.all_reduce(alive, op="max", label=label).item())

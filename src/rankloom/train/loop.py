@@ -5,12 +5,13 @@ a file that is not text) is raised on all ranks together, so that no rank waits 
 Read job.py before this file, engine.py for what one step does, stop.py for how a run ends early, finish.py for its end.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig
@@ -49,7 +50,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
             journal(event)
             sink(event)
 
-        world.agree(journal.problem, label="open the journals")
+        world.agree(journal.problem, error=StorageError, label="open the journals")
         corpus = open_corpus(config, world, both)
         job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
         introduce(job)
@@ -71,7 +72,7 @@ class Stepper:
         self.engine = build_engine(job.config, job.shape, job.world, job.sink)
         resume(job, self.engine)
         self.steps_before = self.engine.steps_done
-        self.stop, self.agreement = StopSignal(), Agreement(job.world)
+        self.stop, self.agreement = StopSignal(self._acknowledge), Agreement(job.world)
         self.signal = 0                           # agreed on by all ranks; 0: none
         self.tokens, self.seconds = 0, 0.0        # tokens trained on, over all ranks; seconds in steps
         self.loss: float | None = None
@@ -115,12 +116,19 @@ class Stepper:
                 self._evaluate()
             if interval and done % interval == 0:
                 self._or_keep_weights(lambda: save_in_run(self.job, self.engine))
-            signal, problem = self.agreement.exchange(self.stop.number, self.journal.problem is not None)
-            self.signal = self.signal or signal
+            number, problem = self.agreement.exchange(self.stop.number, self.journal.problem is not None)
+            self.signal = self.signal or number
             if self.signal or problem:
                 break
         self.signal = self.signal or self.agreement.last()[0]
-        self._or_keep_weights(lambda: self.job.world.agree(self.journal.problem, label="write the journals"))
+        self._or_keep_weights(lambda: self.job.world.agree(self.journal.problem, error=StorageError, label="write the journals"))
+
+    def _acknowledge(self, number: int) -> None:
+        """Say what happens after a signal, and after a second one. One that closed the terminal has no reader."""
+        if number != signal.SIGHUP:
+            soon = "stopping after this step" if self.engine.steps_done < self.job.config.train.steps else "stopping"
+            again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self.job.say(f"{soon}; {again} again quits at once, without saving")
 
     def _or_keep_weights(self, work: Callable[[], None]) -> None:
         """Run `work`. If it raises ConfigError, on all ranks or none, save the weights first: they may still fit on the disk."""
@@ -154,7 +162,7 @@ class Stepper:
         """The signal that any rank of the group has received, or 0. A collective."""
         if group.size == 1:
             return self.stop.number
-        here = torch.tensor([float(self.stop.number)], device=group.device)
+        here = torch.tensor([float(self.stop.number)], dtype=torch.float32, device=group.device)
         return int(group.all_reduce(here, op="max", label="cut short?").item())
 
 

@@ -63,7 +63,7 @@ def step_on_paper(engine: Engine) -> None:
             placement.add_shard(shard, totals)
     else:
         _backward(engine, last=True)
-    placement.finish(None if shards else totals)
+    placement.finish(None if shards else totals, mark=0)
     engine.optimizer.step()
     placement.publish()
 

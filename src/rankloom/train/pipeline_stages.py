@@ -181,7 +181,7 @@ class PipelinePlacement(SplitPlacement):
     def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages):
         super().__init__(local.body, sharding, everyone, split)
         self.local = local
-        elsewhere = torch.empty(0, device=sharding.group.device)
+        elsewhere = torch.empty(0, dtype=torch.float32, device=sharding.group.device)
         self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}
         self._tied: dict[str, Gradient] = {}
         for gradient in sharding.gradients():
@@ -305,7 +305,7 @@ class PipelineEngine(Engine):
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = self._run_schedule(batch)
         self.placement.collect()
-        return self.placement.finish(totals)
+        return self._finish(totals)
 
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left in `.grad`."""

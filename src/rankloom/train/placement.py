@@ -75,8 +75,8 @@ class Placement(Protocol):
         scale: the factor that the losses are multiplied by
         """
 
-    def finish(self, totals: Tensor | None) -> Tensor:
-        """Finish the sums of all gradients over the ranks. Returns the summed totals."""
+    def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
+        """Finish the sums of all gradients over the ranks. Returns the summed totals, and whether all ranks have the same mark."""
 
     @property
     def factor(self) -> float:
@@ -186,12 +186,12 @@ class ReplicatedPlacement:
                 divisor = scale * self._world.all_reduce(items.clone(), label="items of the step").item()
             summing.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step without items
 
-    def finish(self, totals: Tensor | None) -> Tensor:
+    def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Wait for the buckets."""
         with self._waiting():
-            summed = self._reducer.finish(totals)
+            summed, alike = self._reducer.finish(totals, mark)
         assert summed is not None, "the reducer lost the totals"
-        return summed
+        return summed, alike
 
     @property
     def factor(self) -> float:

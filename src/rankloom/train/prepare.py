@@ -20,6 +20,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
+from rankloom.base.modes import with_memory
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
@@ -52,6 +53,7 @@ from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
 
 
+@with_memory   # its argument may be built in the same `with torch.device("meta")`
 def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, stage: int = 0, accumulate: int = 1,
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0,

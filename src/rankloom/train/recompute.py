@@ -8,9 +8,12 @@ A recomputed forward sees the same state as the first one. Keyed dropout draws t
 call. torch's own generators are set back meanwhile. Buffers that the block changes have their earlier values, and are not changed
 twice (block_buffers.py); so do lists and dicts among its arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps
 the inputs and runs the block again; the rest is here. Not restored: other state that a forward changes (plain attributes, buffers of
-modules around the block), and torch's own generator where several ranks share it, as those of `simulate` do.
+modules around the block), and torch's own generator where several ranks share it, as those of `simulate` do. Not repeated correctly:
+`F.rrelu`, called as a function (`nn.RReLU` is).
 
-A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less.
+A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less. Where
+a compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
+that the user compiles around a block ends before it, and another begins after it.
 
 Read blocks.py, block_buffers.py, selective.py, measure.py and budget.py before this file.
 
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -37,6 +41,7 @@ from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
+from rankloom.train.rules import NOT_ONE_GRAPH
 from rankloom.train.selective import Keep, Reuse, is_kept
 from rankloom.world.group import Group
 
@@ -59,7 +64,18 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
     found = blocks_of(model, blocks)
     _expect_plain_calls(model, found)
     _keep_no_cache(model)
-    return Recompute(found, choice, budget, group)
+    made = Recompute(found, choice, budget, group)
+    for forward in made.forwards.values():
+        forward.shared = any(map(_exchanges, (model, *forward.block.modules())))
+    return made
+
+
+def _exchanges(thing: Any) -> bool:
+    """Whether a module, or an argument of a block, exchanges activations with other ranks: it, its hooks or attributes have a group."""
+    mine = vars(thing) if isinstance(thing, nn.Module) else {"": thing}
+    hooks = [hook for name, hooked in mine.items() if "hook" in name and hooked for hook in hooked.values()]
+    groups = [getattr(value, "group", value) for value in (*mine.values(), *hooks)]
+    return any(isinstance(group, Group) and group.size > 1 for group in groups)
 
 
 def _expect_plain_calls(model: nn.Module, blocks: Iterable[str]) -> None:
@@ -116,7 +132,7 @@ class Recompute:
         """Before a forward: measure what it would keep and recompute with each choice."""
         forward = self.forwards[name]
         # A trial run may communicate, so all ranks must try at the same forwards, though their rows differ: so the call number counts too.
-        kind = sum(name == other for other, *_ in self._waiting), _kind(forward.block, args, kwargs)
+        kind = sum(name == other for other, *_ in self._waiting), _kind(name, forward, args, kwargs)
         if kind not in self._costs:
             self._costs[kind] = _cost(forward, args, kwargs)
         self._waiting.append((name, ref(replay), self._costs[kind]))
@@ -134,6 +150,7 @@ class Recompute:
             costs = _over_ranks(self._group.all_gather_object([asdict(cost) for cost in costs], label="costs of blocks"))
         self.plan = fit(costs, self.budget)
         self._waiting.clear()
+        self._costs.clear()   # their keys hold arguments
         decided = {decision.block: decision.choice for decision in self.plan.decisions}
         for name, forward in self.forwards.items():
             forward.choice = decided.get(name, NONE)   # a block without a gradient keeps nothing anyway
@@ -146,9 +163,11 @@ class RecomputedForward(Wrapped):
 
     def __init__(self, block: nn.Module, choice: str, measure: Callable[["Replay", Any, Any], None], decide: Callable[[], None]):
         super().__init__(block)
-        self.choice = choice
+        self.choice, self._planned = choice, choice == UNDECIDED
         self.plain = self.inner                          # before it is compiled
         self._in_graph: Callable[..., Any] | None = None   # `selective`, compiled
+        self.shared = False   # whether ranks exchange activations inside the block
+        self._stops_early = not any(isinstance(module, nn.RReLU) for module in block.modules())
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many products `selective` has to keep
         self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
@@ -157,6 +176,8 @@ class RecomputedForward(Wrapped):
         """The result of the block's own forward."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():   # something around the block is compiled; the other flag is shared by threads
+            return _outside_graphs(self, args, kwargs)
         if self.choice == SELECTIVE and self._in_graph:
             return self._run_in_graph(self._in_graph, args, kwargs)
         if self.choice != UNDECIDED:
@@ -166,11 +187,19 @@ class RecomputedForward(Wrapped):
         return self.run(self.inner, FULL, replay, args, kwargs)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Raises ConfigError when the forward changes a buffer: the graph's backward would recompute with the changed value."""
+        """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
+
+        A block that is no single graph is an error when the user chose `selective`. Chosen by a plan, it runs without the compiler.
+        """
         before = Before(self.block) if self._changing is None else None
         try:
             out = forward(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
+            if self._planned and isinstance(error, torch._dynamo.exc.Unsupported):
+                self._in_graph, self.inner = None, self.plain
+                return self(*args, **kwargs)
+            if self.shares(args, kwargs):
+                raise ConfigError(f'recompute="selective" {NOT_ONE_GRAPH}') from error
             error.add_note(f'(recompute="selective" with compile=True wants the forward of a {type(self.block).__name__} in one graph; '
                            'where it does not fit, as loops over experts, take recompute="full", or leave one of the two out)')
             raise
@@ -182,9 +211,22 @@ class RecomputedForward(Wrapped):
         return out
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the block's own forward, and, for `selective`, that forward and its recomputation as one graph."""
+        """Compile the block's own forward, and, for `selective`, that forward and its recomputation as one graph.
+
+        raises: ConfigError for `selective` if ranks share the block
+        """
+        if self.choice == SELECTIVE and self.shared:
+            raise ConfigError(f'recompute="selective" {NOT_ONE_GRAPH}')
         super().compile(compiler)
         self._in_graph = compiler(partial(_selectively, self.plain))
+
+    def choices(self, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """What a plan may choose."""
+        return (NONE, FULL) if self._in_graph and self.shares(args, kwargs) else CHOICES
+
+    def shares(self, args: Any, kwargs: Any) -> bool:
+        """Whether ranks exchange activations inside the block, or by means of its arguments."""
+        return self.shared or any(map(_exchanges, tree_leaves((args, kwargs))))
 
     def run(self, forward: Callable[..., Any], choice: str, replay: "Replay", args: Any, kwargs: Any) -> Any:
         """Run the forward with one of the choices. replay: restores the present state when the forward runs again"""
@@ -196,7 +238,9 @@ class RecomputedForward(Wrapped):
         around: Any = ExitStack() if choice == FULL else Keep(self._products)
         if choice != FULL:
             replay.reuse(around, self._learn)
-        out = checkpoint(placed, *given, use_reentrant=False, context_fn=lambda: (around, replay))   # type: ignore[no-untyped-call]
+        # RReLU hands its noise to autograd before it draws it. To stop there, once all is handed over, would leave the noise undrawn.
+        out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
+                         context_fn=lambda: (around, replay))
         replay.buffers = self._changed(before)
         if choice != FULL:
             around.forget(out)   # the caller may change it
@@ -212,6 +256,11 @@ class RecomputedForward(Wrapped):
     def _learn(self, used: int) -> None:
         """A recomputation has used this many products: later forwards need not keep more."""
         self._products = max(used, self._products or 0)
+
+
+@torch.compiler.disable   # a graph cannot contain a recomputed block
+def _outside_graphs(forward: RecomputedForward, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 class _Placed:
@@ -282,12 +331,12 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int]) -> 
 # ---------------------------------------------------------------------- what a block costs
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
-    """Run the block once with each choice, on copies of its state."""
+    """Run the block once with each choice, on copies of its state. A choice that is left out is given a cost that is never the best."""
     kept, work, dear = {}, 0, 0
     buffers = Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block):
-        for choice in CHOICES:
+        for choice in forward.choices(args, kwargs):
             with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), on_copies(forward.block, buffers), Trace() as trace:
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
                 out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
@@ -295,14 +344,41 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
             del out
             if choice == NONE:
                 work, dear = trace.work, trace.product_work
-    return BlockCost("", kept, {NONE: 0, SELECTIVE: work - dear, FULL: work}, work)
+    cheap = work - dear if SELECTIVE in kept else work + 1
+    return BlockCost("", {SELECTIVE: kept[NONE], **kept}, {NONE: 0, SELECTIVE: cheap, FULL: work}, work)
 
 
-def _kind(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What the cost of a forward depends on."""
-    leaves = [(t.shape, t.dtype, t.requires_grad) if isinstance(t, Tensor) else type(t) for t in tree_leaves((args, kwargs))]
-    params = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-    return repr(block), block.training, tuple(params), tuple(leaves)
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+
+
+def _kind(name: str, forward: RecomputedForward, args: Any, kwargs: Any) -> Any:
+    """What the cost of a forward depends on. Blocks of the same kind are measured once."""
+    given, places = tree_flatten((args, kwargs))
+    modules = [(inner, type(m), *(_traits(item, name) for item in vars(m).items() if item[0] not in _OF_EVERY_MODULE))
+               for inner, m in forward.block.named_modules()]
+    tensors = [(inner, _traits(t, name)) for inner, t in (*forward.block.named_parameters(), *forward.block.named_buffers())]
+    plain = getattr(forward.plain, "__func__", forward.plain)
+    return plain, repr(forward.block), tuple(modules), tuple(tensors), repr(places), tuple(_traits(value, name) for value in given)
+
+
+def _traits(value: Any, name: str) -> Any:
+    """What blocks of one kind have in common in an attribute or argument: the value, where that can be told. name: of the block"""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, str):
+        return value.removeprefix(name + ".")   # labels, and names of dropouts
+    if isinstance(value, tuple | list):
+        return type(value), *(_traits(item, name) for item in value)
+    if isinstance(value, dict):
+        return type(value), *(_traits(item, name) for item in value.items())
+    kind = type(value)
+    if kind.__module__.startswith("rankloom.") and (kind.__eq__ is object.__eq__ or kind.__hash__ is None or hasattr(value, "group")):
+        return kind   # helpers of ours, which serve every block alike
+    try:
+        hash(value)
+    except TypeError:
+        return MethodType(id, value)   # bound methods hold the object, and are equal if it is the same one
+    return kind, value
 
 
 def _dearest(name: str, costs: list[BlockCost]) -> BlockCost:

@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rankloom.base.compression import EXACT
-from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Saved
 from rankloom.checkpoint.files import MANIFEST, read_manifest
 from rankloom.train.checkpoint import save_checkpoint
@@ -22,6 +23,8 @@ from rankloom.train.engine import Engine
 from rankloom.train.job import Job
 from rankloom.train.optim import schedule
 from rankloom.train.run_facts import changes_of_run, facts_of_run, misfit_of_run
+from rankloom.train.schema import Config
+from rankloom.train.state import NEW_RUN
 from rankloom.train.weights import save_tokenizer
 
 FOLDER = "checkpoints"
@@ -56,7 +59,7 @@ def save_in_run(job: Job, engine: Engine) -> None:
     """Write a checkpoint of this step, then remove the oldest ones beyond `keep_latest`. A collective.
 
     The tokenizer is written too: a resumed run could otherwise learn another one.
-    raises: ConfigError, on all ranks, when it cannot be written
+    raises: StorageError, on all ranks, when it cannot be written
     """
     path, problem = job.run / FOLDER / f"step-{engine.steps_done:08}", None
     try:
@@ -65,8 +68,13 @@ def save_in_run(job: Job, engine: Engine) -> None:
             save_tokenizer(job.run, job.corpus.tokenizer)
     except (OSError, DataError) as error:
         problem = f"{job.run}: the tokenizer cannot be written ({error})"
-    job.world.agree(problem, label="write the tokenizer")
-    save_checkpoint(engine.training(), path, facts_of_run(job))
+    job.world.agree(problem, error=StorageError, label="write the tokenizer")
+    try:
+        save_checkpoint(engine.training(), path, facts_of_run(job))
+    except StorageError:
+        with suppress(OSError):   # unless there are earlier ones
+            path.parent.rmdir()
+        raise
     if job.world.rank == 0:
         job.sink(Saved(0, str(path)))
         for old in whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]:
@@ -89,11 +97,32 @@ def resume(job: Job, engine: Engine) -> None:
     engine.load(path)
     for group, configured in zip(groups, ours):
         group.update(configured)
-    if engine.steps_done >= job.config.train.steps:
-        raise ConfigError(f"{path}: is of step {engine.steps_done}, and [train] steps = {job.config.train.steps}: nothing is left to "
-                          "train; give more --train.steps")
+    _expect_steps_left(path, engine.steps_done, job.config.train.steps)
     job.say(f"goes on from {path}, after step {engine.steps_done}")
+    if not job.config.checkpoint.interval:
+        job.say("this run writes no checkpoints itself; --checkpoint.interval N writes one every N steps")
     _say_changes(job, engine, saved)
+
+
+def expect_steps_left(config: Config) -> None:
+    """Before a run has a folder: check that what it resumes from is there, and is not of its last step. raises: ConfigError, DataError"""
+    if config.checkpoint.resume is not None:
+        path = newest_checkpoint(Path(config.checkpoint.resume))
+        _expect_steps_left(path, (NEW_RUN | read_manifest(path)[1].facts.get("run", {}))["step"], config.train.steps)
+
+
+def _expect_steps_left(path: Path, done: int, steps: int) -> None:
+    if done >= steps:
+        raise ConfigError(f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps")
+
+
+def say_how_to_resume(run: Path, steps_left: int) -> list[str]:
+    """For a run that was stopped: a line with the command that resumes it, or that none can. No line if no steps are left."""
+    if steps_left <= 0:
+        return []
+    if not whole_checkpoints(run / FOLDER):
+        return ["there is no checkpoint to resume from; --checkpoint.interval N writes one every N steps, and at a stop"]
+    return [f"resume with: rankloom train {quote(str(run / 'config.toml'))} --checkpoint.resume {quote(str(run))}"]
 
 
 def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:

@@ -12,6 +12,9 @@ HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, 
 WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
 NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress": "what is lost depends on the number of ranks"}
 
+NOT_ONE_GRAPH = ('with compile wants each block in one graph, and no graph contains what ranks along context, tensor or expert exchange '
+                 'inside blocks: take "full", or the bytes that activations may take, or do not compile')
+
 
 class Conflict(NamedTuple):
     """An option that must be left out, and why. Callers put their own name of the option before the reason."""
@@ -20,21 +23,25 @@ class Conflict(NamedTuple):
     reason: str
 
 
-def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int) -> Iterator[Conflict]:
+def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int, shared: bool = False) -> Iterator[Conflict]:
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
-    asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None
+    asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
+                `recompute` and `compile`
     split:      whether the mesh has ranks along other axes than replicate and shard
     pipe_ranks: number of ranks along the axis pipe
+    shared:     whether ranks share the work of a block: those along context, tensor and expert
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
     """
     deterministic = asked.get("deterministic", 0)
     if deterministic and split:
-        yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard")
+        yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard, or turn it off")
     if asked.get("pipe") is not None and pipe_ranks == 1:
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
+    if shared and asked.get("compile") and asked.get("recompute") == "selective":
+        yield Conflict("recompute", NOT_ONE_GRAPH)
     for option, (default, stages) in HAS_EFFECT.items():
         if option not in asked or repr(asked[option]) == repr(default):   # 1 == True, but asks for something else
             continue

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
@@ -34,7 +35,7 @@ from typing import Any, Self
 
 import torch
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.base.files import replacing
 from rankloom.train.schema import Config
@@ -47,7 +48,7 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
     """Make the folder of a run, and its sub-folders, and return its path.
 
     again:  a launcher has restarted the job: use a new folder beside that of the first start
-    raises: ConfigError when the folder cannot be made, or holds a run already
+    raises: StorageError when the folder cannot be made; ConfigError when it holds a run already
     """
     parent = Path(config.run.folder)
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
@@ -58,7 +59,8 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
         for folder in (path, path / "events", path / "logs"):
             folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(
+        leave_if_empty(path)
+        raise StorageError(
             f"{path}: the run folder cannot be made ({error.strerror}); give another place with --run.folder"
         ) from None
     if holds_run(path):
@@ -70,6 +72,13 @@ def holds_run(path: Path) -> bool:
     """Whether a folder holds a finished step, a checkpoint or weights."""
     metrics = path / "metrics.jsonl"
     return (path / "model.safetensors").exists() or (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def leave_if_empty(run: Path) -> None:
+    """Remove a run folder in which nothing has been written; leave any other."""
+    for folder in (run / "events", run / "logs", run):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _next_free(path: Path) -> Path:
@@ -87,13 +96,13 @@ def _next_free(path: Path) -> Path:
 def write_json(path: Path, value: object) -> None:
     """Write `value` as readable JSON, whole or not at all. Numbers that JSON does not know (nan, inf) become null.
 
-    raises: ConfigError that names the path
+    raises: StorageError that names the path
     """
     try:
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(_as_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 class Journal:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankloom.base.errors import ConfigError
+from rankloom.data.text import expect_source
 from rankloom.train.config import load_config, parse_overrides
 from rankloom.train.schema import Config
 
@@ -57,13 +58,14 @@ def plan_study(
 ) -> dict[int, list[str]]:
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
-    raises: ConfigError for an impossible number of ranks, such as one that the other axes do not divide, and for an override that would
-            have no effect
+    raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
+            divide, and for an override that would have no effect
     """
     for flag in parse_overrides(overrides):
         if reason := DECIDED.get((flag.section, flag.key)):
             raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason}")
     config = load_config(file, overrides)
+    expect_source(config.data.source)
     plans = {}
     for n in ranks:
         try:

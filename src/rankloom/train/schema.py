@@ -211,7 +211,7 @@ class Train(ConfigSection):
         if self.local_batch_size is None and self.global_batch_size is None:
             raise ValueError("give local_batch_size or global_batch_size")
         if self.eval_every and not self.evaluate:
-            raise ValueError("eval_every has no meaning with evaluate = false")
+            raise ValueError("eval_every has no meaning with evaluate = false: set it to 0, too")
         return self
 
 
@@ -331,11 +331,12 @@ class Config(ConfigSection):
     def _expect_no_conflicts(self) -> None:
         """Refuse options that `rl.prepare` would refuse together."""
         sections = {"comm": ("all_reduce", "compress", "compress_after"),
-                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward")}
+                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "compile")}
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
-        split = self.mesh.pipe * self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
+        shared = self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
         values = {option: value for option, (_, value) in asked.items()}
-        for option, reason in conflicts(values, stage=self.train.stage, split=split, pipe_ranks=self.mesh.pipe):
+        for option, reason in conflicts(values, stage=self.train.stage, split=shared or self.mesh.pipe > 1, pipe_ranks=self.mesh.pipe,
+                                        shared=shared):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 

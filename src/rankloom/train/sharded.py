@@ -94,11 +94,11 @@ class ShardedPlacement:
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
         """Nothing to do: gradients are summed without compression."""
 
-    def finish(self, totals: Tensor | None) -> Tensor:
+    def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
-        summed = self.sharding.agree(totals)
+        summed, alike = self.sharding.agree(totals, mark)
         assert summed is not None, "no totals"
-        return summed
+        return summed, alike
 
     @property
     def factor(self) -> float:
@@ -213,12 +213,12 @@ class CanonicalShardedPlacement(ShardedPlacement):
             self._folds.add(gradient, index, gradient.take_local())
         self._folds.add(TOTALS, index, totals)
 
-    def finish(self, totals: Tensor | None) -> Tensor:
+    def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Fold over the ranks, then keep this rank's slices."""
         for gradient in self.sharding.gradients():
             gradient.set_sum(self._folds.sum(gradient, self._everyone, f"gradients of {gradient.unit.name}"))
-        self.sharding.agree()
-        return self._folds.sum(TOTALS, self._everyone, "totals")
+        _, alike = self.sharding.agree(mark=mark)
+        return self._folds.sum(TOTALS, self._everyone, "totals"), alike
 
     def norm(self) -> Tensor:
         """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0."""

@@ -3,12 +3,13 @@
 Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only set a flag; a signal that was ignored before (nohup) stays ignored. After
 each step an all-reduce of two numbers combines the flags of all ranks, while the next step computes. So a stop takes effect at most two
 steps after the signal, and no rank waits for it. After the last step a signal interrupts work that no other rank waits for. A second
-signal of the same kind ends this rank at once.
+signal of the same kind ends this rank at once. A step may take minutes, so the first signal is acknowledged by a thread, at once.
 """
 
 import signal
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ import torch
 from rankloom.world.connect import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SECONDS_TO_SPEAK = 1.0   # at the end, for an acknowledgement that waits for the terminal
 
 
 class _Interrupted(BaseException):
@@ -28,10 +30,16 @@ class StopSignal:
 
     A launcher stopped by Ctrl-C may send SIGTERM to ranks that have had SIGINT. So only a second signal of the same kind means "at once".
     Outside the main thread no handler can be set; `number` then stays 0.
+
+    acknowledge: called with the number of the first signal, in a thread of its own: a handler runs in the middle of other code, which may
+                 be writing to the same file or terminal
     """
 
-    def __init__(self) -> None:
+    def __init__(self, acknowledge: Callable[[int], None] | None = None) -> None:
         self.number = 0
+        self._acknowledge = acknowledge
+        self._told: SimpleQueue[int] = SimpleQueue()   # safe in a signal handler, as an Event is not
+        self._speaker: threading.Thread | None = None
         self._interruptible = False
         self._before: dict[int, Any] = {}
 
@@ -49,6 +57,9 @@ class StopSignal:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            if self._acknowledge is not None:
+                self._speaker = threading.Thread(target=self._speak, args=(self._acknowledge,), daemon=True, name="rankloom-stop")
+                self._speaker.start()
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
@@ -56,11 +67,21 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._speaker is not None:
+            self._told.put(0)
+            self._speaker.join(SECONDS_TO_SPEAK)
+
+    def _speak(self, acknowledge: Callable[[int], None]) -> None:
+        number = self._told.get()
+        if number:
+            acknowledge(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == self.number and number != signal.SIGHUP:   # a closed terminal may send it several times
             raise SystemExit(128 + number)
-        self.number = self.number or number
+        if not self.number:
+            self.number = number
+            self._told.put(number)
         if self._interruptible:
             self._interruptible = False
             raise _Interrupted
@@ -79,7 +100,8 @@ class Agreement:
     def exchange(self, signal_number: int, problem: bool) -> tuple[int, bool]:
         """Start an exchange of this rank's two flags; returns the result of the previous one."""
         known = self.last()
-        mine = torch.tensor([float(signal_number), float(problem)])   # on the CPU: copies to and from a GPU would wait for the step
+        # On the CPU: copies to and from a GPU would wait for the step.
+        mine = torch.tensor([float(signal_number), float(problem)], dtype=torch.float32)
         self._handle = self._world.all_reduce(mine, op="max", label="stop?", async_op=True)
         return known
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.base.errors import DataError, ModelMismatch, StorageError
 from rankloom.base.files import replacing
 from rankloom.data.tokenizer import Tokenizer, load_tokenizer
 from rankloom.models.config import GPTConfig
@@ -25,7 +25,7 @@ from rankloom.train.run_folder import write_json
 def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, tokenizer: Tokenizer | None) -> Path:
     """Write the files into a run folder (no tokenizer for a model of token arrays); returns the path of the weights.
 
-    raises: ConfigError that names the file that cannot be written
+    raises: StorageError that names the file that cannot be written
     """
     write_json(run / "model.json", dataclasses.asdict(config))
     path = run / "model.safetensors"
@@ -35,7 +35,7 @@ def save_model(run: Path, weights: Mapping[str, Tensor], config: GPTConfig, toke
             save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, temporary)
             temporary.chmod(run.stat().st_mode & 0o666)   # safetensors makes it readable for its owner only
     except (OSError, DataError, SafetensorError) as error:
-        raise ConfigError(f"{run}: the weights cannot be written ({error})") from None
+        raise StorageError(f"{run}: the weights cannot be written ({error})") from None
     return path
 
 

@@ -102,4 +102,4 @@ def write_png(sheet: Sheet, path: Path) -> None:
             shape = FancyBboxPatch(*place, boxstyle=f"round,pad=0,rounding_size={mark.radius}")
         shape.set(facecolor=mark.fill, edgecolor=mark.line or "none", linewidth=0.75, zorder=number)
         axes.add_patch(shape)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, format="png")   # whatever the name ends in

@@ -59,7 +59,7 @@ def smooth(values: list[float], reach: int | None = None) -> list[float]:
     """The mean of each value and its neighbours, the same number on both sides, so that the curve neither lags nor leads.
 
     The last values have too few neighbours. Their curve is the straight line through the last full window, so that it ends on the
-    trend, not at the last value.
+    trend, not at the last value. It stays between the least and the greatest value of that window.
 
     reach: neighbours on each side; left out, a fortieth of all values. The i-th value has at most i/4: losses fall fastest in the
            beginning, and a wide window would show a false cliff where it leaves the first, largest ones
@@ -70,7 +70,8 @@ def smooth(values: list[float], reach: int | None = None) -> list[float]:
     reach = max(1, len(values) // 40) if reach is None else reach
     whole = max(0, len(values) - reach)   # the number of values with enough neighbours after them
     spans = [min(reach, -(-i // 4)) for i in range(whole)]
-    end = _line(values[-2 * reach - 1 :])
+    window = values[-2 * reach - 1 :]
+    end = [min(max(value, min(window)), max(window)) for value in _line(window)]
     return [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)] + end[len(end) - len(values) + whole :]
 
 

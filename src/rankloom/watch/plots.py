@@ -4,6 +4,7 @@ Figures are made without pyplot, so there is no window, no backend and no global
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil, floor, log2
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from rankloom.base.errors import DataError
 from rankloom.base.events import Timed
+from rankloom.base.files import replacing
 from rankloom.base.quantities import bus_factor, show_bytes, show_seconds
 from rankloom.watch.history import History, read_history, smooth
 from rankloom.watch.scaling import Row
@@ -64,11 +66,12 @@ def plot_scaling(rows: list[Row], path: Path, title: str) -> Path:
     ranks = [row.ranks for row in rows]
     left.plot(ranks, ranks, "--", color=GREY, label="ideal")
     left.plot(ranks, [row.speed_up for row in rows], "o-", color=BLUE, label="measured")
-    left.set(xlabel="ranks", ylabel="speed-up over one rank" if ranks[0] == 1 else f"speed-up; {ranks[0]} ranks count as {ranks[0]}")
-    left.legend()
+    what = "speed-up over one rank" if ranks[0] == 1 else f"speed-up; {ranks[0]} ranks count as {ranks[0]}"
+    left.set(xlabel="ranks (log scale)", ylabel=f"{what} (log scale)")
+    left.legend(loc="upper left")
     right.bar([str(n) for n in ranks], [100 * row.communication for row in rows], color=ORANGE)
     right.set(xlabel="ranks", ylabel="step time waiting for communication (%)", ylim=(0, None))
-    _number_of_ranks(left, ranks)
+    _logarithmic(left, rows)
     figure.suptitle(title)
     return _save(figure, path)
 
@@ -126,11 +129,19 @@ def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _number_of_ranks(axes: Axes, ranks: list[int]) -> None:
-    """Make both axes logarithmic, with plain ticks at the measured numbers of ranks."""
+def _logarithmic(axes: Axes, rows: list[Row]) -> None:
+    """Make both axes logarithmic, with plain ticks: the measured numbers of ranks, and powers of 2 around every speed-up."""
+    lowest, highest = min(row.speed_up for row in rows), max(max(row.ranks, row.speed_up) for row in rows)
+    ticks = [2.0 ** power for power in range(floor(log2(lowest)), ceil(log2(highest)) + 1)]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(ranks)
+    axes.set_xticks([row.ranks for row in rows])
+    axes.set_yticks(ticks)
+    axes.set_ylim(ticks[0] * 0.9, ticks[-1] * 1.1)
+    axes.margins(x=0.1)
+    for row in rows:
+        axes.annotate(f"{row.speed_up:.3g}", (row.ranks, row.speed_up), (0, -9), textcoords="offset points", color=BLUE,
+                      ha="center", va="top")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
@@ -139,7 +150,8 @@ def _number_of_ranks(axes: Axes, ranks: list[int]) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     try:
-        figure.savefig(path, dpi=120)
+        with replacing(path) as temporary:   # a full disk leaves the picture that was there
+            figure.savefig(temporary, dpi=120, format="png")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror})") from None
     return path

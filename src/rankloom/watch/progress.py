@@ -127,6 +127,7 @@ class OneLine:
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
         self.console = console
+        self.redraws = console.is_terminal and not console.is_dumb_terminal   # TERM=dumb has no codes, so nothing would be drawn
         self._clock = clock
         self._drawn = -math.inf
         self._live: Live | None = None
@@ -147,7 +148,7 @@ class OneLine:
     def draw(self, text: Callable[[], str], *, last: bool = False) -> None:
         """Show `text()`, unless the line was drawn a moment ago. last: always show it"""
         now = self._clock()
-        every = SECONDS_BETWEEN_DRAWS if self.console.is_terminal else SECONDS_BETWEEN_LINES
+        every = SECONDS_BETWEEN_DRAWS if self.redraws else SECONDS_BETWEEN_LINES
         if now - self._drawn < every and not last:
             return
         self._drawn = now
@@ -164,7 +165,7 @@ class OneLine:
 
     def _show(self, text: str) -> None:
         line = Text(text, style="cyan", no_wrap=True, overflow="ellipsis")
-        if not self.console.is_terminal:
+        if not self.redraws:
             self.console.print(line, soft_wrap=True)
             return
         if self._live is None:
@@ -186,7 +187,7 @@ class Progress(OneLine):
         match event:
             case StepDone():
                 self.pace = self.pace.after(event)
-                width = self.console.width if self.console.is_terminal else None
+                width = self.console.width if self.redraws else None
                 self.draw(lambda: format_line(event, self.pace, self.steps, width), last=event.step >= self.steps)
             case Evaluated():
                 text = f"step {event.step}/{self.steps}  validation loss {event.loss:.4f} over {event.count:.0f} tokens"

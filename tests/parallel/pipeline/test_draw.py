@@ -60,6 +60,21 @@ def test_the_svg_has_a_cell_for_every_action_at_its_time():
         assert cell["fill"] == COLOURS[span.action.kind][0]
 
 
+@pytest.mark.parametrize("unit", [0.004, 1.0, 37.0])
+def test_the_svg_has_a_time_axis_whose_ticks_are_round_and_where_they_say(unit):
+    timeline = drawn("1f1b", 3, 4, forward=unit, input=unit, weight=unit)
+    root = ElementTree.fromstring(as_svg(timeline, "1F1B"))
+    words = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    bottom = next(word.get("y") for word in words if word.text == "time")
+    ticks = [(float(word.get("x")), float(word.text)) for word in words if word.get("y") == bottom and word.text != "time"]
+    assert 4 <= len(ticks) <= 13 and ticks[0] == (LEFT, 0) and len({y for _, y in ticks}) == len(ticks)
+    for x, time in ticks:
+        assert x == pytest.approx(LEFT + time / timeline.makespan * INCH, abs=0.01)
+    assert f"{ticks[1][1]:e}"[0] in "125" and float(root.get("width")) >= LEFT + INCH + 7 * len(f"{ticks[-1][1]:g}") / 2
+    bars = [float(rect.get("y")) for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("width") == "14"]
+    assert float(bottom) < min(bars), "the legend is below it"
+
+
 def test_the_trace_has_a_slice_for_every_action_and_an_arrow_for_every_message():
     timeline = drawn("1f1b", 3, 4, message=0.5)
     events = json.loads(json.dumps(as_trace(timeline)))["traceEvents"]

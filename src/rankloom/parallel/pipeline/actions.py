@@ -103,12 +103,19 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The reverse of `str(schedule)`: a line for each rank; # begins a comment. raises: ConfigError"""
-    lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    schedule = Schedule.of(*([parse_action(word) for word in line] for line in lines if line))
+    """The reverse of `str(schedule)`: a line for each rank; # begins a comment. raises: ConfigError, with the line"""
+    lines = [_parse_line(number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
+    schedule = Schedule.of(*filter(None, lines))
     if not schedule.ranks:
         raise ConfigError("the schedule is empty; give a line of actions for each rank, such as F0@0 F1@0 B0@0 B1@0")
     return schedule
+
+
+def _parse_line(number: int, words: list[str]) -> list[Action]:
+    try:
+        return [parse_action(word) for word in words]
+    except ConfigError as error:
+        raise ConfigError(f"line {number}: {error}") from None
 
 
 def finishes(action: Action) -> tuple[Action, ...]:

@@ -5,6 +5,7 @@ A row is a rank, and time goes to the right. A cell shows its micro-batch. Where
 
 from collections.abc import Iterator
 from html import escape
+from math import floor, log10
 from typing import Any
 
 from rich.text import Text
@@ -18,6 +19,7 @@ INKS = ("#000000", "#ffffff")
 LATER = "darker: later stages"
 WIDEST = 4                   # columns of the shortest action in a terminal
 ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: the width of a step
+TICKS = 12                   # of its time axis, at most
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
 
@@ -32,12 +34,7 @@ def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
 
     coloured: whether the terminal shows colours. Then a cell of one column shows its micro-batch, else its kind
     """
-    shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
-    label = len(f"rank {len(timeline.schedule.ranks) - 1}  ")
-    scale = min((columns - label) / timeline.makespan, WIDEST / shortest)
-    if scale * shortest >= 1:   # whole columns: equal actions look equal
-        scale = int(scale * shortest) / shortest
-    rows = []
+    label, scale, rows = _label_width(timeline), _scale(timeline, columns), []
     for rank, spans in enumerate(timeline.by_rank):
         row, at = Text(f"rank {rank}  ".rjust(label)), 0
         for span in spans:
@@ -49,17 +46,41 @@ def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
     return Text("\n").join(rows)
 
 
+def say_squeezed(timeline: Timeline, columns: int, coloured: bool = True) -> str:
+    """What a column of `grid` stands for, where cells have one column, or less than their names need; empty elsewhere."""
+    scale, digits = _scale(timeline, columns), len(str(timeline.schedule.microbatches - 1))
+    narrow = round(scale * _shortest(timeline), 6) < max(2, digits if coloured else 1 + digits)
+    if not narrow:
+        return ""
+    return f"one column = {1 / scale:.3g} time units, too narrow to name every action; a wider terminal, or --svg FILE, shows more"
+
+
+def _scale(timeline: Timeline, columns: int) -> float:
+    """Columns for a unit of time."""
+    shortest = _shortest(timeline)
+    scale = min(max(1, columns - _label_width(timeline)) / timeline.makespan, WIDEST / shortest)
+    return int(scale * shortest) / shortest if scale * shortest >= 1 else scale   # whole columns: equal actions look equal
+
+
+def _shortest(timeline: Timeline) -> float:
+    return min(span.end - span.start for span in timeline.spans if span.end > span.start)
+
+
+def _label_width(timeline: Timeline) -> int:
+    return len(f"rank {len(timeline.schedule.ranks) - 1}  ")
+
+
 def _cell(action: Action, width: int, coloured: bool) -> str:
     names = [f"{action.kind}{action.microbatch}", str(action.microbatch) if coloured else action.kind, ""]
     return next(name for name in names if len(name) <= width).ljust(width)
 
 
-def legend(timeline: Timeline) -> Text:
-    """What the colours mean."""
+def legend(timeline: Timeline, coloured: bool = True) -> Text:
+    """What the letters and, if they are shown, the colours mean."""
     kinds = {span.action.kind for span in timeline.spans}
     parts = [Text(f" {kind} ", style=f"{INKS[0]} on {COLOURS[kind][0]}").append(f" {MEANING[kind]}", style="default on default")
              for kind in COLOURS if kind in kinds]
-    if _has_later_stages(timeline):
+    if coloured and _has_later_stages(timeline):
         parts.append(Text("   ", style=f"{INKS[1]} on {COLOURS['F'][1]}").append(f" {LATER}", style="default on default"))
     return Text("   ").join(parts)
 
@@ -71,7 +92,7 @@ def _has_later_stages(timeline: Timeline) -> bool:
 def as_svg(timeline: Timeline, title: str) -> str:
     """The same as an SVG picture."""
     ranks, scale = len(timeline.schedule.ranks), INCH / timeline.makespan
-    width, height = LEFT + INCH + 12, TOP + ROW * ranks + 40
+    width, height = LEFT + INCH + 20, TOP + ROW * ranks + 64
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
              'font-family="sans-serif" font-size="12">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
              f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>']
@@ -80,7 +101,8 @@ def as_svg(timeline: Timeline, title: str) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{top + 17}" text-anchor="end">rank {rank}</text>')
         parts.append(f'<rect x="{LEFT}" y="{top}" width="{INCH}" height="{ROW - 2}" fill="#eeeeee"/>')
         parts += [_svg_cell(timeline, span, top, scale) for span in spans]
-    parts += _svg_legend(timeline, TOP + ROW * ranks + 14)
+    parts += _svg_time(timeline, TOP + ROW * ranks, scale)
+    parts += _svg_legend(timeline, TOP + ROW * ranks + 38)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -91,6 +113,18 @@ def _svg_cell(timeline: Timeline, span: TimeSlot, top: float, scale: float) -> s
     text = f'<text x="{left + width / 2:.2f}" y="{top + 16}" text-anchor="middle" fill="{ink}">{number}</text>'
     return (f'<g><title>{span.action}: {span.start:g} to {span.end:g}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
             f'height="{ROW - 2}" fill="{fill}" stroke="#ffffff" stroke-width="0.8"/>{text if width > 8 * len(number) else ""}</g>')
+
+
+def _svg_time(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
+    """The time axis, in the unit of the costs."""
+    yield f'<text x="{LEFT - 16}" y="{top + 18}" text-anchor="end" fill="#555555">time</text>'
+    least = timeline.makespan / TICKS
+    decade = 10.0 ** floor(log10(least))
+    step = next(decade * times for times in (1, 2, 5, 10) if decade * times >= least)
+    for number in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
+        x = LEFT + number * step * scale
+        yield f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 5}" stroke="#555555"/>'
+        yield f'<text x="{x:.2f}" y="{top + 18}" text-anchor="middle" fill="#555555">{number * step:g}</text>'
 
 
 def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:

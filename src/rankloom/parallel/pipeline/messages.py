@@ -130,7 +130,7 @@ class Messages:
         owner, me = self.schedule.owner, self.group.rank
         sends = [action for actions in self.schedule.ranks for action in actions if action.kind.startswith("SEND")]
         for frm, to in sorted({(owner[action.stage], owner[_receiver(action).stage]) for action in sends}):
-            hello = torch.zeros(1, device=self.group.device)
+            hello = torch.zeros(1, dtype=torch.float32, device=self.group.device)
             if me == frm:
                 self._lane(frm, to).send(hello, to, label="hello")
             elif me == to:

@@ -29,9 +29,12 @@ class Costs:
     kept: float = 1.0             # of a stage's activations, the share held until the weights' backward
 
     def __post_init__(self) -> None:
-        stages = {len(self.forward), len(self.input), len(self.weight)}
-        if len(stages) > 1 or not all(0 <= cost < inf for cost in (*self.forward, *self.input, *self.weight, self.message, self.kept)):
-            raise ConfigError(f"{self}: expected one cost of each kind for each stage, each a number, and none below 0")
+        kinds = {"forward": self.forward, "input": self.input, "weight": self.weight, "message": (self.message,), "kept": (self.kept,)}
+        if len({len(self.forward), len(self.input), len(self.weight)}) > 1:
+            raise ConfigError(f"costs of {len(self.forward)} stages forward, {len(self.input)} for the input and {len(self.weight)} for "
+                              "the weights: expected one cost of each kind for each stage")
+        for kind, cost in ((kind, cost) for kind, costs in kinds.items() for cost in costs if not 0 <= cost < inf):
+            raise ConfigError(f"a cost of kind {kind} is {cost:g}: expected each a number, and none below 0")
         if self.forward and not sum((*self.forward, *self.input, *self.weight)):
             raise ConfigError("costs of 0 for everything leave nothing to draw; give some time to F, I or W")
 

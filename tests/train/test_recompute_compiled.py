@@ -1,0 +1,155 @@
+"""Recompute beside torch.compile: what cannot be one graph is refused or left out, and a graph around a block ends at the block."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from gradients import expect_equal, gradients
+from rankloom.models.config import MoEConfig
+from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train import prepare
+from rankloom.train.compiled import compile_blocks
+from rankloom.train.config import load_config
+from rankloom.train.recompute import recompute
+from rankloom.train.rules import NOT_ONE_GRAPH, conflicts
+
+CONFIG = GPTConfig(vocab_size=32, seq_len=16, width=16, layers=3, heads=2, kv_heads=2, ffn=48, dropout=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1)
+compiled = partial(torch.compile, backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs(monkeypatch):
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    monkeypatch.setattr(prepare, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(seed=0):
+    ids = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def trained(mesh, policy, steps=3, config=CONFIG, loss=language_model_loss, before=lambda model: None, after=lambda model: None, **options):
+    """For each rank: the losses, the weights, and what was decided."""
+    def body(world):
+        model = GPT(config, dtype=torch.float64)
+        before(model)
+        engine = rl.prepare(model, loss=loss, optimizer=SGD, world=world, recompute=policy, **options)
+        after(engine.model)
+        losses = [engine.step([t.tensor_split(engine.group.size)[engine.group.rank] for t in tokens(step)]).loss for step in range(steps)]
+        return losses, engine.full_state_dict()["model"], engine.settings.recompute
+
+    return rl.simulate(mesh, body)
+
+
+# ---------------------------------------------------------------------- blocks that ranks share
+
+@pytest.mark.parametrize(("axis", "moe"), [("tensor", None), ("context", None), ("expert", MoEConfig(experts=4, top_k=2, ffn=8))])
+def test_selective_in_compiled_blocks_that_ranks_share_is_refused_when_prepared(axis, moe):
+    def body(world):
+        rl.prepare(GPT(CONFIG if moe is None else replace(CONFIG, moe=moe)), loss=language_model_loss, optimizer=SGD,
+                   world=world, recompute="selective", compile=True)
+
+    with pytest.raises(rl.ConfigError, match='recompute="selective" with compile wants each block in one graph.*take "full"'):
+        rl.simulate(rl.Mesh(**{axis: 2}), body)
+
+
+def test_selective_in_compiled_stages_whose_ranks_share_tokens_is_refused_in_the_first_step():
+    with pytest.raises(rl.ConfigError, match='recompute="selective" with compile wants each block in one graph'):
+        trained(rl.Mesh(pipe=2, context=2), "selective", compile=True, accumulate=2)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_config_files_refuse_selective_in_compiled_blocks_that_ranks_share(tmp_path, axis):
+    (tmp_path / "train.toml").write_text("[train]\nlocal_batch_size = 2\n")
+    flags = ["--train.compile=true", "--model.heads=4", "--model.kv_heads=4", "--model.width=64", "--model.ffn=64"]
+    load_config(tmp_path / "train.toml", [*flags, "--train.recompute=selective"])
+    load_config(tmp_path / "train.toml", [*flags, "--train.recompute=full", f"--mesh.{axis}=2"])
+    with pytest.raises(rl.ConfigError, match=r'\[train\] recompute = "selective" with compile wants each block in one graph'):
+        load_config(tmp_path / "train.toml", [*flags, "--train.recompute=selective", f"--mesh.{axis}=2"])
+
+
+def test_only_selective_conflicts_and_only_where_ranks_share_blocks():
+    for shared in (False, True):
+        for asked in ({"recompute": policy, "compile": compile} for policy in ("none", "selective", "full", "1 GiB") for compile in (0, 1)):
+            found = list(conflicts(asked, stage=0, split=shared, pipe_ranks=1, shared=shared))
+            assert found == ([("recompute", NOT_ONE_GRAPH)] if shared and asked == {"recompute": "selective", "compile": 1} else [])
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(context=2)], ids=str)
+def test_a_budget_leaves_selective_out_where_blocks_are_compiled_and_ranks_share_them(mesh):
+    budget = "240 KiB" if mesh.tensor == 2 else "260 KiB"
+    expected = trained(mesh, "none")
+    plain, mine = trained(mesh, budget), trained(mesh, budget, compile=True)
+    assert "selective" in {d.choice for d in plain[0][2].plan.decisions}, "or the budget tests nothing"
+    assert {d.choice for d in mine[0][2].plan.decisions} == {"none", "full"}
+    for (losses, weights, _), (wanted, reference, _) in zip(mine, expected):
+        assert losses == pytest.approx(wanted, rel=1e-13)
+        for name, weight in weights.items():   # a graph fuses, so sums may round otherwise
+            torch.testing.assert_close(weight, reference[name], rtol=1e-12, atol=1e-12)
+
+
+class Breaking(nn.Module):
+    """No single graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 64, dtype=torch.float64), nn.Linear(64, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x + self.narrow(torch.sin(torch.cos(self.wide(x))))
+
+
+def test_a_planned_selective_block_that_is_no_single_graph_runs_without_the_compiler():
+    def run(policy, steps=2):
+        torch.manual_seed(0)
+        model, x = nn.ModuleList(Breaking() for _ in range(3)), torch.ones(16, 8, dtype=torch.float64)
+        found = recompute(model, policy)
+        if policy != "none":
+            compile_blocks(model, backend="aot_eager")
+        for _ in range(steps):
+            y = x
+            for block in model:
+                y = block(y)
+            y.sum().backward()
+        return gradients(model), found
+
+    (expected, _), (mine, found) = run("none"), run("50 KiB")
+    assert "selective" in {d.choice for d in found.plan.decisions}
+    expect_equal(mine, expected)
+
+
+# ---------------------------------------------------------------------- something around a block is compiled
+
+WAYS = {
+    "the loss": {"loss": compiled(language_model_loss)},
+    "the model's forward": {"before": lambda model: setattr(model, "forward", compiled(model.forward))},
+    "the prepared model": {"after": lambda model: model.compile(backend="aot_eager")},
+    "the prepared blocks": {"after": lambda model: [block.compile(backend="aot_eager") for block in model.blocks]},
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "240 KiB"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_around_recomputed_blocks_trains_to_the_same_bits(way, policy):
+    (losses, weights, found), = trained(rl.Mesh(), policy, **WAYS[way])
+    (wanted, reference, _), = trained(rl.Mesh(), "none")
+    assert losses == wanted and all(torch.equal(weights[name], value) for name, value in reference.items())
+    assert not found.plan or "full" in {d.choice for d in found.plan.decisions}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_compiled_loss_around_compiled_and_recomputed_blocks_trains_to_the_same_bits(stage):
+    (losses, weights, _), = trained(rl.Mesh(), "selective", loss=compiled(language_model_loss), compile=True, stage=stage)
+    (wanted, reference, _), = trained(rl.Mesh(), "none", stage=stage)
+    assert losses == wanted and all(torch.equal(weights[name], value) for name, value in reference.items())
