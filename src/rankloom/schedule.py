@@ -24,6 +24,7 @@ from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_schedu
 
 STAGES, MICROBATCHES = 4, 8
 Drawing = Callable[[Timeline], Iterator[str | Text]]   # the rows, and what they mean
+UNITS = "computes, waits: time, in units of --costs; sends: messages; activations: 1 is those of all stages of the rank for one micro-batch"
 
 
 def known() -> Table:
@@ -91,12 +92,13 @@ def drawing(timeline: Timeline, columns: int, coloured: bool) -> Iterator[str | 
 def picture(timeline: Timeline, draw: Drawing) -> Iterator[str | Text | Table]:
     """The drawing, and the numbers of each rank. Activations as in docs/pipeline.md: 1 is a micro-batch in a rank's whole part."""
     yield from draw(timeline)
-    table = Table("rank", "stages", "computes\n(--costs)", "waits\n(--costs)", "sends\n(messages)", "most activations\n(micro-batches)")
+    table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
     for rank, actions in enumerate(timeline.schedule.ranks):
         stages, sends = timeline.schedule.held_by(rank), sum(a.kind.startswith("SEND") for a in actions)
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
         table.add_row(str(rank), ", ".join(map(str, stages)), *times, str(sends), f"{timeline.peaks[rank] / len(stages):.3g}")
     yield table
+    yield UNITS
     yield _waits(timeline)
     if timeline.own_bubble < timeline.bubble - 0.0005:
         yield f"bubble {timeline.own_bubble:.1%} where a rank may begin the next step before the others have ended this one"

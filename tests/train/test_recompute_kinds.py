@@ -119,7 +119,8 @@ def test_a_step_stays_within_a_budget_that_the_first_block_alone_would_not_excee
     assert planned(make)[1].plan.peak > budget, "so something had to be recomputed"
 
 
-@pytest.mark.parametrize("attributes", [{}, {"sizes": [1, {"a": (2.0, None)}]}, {"options": Options(1)}, {"act": torch.sin}], ids=str)
+@pytest.mark.parametrize("attributes", [{}, {"sizes": [1, {"a": (2.0, None)}]}, {"options": Options(1)}, {"act": torch.sin}],
+                         ids=["plain", "nested", "a frozen dataclass", "a function"])
 def test_blocks_that_are_equal_or_share_an_object_are_measured_once(attributes, measured):
     model, _ = planned(lambda: [Repeating(2, **attributes) for _ in range(32)])
     assert measured == [model[0]]
