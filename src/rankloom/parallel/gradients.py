@@ -7,7 +7,7 @@ Communication plan, one step:
     backward             each gradient is written into its bucket; a full bucket is all-reduced at once, asynchronously,
                          in bucket order on every rank
     end of backward      launch the remaining buckets, agree which parameters were used on any rank, wait
-    embeddings           on the CPU only the rows that some rank touched are sent, where that is cheaper (comm/rows.py)
+    embeddings           on the CPU only the rows that some rank touched are sent, where that is cheaper (embedding_gradients.py)
 
 Compression (comm/compress.py): each bucket has its own all-reduce with error feedback: what one step loses is added to the next.
 Steps may have different numbers of items, so gradients are first multiplied by `summing.factor`, which makes them means. The error is
@@ -19,7 +19,7 @@ On one rank there is nothing to sum, and gradients stay where autograd made them
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it. One that some rank used gets the
 sum; the other ranks add zeros. With accumulation only the last micro-batch communicates.
 
-Read shard/flat.py before this file; parallel/data.py and train/engine.py use it.
+Read bucket.py before this file; parallel/data.py and train/engine.py use it.
 """
 
 import warnings
@@ -37,100 +37,16 @@ from rankloom.base.hooks import hook_gradient
 from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
-from rankloom.comm.rows import BITS, rows_are_cheaper, sum_rows, touched_rows
 from rankloom.parallel.agree import max_of_flags_and_sum
 from rankloom.parallel.arrivals import Arrivals
+from rankloom.parallel.bucket import Bucket
+from rankloom.parallel.embedding_gradients import EmbeddingGradients
 from rankloom.parallel.worker import worker_beside
-from rankloom.shard.flat import FlatBuffer, by_dtype, cut_into_buckets, gaps_of, move_into, views_of
-from rankloom.shard.frames import between_steps, memory_lent, tensors_in
+from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
 ONE_HOST_BYTES = 128 << 20   # here the cores that compute also move the bytes: overlap gains little, and a message costs 1 ms
-
-
-class Bucket:
-    """Gradients that are all-reduced together: a flat buffer, and the names still missing from it in this backward.
-
-    The parameters are moved into a flat buffer of the same layout. Where the ranks share a host, the group lends memory for the
-    gradients, and they are summed in place. Otherwise, on a GPU, the memory is freed when a step begins. A gradient that the user
-    still holds stays valid: the bucket then allocates new memory.
-    """
-
-    def __init__(self, owners: Mapping[str, Tensor], group: Group, summing: Summing):
-        gradients = {name: owner.grad for name, owner in owners.items()}
-        for owner in owners.values():
-            owner.grad = None   # torch would check it against the parameter when that moves to other memory
-        parameters = FlatBuffer(owners)
-        move_into(parameters, owners)
-        self.slots, self.dtype = parameters.slots, parameters.flat.dtype
-        self.owners, self.has_unsynced = owners, False   # has_unsynced: it holds gradients of this rank alone
-        size = (parameters.flat.numel(), self.dtype)
-        self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
-        self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
-        self.open()
-        self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
-        self.waiting_for = set(owners)
-        self.wait: Callable[[], Any] | None = None   # waits for the all-reduce, while that is in flight
-        for name, owner in owners.items():
-            gradient = gradients.pop(name)
-            if gradient is not None:
-                self.views[name].copy_(gradient)
-                owner.grad = self.gradient(name)
-
-    @property
-    def flat(self) -> Tensor:
-        """All gradients of the bucket, with zeros in the gaps between them."""
-        return self._window.tensor
-
-    def open(self) -> None:
-        """Make room for gradients. They overwrite those of the last step, unless the user still holds one of these."""
-        if not self.has_unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
-            self.close()
-        if not self.views:
-            self._window.open()
-            self.views, self.gaps = views_of(self.flat, self.slots), gaps_of(self.flat, self.slots)
-            for gap in self.gaps:   # norms read the whole buffer
-                gap.zero_()
-
-    def close(self) -> None:
-        """Called when no parameter has a gradient in this bucket: free the memory."""
-        if self._has_guests() or not self._window.stays:   # otherwise closing would free nothing, and the views would be made again
-            self.views, self.gaps = {}, []
-            self._window.close()
-
-    def _has_guests(self) -> bool:
-        """Whether a view of the memory is held outside the bucket, for example by the user."""
-        return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps)
-
-    def gradient(self, name: str) -> Tensor:
-        """The tensor for a parameter's `.grad`: an alias of the view, because casting or moving a model swaps the memory of that tensor."""
-        return self.views[name].detach()
-
-    def holds(self, name: str, gradient: Tensor | None) -> bool:
-        """Whether `gradient` is the one in this bucket."""
-        return gradient is not None and gradient.data_ptr() == self.views[name].data_ptr()
-
-    def land(self, name: str, param: Tensor, owner: Tensor, scale: float) -> None:
-        """Put the gradient that backward has just written to `param.grad` into the bucket; `owner.grad` becomes its alias there.
-
-        owner: the tensor that the optimizer updates: `param` itself, or its master copy in another dtype
-        """
-        self.open()
-        self.has_unsynced = True
-        view, gradient = self.views[name], param.grad
-        assert gradient is not None, f"{name}: hook without a gradient"
-        if self.holds(name, gradient):       # accumulated in place by autograd
-            _multiply(view, scale)
-        elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
-            _multiply(view.add_(gradient), scale)
-        elif scale == 1.0 or gradient.dtype is not self.dtype:   # here `mul` would round to the gradient's dtype before the copy
-            _multiply(view.copy_(gradient), scale)
-        else:
-            torch.mul(gradient, scale, out=view)
-        if owner is not param:
-            param.grad = None
-        owner.grad = self.gradient(name)
 
 
 class GradientReducer:
@@ -154,10 +70,8 @@ class GradientReducer:
         if all_reduce == HIERARCHICAL and self.summing.is_compressed and group.rank == 0 and 1 == len(group.topology.nodes) < group.size:
             warnings.warn(f"compress={compress!r} with all_reduce={HIERARCHICAL!r} compresses what goes between nodes, and all "
                           f"{group.size} ranks are on one: nothing is compressed. Leave all_reduce out to compress all sums", stacklevel=3)
-        # Not on a GPU: counting rows would make the CPU wait for it. Nor where the user chose an algorithm: then that one is used.
-        rows_pay = all_reduce == BACKEND and group.device.type == "cpu" and group.size > 1
-        self._by_rows = {name: self.summing.lossy([(0, owner.shape)]) for name, owner in self.owners.items()
-                         if name in by_rows and rows_pay and owner.dtype in BITS}
+        # Where the user chose an algorithm, it sums embeddings too.
+        self._by_rows = EmbeddingGradients(self.owners, by_rows if all_reduce == BACKEND else (), group, self.summing)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
@@ -275,29 +189,18 @@ class GradientReducer:
     def _launch_what_is_left(self) -> None:
         for bucket in self.buckets:
             for name in bucket.waiting_for:
-                self._stand_in(bucket, name)
+                bucket.stand_in(name, self.summing.factor)
             bucket.waiting_for.clear()
         self._launch_full_buckets()
         if self._worker is not None:
             self._wait_for_buckets()   # or two threads would start collectives in a random order
-
-    def _stand_in(self, bucket: Bucket, name: str) -> None:
-        """For a parameter without a gradient in this backward: send what it has accumulated before, or zeros."""
-        bucket.open()
-        view, gradient = bucket.views[name], self.owners[name].grad
-        if gradient is None:
-            view.zero_()
-            return
-        if not bucket.holds(name, gradient):
-            view.copy_(gradient)
-        _multiply(view, self.summing.factor)
 
     def _agree(self, totals: Tensor | None, mark: int) -> tuple[Tensor | None, bool]:
         """Sum the totals; set `.grad` of the parameters that any rank used; sum the gradients that go by rows.
 
         One small message carries it all: the mark, a flag per parameter, the number of touched rows per embedding, the totals.
         """
-        touched = {name: touched_rows(self._own_gradient(name)) for name in self._by_rows}
+        touched = self._by_rows.touched()
         facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
         (most, least, *flags), numbers = max_of_flags_and_sum([mark, -mark, *facts], totals, self.group)
         most_rows = dict(zip(touched, flags[len(self.owners):]))
@@ -305,29 +208,10 @@ class GradientReducer:
             if not used:
                 owner.grad = None
             elif name in touched:
-                owner.grad = self._sum_by_rows(name, touched[name], int(most_rows[name]))
+                owner.grad = self._by_rows.sum(name, touched[name], int(most_rows[name]))
             elif name in self._home:
                 owner.grad = self._home[name].gradient(name)
         return numbers, most == -least
-
-    def _own_gradient(self, name: str) -> Tensor:
-        gradient = self.owners[name].grad
-        return torch.zeros_like(self.owners[name]) if gradient is None else gradient.detach()
-
-    def _sum_by_rows(self, name: str, touched: Tensor, rows: int) -> Tensor:
-        gradient, lossy = self._own_gradient(name).contiguous(), None if self.summing.is_exact_now else self._by_rows[name]
-        dense = lossy.bill(gradient.numel(), self.group) if lossy else None
-        if rows_are_cheaper(rows, gradient, self.group.size, dense=dense):
-            return sum_rows(gradient, touched, rows, self.group, scale=self.summing.factor, label=f"rows of {name}")
-        gradient.mul_(self.summing.factor)
-        return lossy(gradient, self.group) if lossy else self.group.all_reduce(gradient, label=f"gradient of {name}")
-
-    def _clear_strays(self) -> None:
-        """Zero what compression wrote where there is no gradient: between tensors, and in parameters that no rank used."""
-        for bucket in self.buckets:
-            unused = [view for name, view in bucket.views.items() if self.owners[name].grad is None]
-            if bucket.gaps or unused:
-                torch._foreach_zero_(bucket.gaps + unused)
 
     def _wait_for_buckets(self) -> None:
         for bucket in self.buckets:
@@ -336,8 +220,8 @@ class GradientReducer:
                 bucket.wait = None
 
     def _end_step(self) -> None:
-        if self.summing.is_compressed:
-            self._clear_strays()
+        for bucket in self.buckets if self.summing.is_compressed else ():
+            bucket.clear_strays()
         self.summing.end_step()
         self._reset()
 
@@ -371,8 +255,3 @@ class GradientReducer:
         bucket = Bucket({name: self.owners[name] for name in names}, group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)
-
-
-def _multiply(x: Tensor, factor: float) -> None:
-    if factor != 1.0:   # else it would be a pass over memory for nothing
-        x.mul_(factor)

@@ -60,7 +60,7 @@ class CanonicalReducer(GradientReducer):
         self._used |= {name for name, owner in self.owners.items() if owner.grad is not None}
         for bucket in self.buckets:
             for slot in bucket.slots:
-                self._stand_in(bucket, slot.name)
+                bucket.stand_in(slot.name, self.summing.factor)
             self._folds.add(bucket, index, bucket.flat.clone())
         self._folds.add(TOTALS, index, totals)
         self.zero()
