@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rankloom.base.errors import ConfigError, WrongResult
 from rankloom.base.events import Event, Notice, Timed
+from rankloom.base.files import make_folder
 from rankloom.base.quantities import show_bytes, show_seconds
 from rankloom.base.topology import FASTEST, Link, Topology, parse_topology
 from rankloom.comm.bench import DTYPES, Study, run_study
@@ -69,10 +70,7 @@ def expect_places(study: Study, folder: Path, save: Path | None) -> None:
         raise ConfigError(f"--save {save}: links are written as JSON; give the file a name that ends in .json")
     if save and not save.absolute().parent.is_dir():
         raise ConfigError(f"--save {save}: there is no folder {save.parent}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be made ({error.strerror})") from None
+    make_folder(folder, "--out")
 
 
 def describe_machine(load: float) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rankloom.base.errors import ConfigError, StorageError
-from rankloom.base.files import replacing
+from rankloom.base.errors import ConfigError
+from rankloom.base.files import saving
 from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend, say_squeezed
@@ -125,11 +125,8 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
     for path, make in texts.items():
         if path is None:
             continue
-        try:
-            with replacing(path) as temporary:
-                temporary.write_text(make(), encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
+        with saving(path) as temporary:
+            temporary.write_text(make(), encoding="utf-8")
         yield f"saved {path}"
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from full_disk import fill_disk_of_rank_1
 from rankloom import GPT, GPTConfig
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch
 from rankloom.checkpoint.files import read_manifest, sizes_of
@@ -402,16 +403,7 @@ def test_a_folder_that_is_none_is_told_on_all_ranks_in_words(tmp_path, monkeypat
 
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_from_before(tmp_path, monkeypatch):
     reference = saved_by(rl.Mesh(shard=2), 3, tmp_path)
-    from rankloom.train import checkpoint
-
-    real = checkpoint.write_parts
-
-    def full_disk(path, parts):
-        if path.name.endswith("-00001.safetensors"):
-            raise ConfigError(f"{path}: cannot be written (No space left on device)")
-        return real(path, parts)
-
-    monkeypatch.setattr(checkpoint, "write_parts", full_disk)
+    fill_disk_of_rank_1(monkeypatch)
 
     def body(world):
         engine = engine_of(world, 3)

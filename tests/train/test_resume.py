@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from full_disk import fill_disk_of_rank_1
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.checkpoint.files import MANIFEST, read_manifest
 from rankloom.checkpoint.manifest import to_json
-from rankloom.train import checkpoint, loop, run_facts
+from rankloom.train import loop, run_facts
 from rankloom.train.config import load_config
 from rankloom.train.finish import describe_end
 from rankloom.train.resume import expect_steps_left, newest_checkpoint
@@ -133,14 +134,7 @@ def test_the_end_of_a_stopped_run_has_the_command_that_resumes_it_or_what_to_set
 
 def test_a_full_disk_ends_a_checkpoint_with_a_storage_error_and_no_empty_folder(table, tmp_path, monkeypatch):
     """On both ranks, whichever fails: the last one to leave takes the folders with it."""
-    real = checkpoint.write_parts
-
-    def full(path, parts):
-        if path.name.endswith("-00001.safetensors"):
-            raise StorageError(f"{path}: cannot be written (No space left on device)")
-        return real(path, parts)
-
-    monkeypatch.setattr(checkpoint, "write_parts", full)
+    fill_disk_of_rank_1(monkeypatch)
     with pytest.raises(StorageError, match=r"checkpoints/step-00000002/.*: cannot be written \(No space left on device\)"):
         run(table(run={"name": "full"}, checkpoint={"interval": 2}), 2)
     assert not (tmp_path / "runs" / "full" / "checkpoints").exists()

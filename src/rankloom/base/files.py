@@ -28,6 +28,16 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def saving(path: Path) -> Iterator[Path]:
+    """`replacing`, for files that the user is told of. raises: StorageError that names the path"""
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
+
+
 def make_folder(folder: Path, flag: str) -> None:
     """Make a folder for results, and check that it can be written. flag: the option that names it. raises: StorageError"""
     try:

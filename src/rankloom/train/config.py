@@ -15,8 +15,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rankloom.base.errors import ConfigError, StorageError, did_you_mean
-from rankloom.base.files import replacing
+from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.files import saving
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]
@@ -80,11 +80,8 @@ def shared_settings(config: Config) -> dict[str, Any]:
 
 def write_config(config: Config, path: str | Path) -> None:
     """Write every key with its value, defaults and overrides included, so that `load_config` reads it back equal. raises: StorageError"""
-    try:
-        with replacing(Path(path)) as temporary:
-            temporary.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
+    with saving(Path(path)) as temporary:
+        temporary.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from rankloom.base.errors import StorageError
 from rankloom.base.events import Saved
-from rankloom.base.files import replacing
+from rankloom.base.files import saving
 from rankloom.data.ngram import trigram_loss
 from rankloom.models.config import parameter_count
 from rankloom.train.engine import Engine
@@ -117,9 +116,6 @@ def _write_samples(job: Job) -> None:
     prompts = starts(job.corpus.validation, train.samples, min(PROMPT_TOKENS, train.seq_len))
     texts = continue_texts(model, tokenizer, prompts, max_tokens=train.sample_tokens, seed=job.config.run.seed)
     job.say("\n".join(f"sample {number}: {text}" for number, text in enumerate(texts, 1)))
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
+    with saving(path) as temporary:
+        temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     job.sink(Saved(0, str(path)))

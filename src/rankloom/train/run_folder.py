@@ -37,7 +37,7 @@ import torch
 
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, StepDone
-from rankloom.base.files import replacing
+from rankloom.base.files import saving
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
 
@@ -98,11 +98,8 @@ def write_json(path: Path, value: object) -> None:
 
     raises: StorageError that names the path
     """
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(_as_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from None
+    with saving(path) as temporary:
+        temporary.write_text(json.dumps(_as_json(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 class Journal:
