@@ -12,6 +12,7 @@ from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE, wait_until
+from rankloom.world.connect import World
 from rankloom.world.simulate import _resolve_operators
 
 
@@ -245,7 +246,53 @@ def test_an_interrupted_simulation_leaves_no_thread_behind(backend):
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         rl.simulate(3, body, backend=backend, timeout=5)
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.is_alive() and thread not in before])
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.mark.parametrize("moment", ["rank-0", "rank-2"])
+def test_an_interrupt_while_the_ranks_start_leaves_no_thread_behind(monkeypatch, moment):
+    """When rank 2 has started, all are at work for ever; when only rank 0 has, it still waits for the others to make its world."""
+    def start_and_be_interrupted(thread):
+        start(thread)
+        if thread.name == moment:
+            if moment == "rank-2":
+                at_work.wait()
+            raise KeyboardInterrupt
+
+    def body(world):
+        world.barrier()
+        at_work.set()
+        while True:
+            world.barrier()
+
+    at_work, start = threading.Event(), threading.Thread.start
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rl.simulate(3, body, timeout=5)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_world_that_is_made_after_an_interrupt_is_closed(monkeypatch):
+    """All ranks are still making their worlds when the interrupt comes: nobody could close them then."""
+    class Late(World):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            if self.rank == 1:
+                _thread.interrupt_main()
+            released.wait()
+
+    def body(world):
+        while True:
+            world.barrier()
+
+    released = threading.Event()
+    before = set(threading.enumerate())
+    monkeypatch.setattr("rankloom.world.simulate.World", Late)
+    with pytest.raises(KeyboardInterrupt):
+        rl.simulate(3, body, timeout=5)
+    released.set()
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_rank_that_makes_no_call_does_not_keep_an_interrupt_waiting():

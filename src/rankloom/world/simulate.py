@@ -47,25 +47,25 @@ class _Simulation:
     """One call of `simulate`: a world for each thread, and the first failure."""
 
     def __init__(self, ranks: int | Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
-        self.ranks, self.size = ranks, as_mesh(ranks).size
-        self.body, self.timeout, self.topology, self.backend = body, timeout, topology, backend
+        size = as_mesh(ranks).size
+        self.ranks, self.body, self.timeout, self.topology, self.backend = ranks, body, timeout, topology, backend
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
         self.failed: tuple[int, BaseException] | None = None
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
-        self.results: list[Any] = [None] * self.size
-        self.worlds: list[World | None] = [None] * self.size
+        self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
+        self.results: list[Any] = [None] * size
+        self.worlds: list[World | None] = [None] * size
 
     def run(self) -> list[Any]:
-        names = [f"rank-{rank}" for rank in range(self.size)]
-        threads = [threading.Thread(target=self._one, args=(rank,), name=name, daemon=True) for rank, name in enumerate(names)]
-        for thread in threads:
-            thread.start()
+        threads = [threading.Thread(target=self._one, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(len(self.worlds))]
         try:
+            for thread in threads:
+                thread.start()
             ended = [self._join(thread) for thread in threads]
-        except BaseException:   # Ctrl-C
-            self.failed_at = self.failed_at or time.monotonic()
+        except BaseException:   # Ctrl-C, perhaps before all have started
+            self.failed_at, self.interrupted = self.failed_at or time.monotonic(), True
             for joined in filter(None, self.worlds):
                 joined.close()
             for thread in threads:
@@ -79,7 +79,7 @@ class _Simulation:
             thread.join()
         if self.failed:
             rank, error = self.failed
-            error.add_note(f"(rank {rank} of {self.size} failed first; the others were stopped because of it)")
+            error.add_note(f"(rank {rank} of {len(self.worlds)} failed first; the others were stopped because of it)")
             raise error
         return self.results
 
@@ -98,9 +98,11 @@ class _Simulation:
         torch.set_num_threads(1)   # the threads of the ranks already fill the cores
         try:
             world = World(self.store, rank, self.ranks, torch.device("cpu"), timeout=self.timeout,
-                          local_rank=rank, local_size=self.size, debug=debug_mode(), topology=self.topology,
+                          local_rank=rank, local_size=len(self.worlds), debug=debug_mode(), topology=self.topology,
                           backend=self.backend)
             self.worlds[rank] = world
+            if self.interrupted:
+                world.close()
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed
             with self.lock:
