@@ -6,13 +6,14 @@ repeat. Nothing is announced while all ranks have a batch.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankloom.base.scoped import temporarily
+from rankloom.parallel.sections import Section, is_inside
 from rankloom.world.group import Group
 
 ASKING, ENDED, SECTION, LAYER = range(4)
@@ -65,11 +66,21 @@ class Guide:
         if self.leads:
             self._say(Next(LAYER, number, rows.shape[1], DTYPES.index(rows.dtype)))
 
-    def ask(self) -> Next:
-        """On an idle rank: what the ranks that run do next."""
-        return self._say(Next(ASKING))
+    def follow(self, sections: Sequence[Section]) -> None:
+        """On an idle rank: take part in all that the ranks that run announce, until their forward has ended."""
+        held: list[Section] = []
+        while (announced := self._say(Next(ASKING))).what != ENDED:
+            if announced.what == LAYER:
+                self._serve(announced)
+                continue
+            section = sections[announced.number]
+            for other in [other for other in held if other is section or not is_inside(section, other)]:
+                other.release()
+                held.remove(other)
+            section.make_ready()
+            held.append(section)
 
-    def go_along(self, announced: Next) -> None:
+    def _serve(self, announced: Next) -> None:
         """Take part in a layer of experts, without rows of its own. Inside, this rank announces along with the others."""
         with temporarily(self, leads=True):
             self.layers[announced.number](torch.empty(0, announced.width, dtype=DTYPES[announced.dtype], device=self.group.device))

@@ -32,9 +32,9 @@ from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import max_of_flags_and_sum
 from rankloom.parallel.call_order import Calls
-from rankloom.parallel.follow import ENDED, LAYER, Guide
+from rankloom.parallel.follow import Guide
 from rankloom.parallel.reduction_order import Queue
-from rankloom.parallel.sections import Section, inside_of_transform, is_inside, is_over, make_gradients
+from rankloom.parallel.sections import Section, inside_of_transform, is_over, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -205,17 +205,7 @@ class Sharding:
 
     def follow(self) -> None:
         """Take part in a forward without gradients that other ranks run: gather and release as they announce, run experts for them."""
-        held: list[Section] = []
-        while (announced := self.guide.ask()).what != ENDED:
-            if announced.what == LAYER:
-                self.guide.go_along(announced)
-                continue
-            section = self.sections[announced.number]
-            for other in [other for other in held if other is section or not is_inside(section, other)]:
-                other.release()
-                held.remove(other)
-            section.make_ready()
-            held.append(section)
+        self.guide.follow(self.sections)
         self._forget_order()
 
     def _forget_order(self) -> None:
