@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -365,6 +366,20 @@ def test_ranks_that_do_not_listen_are_killed_after_the_grace_and_that_is_told():
     with pytest.raises(rl.RankFailed, match="did not end when asked to"):   # what they would have saved is lost
         launch(DEAF, "1", grace=1.0)
     assert time.monotonic() - begin < AT_ONCE
+
+
+def test_a_signal_that_the_system_hands_to_another_thread_stops_the_ranks():
+    """It does so where the launcher was stopped when the signal came, for one. The main thread's wait does not end by that."""
+    def pass_on():
+        wait_until(Path("ready-1").exists, STARTED)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    other = threading.Thread(target=pass_on)
+    other.start()
+    begin = time.monotonic()
+    assert launch("import os, time; open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(60)") == 143
+    assert time.monotonic() - begin < AT_ONCE
+    other.join()
 
 
 def test_a_rank_that_does_not_listen_after_a_failure_is_killed(monkeypatch):

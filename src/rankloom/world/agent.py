@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -87,10 +87,12 @@ def _run_ranks(ranks: int, command: list[str], logs: RankLogs, grace: float) -> 
         role="", local_world_size=ranks, entrypoint=sys.executable, args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=_Meeting(), max_restarts=0, monitor_interval=TICK, master_addr=LOOPBACK,
     )
-    with chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, ThreadPoolExecutor(1) as thread:
+    with chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, futures.ThreadPoolExecutor(1) as thread:
         agent = _Agent(spec, logs, stop, grace)
         running = thread.submit(agent.run)
         try:
+            while not futures.wait([running], TICK).done:   # a signal that the system hands to another thread does not end a wait here
+                pass
             running.result()
         finally:
             agent.give_up()   # no rank is left then, unless waiting for them was interrupted

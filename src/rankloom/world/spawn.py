@@ -32,6 +32,7 @@ T = TypeVar("T")
 SETTLE = 1.0  # seconds to wait for the cause, after a rank has reported that it lost another
 OR = "or use rl.simulate, which runs ranks as threads"
 GRACE = 5.0   # seconds for a rank to end, before SIGKILL
+TICK = 1.0    # seconds without a look at signals: one that the system hands to another thread does not end a wait of the main thread
 
 
 def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO,
@@ -163,7 +164,7 @@ def _collect(children: list[Child], size: int) -> list[Any]:
     lost: RankLost | None = None
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), SETTLE if lost else None)
+        ready = multiprocessing.connection.wait(list(waiting), SETTLE if lost else TICK)
         for rank in [waiting.pop(pipe) for pipe in ready]:   # type: ignore[call-overload]
             try:
                 results[rank] = _receive(children[rank], rank, size)
