@@ -5,7 +5,7 @@
 
 Each injection: 2 to 5 processes build a group and call random collectives; one of them is struck at a random moment. All is
 well when every survivor raises the right error naming that rank within a second (where it was stopped: within a second after
-the group's time-out of 0.4 s, and not before), when the survivors can build a new group in the same processes, and when
+the group's time-out, and not before), when the survivors can build a new group in the same processes, and when
 nothing is left behind: descriptors, threads, mappings, files in /dev/shm. See tests/conformance/faults.py.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from common import Words, keep, machine, show
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from conformance.faults import KINDS, Injection, Outcome, Pool, inject
+from conformance.faults import KINDS, STOPPED, Injection, Outcome, Pool, inject
 
 SOON = 1.0   # seconds until the last survivor must have been told
 
@@ -53,7 +53,7 @@ def main() -> None:
     pool.end()
     rows = [row_of(kind, [o for o in outcomes if o.injection.kind == kind]) for kind in KINDS]
     print(show(rows))
-    keep("faults", where, rows, "\nAfter a stop, the time is counted from the end of the group's time-out of 0.4 s.\n")
+    keep("faults", where, rows, f"\nAfter a stop, the time is counted from the end of the group's time-out of {STOPPED:g} s.\n")
     if not all(map(all_is_well, outcomes)):
         raise SystemExit("not all was well")
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from rankloom.world.group import Group
 from rankloom.world.simulate import _Simulation, simulate
+from rankloom.world.transport import wire
 
 NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
@@ -77,6 +78,12 @@ def simulated_ranks_share_memory(request, monkeypatch):
     """
     if "world" not in request.path.parts and not request.node.get_closest_marker("gloo"):
         monkeypatch.setitem(simulate.__kwdefaults__, "backend", "rankloom")
+
+
+@pytest.fixture(autouse=True)
+def ranks_on_pretended_hosts_have_time_to_answer(monkeypatch):
+    """When a group breaks, its ranks are asked what they are doing. Tests ask what they say, and not how soon."""
+    monkeypatch.setattr(wire, "PATIENCE", 5.0)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -18,6 +18,7 @@ from rankloom.world.transport.process_group import build
 
 T = TypeVar("T")
 TIMEOUT = 20.0     # seconds: what hangs is a failure
+MEETING = 60.0     # seconds for ranks to find each other, which a short time-out must not begin with
 ARENA = 16 << 20   # bytes of shared memory for each rank of each group
 
 
@@ -67,7 +68,9 @@ class Ranks:
         store = dist.PrefixStore(f"group {next(self._names)}", self._store)
         make = make_group if self.kernel else make_gloo_group
         with only_kernel(self.kernel):
-            made = self.run(lambda at: make(store, at, len(members), self.timeout, self.hosts[members[at]]), len(members))
+            made = self.run(lambda at: make(store, at, len(members), MEETING, self.hosts[members[at]]), len(members))
+        for each in made:
+            each.set_timeout(seconds(self.timeout))
         self._made += made
         return made
 

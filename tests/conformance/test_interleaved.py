@@ -344,16 +344,19 @@ def test_a_message_does_not_overtake_one_of_its_tag_that_is_still_being_put_asid
 
 
 def test_whoever_sends_first_is_received_first_and_named(ranks):
-    world = ranks(4)
+    world, turns = ranks(4), [threading.Event() for _ in range(4)]
+    turns[0].set()
 
     def body(rank):
         group = world.groups[rank]
         if rank < 3:
-            time.sleep(0.05 * rank)
+            assert turns[rank].wait(AT_ONCE)
             return group.send([torch.tensor([10.0 + rank])], 3, 5).wait()
         got = [torch.zeros(1) for _ in range(3)]
         works = [group.recv_anysource([x], 5) for x in got]
-        assert all(work.wait() for work in works)
+        for following, work in zip(turns[1:], works):
+            assert work.wait()
+            following.set()
         return [(work._source_rank(), x.item()) for work, x in zip(works, got)]
 
     assert world.run(body)[3] == [(0, 10.0), (1, 11.0), (2, 12.0)]

@@ -32,9 +32,15 @@ def launched(monkeypatch, **env: str) -> None:
         monkeypatch.setenv(name, value)
 
 
+HELD: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """One that the system gives to nobody else: it is bound here, and nobody listens there yet."""
+    HELD.append(held := socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held.getsockname()[1]
 
 
 def test_without_a_launcher_init_gives_a_world_of_one():

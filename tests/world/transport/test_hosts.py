@@ -460,9 +460,10 @@ def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
 # ---------------------------------------------------------------- messages that nobody has asked for yet
 
 
-def put_aside(group):
-    """Bytes put aside, once that many come no more."""
+def put_aside(group, more_than=-1):
+    """Bytes put aside, once there are more than so many and no more come."""
     mailbox, before = group.channel.link._wire._mailbox, -1
+    wait_until(lambda: sum(m.data.nbytes for m in mailbox.aside) > more_than)
     for _ in range(100):
         if before == (now := sum(m.data.nbytes for m in mailbox.aside)):
             return now
@@ -478,7 +479,7 @@ def full(ranks, monkeypatch, request):
     n, world = request.param, ranks("ab")
     count = (60 << 20) // n   # 60 MiB, far more than what two kernels hold for a connection
     works = [world.groups[0].send([torch.full((n,), k % 251, dtype=torch.uint8)], 1, k % 2) for k in range(count)]
-    aside = put_aside(world.groups[1])
+    aside = put_aside(world.groups[1], more_than=wire.ASIDE)
     assert wire.ASIDE < aside <= wire.ASIDE + wire.AT_ONCE * n and not works[-1].is_completed(), "the sender waits"
     yield world, works, n
     assert all(work.wait() for work in works)
@@ -546,7 +547,7 @@ def test_a_rank_that_waits_inside_its_host_hears_what_happens_on_another(ranks, 
     monkeypatch.setattr(wire, "ASIDE", 1 << 20)
     world, n = ranks("aab"), 1 << 20
     works = [world.groups[2].send([torch.zeros(n, dtype=torch.uint8)], 0, 0) for _ in range(60)]
-    assert put_aside(world.groups[0]) > wire.ASIDE and not works[-1].is_completed()
+    assert put_aside(world.groups[0], more_than=wire.ASIDE) and not works[-1].is_completed()
     begin = time.monotonic()
 
     def body(rank):

@@ -562,8 +562,14 @@ def test_one_length_and_a_table_that_says_the_same_fit(kernel):
 @both_kernels
 def test_a_time_out_tells_who_has_not_come(kernel):
     with Team(kernel, 3) as team:
+        whys: list[int] = []
+        early = threading.Thread(target=lambda: whys.append(run(team.links[2], BARRIER)))
+        early.start()
+        wait_until(lambda: team.links[0].status()[2][2])   # it has come
         begin = time.monotonic()
-        assert team.each(lambda link, r: run(link, BARRIER, timeout=0.2), ranks=[0, 2]) == [TIMED_OUT] * 2
+        assert run(team.links[0], BARRIER, timeout=0.2) == TIMED_OUT
+        early.join()
+        assert whys == [TIMED_OUT]
         assert 0.2 <= time.monotonic() - begin < 0.2 + AT_ONCE
         why, blamed, arrived, states = team.links[0].status()
         assert (why, blamed, arrived) == (TIMED_OUT, 1, [1, 0, 1]) and set(states) <= set("RSDI")
@@ -684,9 +690,14 @@ def test_a_signal_whose_handler_returns_disturbs_nobody(kernel):
     before = signal.signal(signal.SIGUSR1, lambda number, frame: rung.append(number))
     try:
         with Team(kernel, 2) as team:
-            late = threading.Timer(0.4, run, (team.links[1], BARRIER))
+            def ring_and_come():
+                time.sleep(0.1)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                wait_until(lambda: rung)
+                run(team.links[1], BARRIER)
+
+            late = threading.Thread(target=ring_and_come)
             late.start()
-            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1)).start()
             assert run(team.links[0], BARRIER) == FINE and rung == [signal.SIGUSR1]
             late.join()
     finally:

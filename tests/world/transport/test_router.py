@@ -134,10 +134,11 @@ def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(m
 
 def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     plain = Ranks(3)
-    routers = [DeviceRouter(group, 0.5) for group in plain.groups]
+    routers = [DeviceRouter(group, 60.0) for group in plain.groups]
     pretend_gpus(monkeypatch, lambda rank: "a")
     pair = plain.run(lambda rank: routers[rank].carrier(GPU, (0, 1)) if rank < 2 else None)
-    with pytest.raises(RankLost, match="rank\\(s\\) 2 did not join"):
+    with monkeypatch.context() as short, pytest.raises(RankLost, match="rank\\(s\\) 2 did not join"):
+        short.setattr(routers[0], "_timeout", 0.5)
         routers[0].carrier(GPU)
     trio = plain.run(lambda rank: routers[rank].carrier(GPU))
     monkeypatch.undo()

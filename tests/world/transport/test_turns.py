@@ -20,15 +20,16 @@ def gate():
 def turns(gate):
     """A call is (number, reason); `made` tells which were made, in order."""
     def perform(call):
+        begun.set()
         assert gate.wait(60)
         made.append(call[0])
         if call[1] == "raise":
             raise ZeroDivisionError
         return call[1]
 
-    made = []
+    made, begun = [], threading.Event()
     queue = Turns(perform)
-    queue.made = made
+    queue.made, queue.begun = made, begun
     yield queue
     gate.set()
     queue.close()
@@ -95,7 +96,7 @@ def test_a_bug_in_a_background_call_ends_the_waits_for_it_and_for_all_behind(tur
 
 def test_a_queue_that_is_closed_makes_no_more_calls(turns, gate):
     first, second = turns.submit((1, FINE)), turns.submit((2, FINE))
-    time.sleep(0.05)
+    assert turns.begun.wait(AT_ONCE)
     threading.Timer(0.05, gate.set).start()
     turns.close()
     assert turns.made == [1] and turns.wait(first, 0) == FINE and turns.wait(second, 10) == LEFT

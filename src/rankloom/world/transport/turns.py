@@ -26,15 +26,17 @@ class Turns(Generic[Call]):
 
     def run(self, call: Call) -> int:
         """Run a call when those before it have ended. Returns why it failed, or FINE."""
-        with self._changed:
-            if at_once := not (self._queue or self._running or self._closing):
-                self._running = True
-        if not at_once:
-            return self.wait(self.submit(call), threading.TIMEOUT_MAX)
-        try:
-            return self._perform(call)
+        at_once = False
+        try:   # from here on: an interrupt may come as soon as the turn is taken
+            with self._changed:
+                if at_once := not (self._queue or self._running or self._closing):
+                    self._running = True
+            if at_once:
+                return self._perform(call)
         finally:
-            self._end_turn()
+            if at_once:
+                self._end_turn()
+        return self.wait(self.submit(call), threading.TIMEOUT_MAX)
 
     def submit(self, call: Call) -> int:
         """Queue a call to run in the background. Returns its ticket."""

@@ -181,8 +181,9 @@ class Wire:
         with self.changed:
             self._roll.told = {self.rank: self._roll.mine}   # shared by all threads that ask: one answer of each rank is enough
             self._tell_all(ASKED, [])
-            with self._reading():
-                self.changed.wait_for(lambda: all(peer in self._roll.told or line.gone for peer, line in self._lines.items()), PATIENCE)
+            has_told = lambda peer, line: peer in self._roll.told or line.gone
+            with self._reading():   # a forked child is closing from the start, and nobody reads there
+                self.changed.wait_for(lambda: self.closing or all(has_told(peer, line) for peer, line in self._lines.items()), PATIENCE)
             return self._roll.told
 
     def why_gone(self, peer: int) -> int:
