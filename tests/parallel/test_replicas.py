@@ -451,6 +451,38 @@ def test_buffers_that_are_written_without_being_counted_are_averaged_too(write, 
         assert torch.equal(mean, true_mean) and torch.equal(var, true_var) and not torch.equal(mean, torch.ones(3))
 
 
+@pytest.mark.parametrize("write", [by_data, by_a_kernel_that_nobody_counts])
+def test_a_write_that_nobody_counts_is_seen_in_the_step_after_one_that_was_counted(write):
+    """The values that such a step leaves are those to compare with."""
+    def body(world):
+        model = Watched(write)
+        keeper, found = BufferKeeper(model, world), []
+        for step in range(4):
+            if step == 1:
+                model.mean.fill_(2.0)
+            else:
+                write(model, torch.full((2, 3), 1.0 + 3 * step + world.rank) * torch.tensor([[1.0], [2.0]]))
+            found.append((keeper.average_changed(), model.mean.tolist()))
+        return found
+
+    one, other = rl.simulate(2, body)
+    assert one == other and all("mean" in changed for changed, _ in one)
+
+
+def test_whole_numbers_that_are_written_uncounted_are_made_equal_too():
+    def body(world):
+        model = nn.Module()
+        model.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
+        model.register_buffer("used", torch.zeros(3, dtype=torch.bool))
+        keeper = BufferKeeper(model, world)
+        model.seen.data[world.rank] = 5 + world.rank
+        model.used.data[world.rank] = True
+        keeper.average_changed()
+        return model.seen.tolist(), model.used.tolist()
+
+    assert rl.simulate(2, body) == [([5, 6, 0, 0], [True, True, False])] * 2
+
+
 def test_a_buffer_that_was_once_found_to_be_written_uncounted_travels_in_every_step_whoever_wrote_it():
     def body(world):
         model = nn.Module()
@@ -470,12 +502,13 @@ def test_a_buffer_that_was_once_found_to_be_written_uncounted_travels_in_every_s
 def test_a_write_is_seen_in_its_bits_whatever_the_dtype_and_the_order_of_dims(dtype):
     kinds = {"plain": torch.zeros(5, 3), "turned": torch.zeros(5, 3).t(), "single": torch.zeros(()), "none": torch.zeros(0, 3),
              "long": torch.zeros(9 * SAMPLE), "nan": torch.full((2,), float("nan")), "other": torch.zeros(4)}
-    tensors = {name: value.to(dtype) for name, value in kinds.items()} | {"count": torch.zeros(3, dtype=torch.int64)}
+    tensors = {name: value.to(dtype) for name, value in kinds.items()} | {"count": torch.zeros(3, dtype=torch.int64),
+                                                                          "flags": torch.zeros(3, dtype=torch.bool)}
     sampled = Sampled(tensors)
     assert sampled.changed() == set()
-    for name in ("plain", "turned", "single", "long"):
+    for name in ("plain", "turned", "single", "long", "flags"):
         tensors[name].data.fill_(1.0)
-    assert sampled.changed() == {"plain", "turned", "single", "long"}
+    assert sampled.changed() == {"plain", "turned", "single", "long", "flags"}
 
 
 def test_of_a_large_buffer_few_elements_are_looked_at_in_every_column():

@@ -5,8 +5,17 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.shard.optimizer import Optimizers, OwnedRun, give_owners, is_elementwise, make_optimizer, needs_whole_matrices, stand_in
-from shard.pieces import ELEMENTWISE, SHAPES, WHOLE, Pieces, RowNorm, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
+from rankloom.shard.optimizer import (
+    Optimizers,
+    OwnedRun,
+    give_owners,
+    is_elementwise,
+    make_optimizer,
+    needs_whole_matrices,
+    optimizers_of,
+    stand_in,
+)
+from shard.pieces import ELEMENTWISE, SHAPES, STEPS, WHOLE, Pieces, RowNorm, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
 
 
 def expect_pieces_of_the_whole(build, ranks, dtype=torch.float32):
@@ -62,6 +71,34 @@ def test_state_made_at_the_start_is_cut_to_the_piece():
     for owner, held in mine.optimizer.state.items():
         assert held["sum"].shape == owner.shape and held["step"].shape == ()
         assert held["sum"].untyped_storage().nbytes() == held["sum"].nbytes, "the whole is still in memory"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", {**ELEMENTWISE, **WHOLE})
+def test_a_plain_optimizers_state_that_is_loaded_is_cut_to_the_pieces_and_goes_on_alike(name, ranks):
+    """Fused kernels look at no shapes: whole moments beside a slice were read at the wrong elements, without a word."""
+    build = {**ELEMENTWISE, **WHOLE}[name]
+    _, plain = train_whole(build, steps=2)
+    expected, _ = train_whole(build)
+    before, _ = train_whole(build, steps=2)
+    for rank in range(ranks):
+        mine = Pieces(build, rank, ranks)
+        with torch.no_grad():
+            for at, owner in mine.owners.items():
+                owner.copy_(mine.pieces[at].cut(before[at]).view(owner.shape))
+        for one, other in zip(optimizers_of(mine.optimizer), optimizers_of(plain)):
+            one.load_state_dict(other.state_dict())
+            one.load_state_dict(one.state_dict())   # what is cut already stays so
+        mine.train(range(2, STEPS))
+        for at, owner in mine.owners.items():
+            assert torch.equal(owner.detach().view(-1), mine.pieces[at].cut(expected[at].detach())), f"{at} on rank {rank}"
+
+
+def test_a_state_that_is_neither_whole_nor_this_ranks_piece_is_refused():
+    others, mine = Pieces(by_dims, 0, 2).train().optimizer.state_dict(), Pieces(by_dims, 1, 3)
+    with pytest.raises(ConfigError, match=r"state 'exp_avg' of wide has the shape \[207\], expected \[9, 23\].*\.load_full_state_dict"):
+        mine.optimizer.load_state_dict(others)
+    assert not mine.optimizer.state
 
 
 def test_a_rank_remembers_nothing_of_what_it_does_not_own():

@@ -257,6 +257,42 @@ def test_what_forwards_count_in_buffers_begins_with_the_first_step():
     assert (model.rows, model.calls) == (4, 1)
 
 
+class Grows(nn.Module):
+    """Keeps the largest values in a buffer that its first forward makes: observers for quantization do."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(4, 2), make
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        with torch.no_grad():
+            now = y.abs().amax(0)
+            if self.largest.numel():
+                self.largest.mul_(0.9).add_(now, alpha=0.1)
+            else:
+                self.make(self, now)
+        return y / self.largest
+
+
+def resized(module: Grows, now: torch.Tensor) -> None:
+    module.largest.resize_(now.shape).copy_(now)
+
+
+def replaced(module: Grows, now: torch.Tensor) -> None:
+    module.largest.data = now.clone()
+
+
+@pytest.mark.parametrize("make", [resized, replaced])
+def test_a_buffer_that_a_forward_makes_larger_in_place_begins_with_the_first_step_too(make):
+    plain = Grows(make)
+    model, x = copy.deepcopy(plain), torch.ones(4, 4)
+    plain(x)
+    (_, model), = probed(0, model, lambda model, x: (model(x).square().sum(), len(x)), p=1)
+    assert torch.equal(model.largest, plain.largest)
+
+
 def test_a_sum_over_a_single_row_passes_the_engine_though_other_ranks_have_more():
     plain = nn.Linear(4, 2)
 

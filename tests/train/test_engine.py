@@ -819,6 +819,34 @@ def test_a_parameter_that_is_appended_to_a_group_of_the_optimizer_is_an_error(st
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_beside_the_engine_reaches_all_ranks_or_is_an_error(stage):
+    """A loop's old `optimizer.step()`, left in. At stages 1 and 2 ranks hold whole parameters, to which nobody gave the new slices."""
+    plain = Line()
+    optimizer = sgd(plain.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        (squares(plain, rows(4))[0] / 4).backward()
+        optimizer.step()
+        optimizer.step()
+
+    def body(world):
+        engine = prepare(world, stage=stage)
+        engine.step(rows(4))
+        engine.optimizer.step()
+        if stage in (1, 2):
+            with pytest.raises(UnitError, match=r"changed, and not by `engine.step`.*leave updates to the engine \(`optimizer.step"):
+                engine.step(rows(4))
+            return plain.state_dict()
+        engine.step(rows(4))
+        engine.optimizer.step()
+        return engine.full_state_dict()["model"]
+
+    for state in rl.simulate(2, body, backend="gloo"):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=RTOL, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_hook_that_an_optimizer_got_after_prepare_is_an_error_where_it_would_see_pieces(stage):
     def body(world):
         engine = prepare(world, stage=stage)

@@ -51,10 +51,11 @@ class BufferKeeper:
             # A count (batches tracked) is usually the same on all ranks; if not, take the largest.
             op = "mean" if buffer.is_floating_point() else "max"
             buffer.copy_(self.group.all_reduce(buffer.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}"))
-        now = self._seen()
-        if (quiet := self._quiet(now)).keys() != self._sampled.names:
+        before, self._before = self._before, self._seen()
+        quiet = self._quiet(self._before)
+        # A buffer that was averaged, or written openly, may be written unseen in the next step: its sample must be of its present values.
+        if quiet.keys() != self._sampled.names or not all(_same(before.get(name), self._before[name]) for name in quiet):
             self._sampled = Sampled(quiet)
-        self._before = now
         return changed
 
     def forget_changes(self) -> None:
@@ -119,9 +120,9 @@ class Sampled:
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
-    """A view of at most SAMPLE elements of a float tensor, as integers (so that NaN equals itself); None if there can be no view."""
+    """A view of at most SAMPLE elements, as integers (so that NaN equals itself); None if there can be no view."""
     tensor = tensor.detach()
-    if not address_of(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+    if not address_of(tensor) or tensor.is_quantized:
         return None
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))   # a transposed tensor becomes contiguous

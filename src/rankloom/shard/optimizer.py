@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -234,22 +235,48 @@ def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
                 owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun]) -> None:
     """Replace the stand-ins that `optimizer` was built from by the owners, in its groups and in its state.
 
-    State that exists from the start (Adagrad) is whole until now, and is cut to the pieces.
-    Empty owners stay in their groups; torch skips parameters without a gradient.
+    State that exists from the start (Adagrad) is whole until now, and is cut to the pieces. So is a plain optimizer's state that is
+    loaded later, by `optimizer.load_state_dict`. Empty owners stay in their groups; torch skips parameters without a gradient.
+
+    raises: ConfigError for state that is neither a whole parameter's nor a piece's
     """
     names = {id(param): name for name, param in stand_ins.items()}
     for name in needs_whole_matrices(optimizer, stand_ins):
         assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
     for one in optimizers_of(optimizer):
-        state = {names[id(param)]: held for param, held in one.state.items()}
-        counters = counter_keys(state, pieces)
+        cut = _cut_states({names[id(param)]: held for param, held in one.state.items()}, owners, pieces, is_elementwise(one))
         one.state.clear()
         for param_group in one.param_groups:
             param_group["params"] = [owners[names[id(param)]] for param in param_group["params"]]
-        for name, held in state.items():
-            if not pieces[name].is_empty:
-                one.state[owners[name]] = {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters)
-                                           for key, value in held.items()}
+        one.state.update({owners[name]: held for name, held in cut.items()})
+        if isinstance(one, torch.optim.Optimizer):
+            one.register_load_state_dict_pre_hook(partial(_cut_loaded, owners, pieces))
+
+
+def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun], optimizer: torch.optim.Optimizer,
+                loaded: dict[str, Any]) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` shall load in place of `loaded`, which may be a plain optimizer's."""
+    names = {id(owner): name for name, owner in owners.items()}
+    numbers = [number for param_group in loaded["param_groups"] for number in param_group["params"]]
+    updated = [names[id(param)] for param_group in optimizer.param_groups for param in param_group["params"]]
+    number_of = dict(zip(updated, numbers))   # where they are not equally many, torch raises an error
+    states = {name: loaded["state"][number] for name, number in number_of.items() if number in loaded["state"]}
+    cut = _cut_states(states, owners, pieces, is_elementwise(optimizer))
+    return loaded | {"state": {number_of[name]: held for name, held in cut.items()}}
+
+
+def _cut_states(states: Mapping[str, Mapping[str, Any]], owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+                elementwise: bool) -> dict[str, dict[str, Any]]:
+    """The states of parameters, by name, cut to the pieces; a rank has none of an empty piece. A state that is cut already stays so."""
+    counters = counter_keys(states, pieces)
+    for name, key, value in ((name, key, value) for name, held in states.items() for key, value in held.items()):
+        fits = not isinstance(value, Tensor) or value.numel() == 1 or value.shape in (pieces[name].shape, owners[name].shape)
+        if elementwise and not fits:
+            raise ConfigError(f"the optimizer's state {key!r} of {name} has the shape {list(value.shape)}, expected "
+                              f"{list(pieces[name].shape)}, or this rank's piece of it, {list(owners[name].shape)}. A state that was "
+                              "gathered from other ranks, or where ranks hold parts of a layer, is loaded by `engine.load_full_state_dict`")
+    return {name: {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters) for key, value in held.items()}
+            for name, held in states.items() if not pieces[name].is_empty}
 
 
 def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, OwnedRun]) -> set[str]:

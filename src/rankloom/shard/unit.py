@@ -198,6 +198,9 @@ class Unit:
             self._near = near, self.whole.view(near.size, -1)[near.rank].clone()
         self._hide()
         _move_versions(self._read_in_backward(), 1)
+        # A cast that autocast keeps belongs to the graph of the released values. (It does not know the meta device, of a plan on paper.)
+        if self.group.device.type != "meta" and torch.is_autocast_enabled(self.group.device.type):
+            torch.clear_autocast_cache()
         self.window.close()
         self.state = State.SHARDED
 
@@ -252,8 +255,11 @@ class Unit:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
 
-    def expect_published(self) -> None:
-        """Raise UnitError when the slices were replaced, or changed without `publish` while the whole is gathered or on its way."""
+    def expect_published(self, by: str, remedy: str) -> None:
+        """Raise UnitError when the slices were replaced, or changed without `publish` while the whole is gathered or on its way.
+
+        by: what may change them   remedy: what to do after another change, or in place of it
+        """
         moved = [name for name, owner in self.owners.items()
                  if owner.numel() and owner.data_ptr() != self.slice_view(self.own, name).data_ptr()]
         if moved:
@@ -261,8 +267,8 @@ class Unit:
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
         is_old = self.state is not State.SHARDED and self._counts.published_version != self.own._version
         if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
-            raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and by no torch optimizer, so ranks "
-                            "would compute with old values beside new ones: call `after_update()` of the sharded model after the change")
+            raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and not by {by}, so ranks would "
+                            f"compute with old values beside new ones: {remedy}")
 
     def publish_bill(self) -> Bill:
         """What this rank sends after each update, beyond the gather."""

@@ -151,7 +151,9 @@ def _buffers_put_back(model: nn.Module) -> Iterator[None]:
             now.clear()
             now.update(own)
         for buffer, before in values:
-            if buffer.shape == before.shape and not _same_bits(buffer, before):   # a write, even of equal values, would look like a change
+            if buffer.shape != before.shape or buffer.dtype != before.dtype:   # resized, or replaced through `.data`
+                buffer.data = before
+            elif not _same_bits(buffer, before):   # a write, even of equal values, would look like a change
                 buffer.detach().copy_(before)
 
 
