@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from rankloom.world.transport import wire
 
 NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])   # no test asks how fast a machine is
+# No test asks how fast a machine is; and a failure comes again, on any machine.
+settings.register_profile("patient", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
@@ -67,6 +69,8 @@ def what_earlier_files_left_is_not_looked_at_again():
 def pytest_runtest_setup():
     """A test that draws without a seed of its own draws the same in any order of tests: a failure comes again."""
     torch.manual_seed(0)
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()   # its graphs do not tell modules with hooks from those without: one of an earlier test might be taken
 
 
 @pytest.fixture(autouse=True)

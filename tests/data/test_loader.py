@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from patience import wait_until
+from patience import AT_ONCE, wait_until
 from rankloom.base.errors import BatchError, DataError
 from rankloom.data.loader import Loader, TokenSamples, evaluation_batches
 from rankloom.data.order import samples_of_step
@@ -114,12 +114,13 @@ def test_closing_ends_the_thread_even_while_it_waits_for_room():
 
 
 def test_a_loader_that_is_forgotten_ends_its_thread():
-    before = len(loader_threads())
     loader = Loader(Watched(), global_batch=2)
     next(loader)
+    thread = loader._thread
     del loader
     gc.collect()
-    wait_until(lambda: len(loader_threads()) == before)
+    thread.join(AT_ONCE)
+    assert not thread.is_alive()
 
 
 def test_an_error_in_the_thread_comes_out_in_its_step_and_names_the_sample():

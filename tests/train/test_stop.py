@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from patience import AT_ONCE, wait_until
 from rankloom.train.stop import Agreement, StopSignal
 from rankloom.world.simulate import simulate
 
@@ -33,16 +34,18 @@ def test_the_first_signal_is_acknowledged_at_once_and_once_and_not_in_the_code_t
     told = SimpleQueue()
     with StopSignal(lambda number: told.put((number, threading.current_thread().name))) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert told.get(timeout=10) == (signal.SIGINT, "rankloom-stop") and stop.number == signal.SIGINT
+        assert told.get(timeout=AT_ONCE) == (signal.SIGINT, "rankloom-stop") and stop.number == signal.SIGINT
         os.kill(os.getpid(), signal.SIGTERM)
-    assert told.empty() and "rankloom-stop" not in {thread.name for thread in threading.enumerate()}
+    assert told.empty()
+    wait_until(lambda: "rankloom-stop" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_what_is_never_stopped_is_never_acknowledged_and_leaves_no_thread():
     told = []
     with StopSignal(told.append):
         assert "rankloom-stop" in {thread.name for thread in threading.enumerate()}
-    assert not told and "rankloom-stop" not in {thread.name for thread in threading.enumerate()}
+    assert not told
+    wait_until(lambda: "rankloom-stop" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_another_signal_after_the_first_is_not_a_repetition():

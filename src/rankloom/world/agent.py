@@ -48,7 +48,7 @@ TICK = 0.05            # seconds between two checks of the ranks
 SETTLE = 1.0           # seconds for the other ranks to end by themselves when the cause is known
 PATIENCE = 5.0         # the same when it is only known that a rank lost another: the failing process may take long to end
 FAILURE_GRACE = 5.0    # seconds from SIGTERM to SIGKILL when a rank failed: there is nothing left to save
-GRACE = 20.0           # the same when the user asked to stop: the ranks finish their step and save the weights
+GRACE = 60.0           # the same when the user asked to stop: the ranks finish their step, save the weights and draw the loss
 STOPPED_GRACE = 300.0  # seconds for a stopped rank to continue when all others are done: the time that ranks wait for each other
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
