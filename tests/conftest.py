@@ -17,8 +17,7 @@ from rankloom.world.transport import wire
 
 NCCL_KNOWS = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 collect_ignore = ["pretended_gpu"]   # is started by its own run.py
-# No test asks how fast a machine is; and a failure comes again, on any machine.
-settings.register_profile("patient", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])   # no test asks how fast a machine is
 settings.load_profile("patient")
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 

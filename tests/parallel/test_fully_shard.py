@@ -732,7 +732,7 @@ def test_slices_that_were_changed_without_a_word_are_an_error_and_so_is_one_that
         with torch.no_grad():
             for param in model.parameters():
                 param.clamp_(-0.1, 0.1)
-        with pytest.raises(UnitError, match=rf"rank {world.rank}: slices of unit .* were changed, and not by a torch optimizer"):
+        with pytest.raises(UnitError, match=rf"rank {world.rank}: slices of unit .* were changed, and by no torch optimizer"):
             model(inputs())
         model.after_update()
         model(inputs())

@@ -24,8 +24,16 @@ def test_the_others_return_when_the_work_is_done():
     assert simulate(3, body) == [[True]] * 3
 
 
+def test_work_may_take_longer_than_the_time_out_of_a_collective():
+    def body(world):
+        while_others_wait(world, (lambda: time.sleep(8.0)) if world.rank == 0 else None, label="work")
+        return True
+
+    assert simulate(2, body, timeout=5.0) == [True, True]
+
+
 def test_while_one_works_the_others_exchange_signs_of_life_with_it():
-    """So work may take longer than the time-out of a collective: none of them lasts as long as the work."""
+    """So none of their collectives lasts as long as the work."""
     signs = {}
 
     def body(world):

@@ -233,8 +233,14 @@ sys.exit(3)
 
 def test_a_mistake_of_the_user_that_all_ranks_report_is_raised_as_it_is(monkeypatch):
     monkeypatch.setattr("rankloom.world.agent.SETTLE", AT_ONCE)
-    with pytest.raises(rl.ConfigError, match=r"^rank [01]: the mistake of the user$"):
-        launch(TOLD + "sys.exit(record_failure(rl.ConfigError(f'rank {rank}: the mistake of the user')))")
+    with pytest.raises(rl.ConfigError, match=r"^rank 0: the mistake of the user$"):
+        launch(TOLD + """
+while rank == '1' and not os.path.exists('told-0'):
+    time.sleep(0.01)
+is_shown = record_failure(rl.ConfigError(f'rank {rank}: the mistake of the user'))
+open('told-' + rank, 'w').close()
+sys.exit(is_shown)
+""")
     assert "ConfigError: rank 1: the mistake of the user" in Path("logs/rank-1.stderr.log").read_text()
 
 
@@ -347,21 +353,23 @@ def test_nor_does_one_that_was_being_started_then(monkeypatch):
 
 DEAF = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))   # and that is all
 open('ready-' + os.environ['RANK'], 'w').close()
 if os.environ['RANK'] == '0':
     while not os.path.exists('ready-1'):
         time.sleep(0.01)
     for signals in range(int(sys.argv[1])):
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(0.5)
+        while not heard:   # two signals that wait for a launcher that stands still would become one
+            time.sleep(0.01)
 time.sleep(60)
 """
 
 
 def test_ranks_that_do_not_listen_are_killed_at_the_second_signal():
     begin = time.monotonic()
-    assert launch(DEAF, "40", grace=60.0) == 143   # two that wait for a launcher that stands still become one
+    assert launch(DEAF, "2", grace=60.0) == 143
     assert time.monotonic() - begin < AT_ONCE
 
 

@@ -71,7 +71,7 @@ class FullySharded(nn.Module):
     def _expect_as_wrapped(self) -> None:
         for guard in self._replica_guards:
             guard.parameters.expect_no_more()
-        self._sharding.expect_published("a torch optimizer", "call `after_update()` of the sharded model after the change")
+        self._sharding.expect_published("by no torch optimizer", "call `after_update()` of the sharded model after the change")
         for name, owner in self._owners.items():
             if owner._backward_hooks:
                 raise UnitError(f"rank {self._sharding.group.world_rank}: the slice of {name} has a hook (`register_hook`), which no "

@@ -167,11 +167,11 @@ class Sharding:
         if any(unit.common for section in self.sections for unit in section.units):
             self.group.barrier(label="before the update")
 
-    def expect_published(self, by: str, remedy: str) -> None:
-        """Raise UnitError when slices were changed, but not published. by, remedy: for the message, see `Unit`"""
+    def expect_published(self, how: str, remedy: str) -> None:
+        """Raise UnitError when slices were changed, but not published. how, remedy: for the message, see `Unit`"""
         for section in self.sections:
             for unit in section.units:
-                unit.expect_published(by, remedy)
+                unit.expect_published(how, remedy)
 
     def owners(self) -> dict[str, nn.Parameter]:
         """The slices that an optimizer updates, under the plain names."""

@@ -199,6 +199,16 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "elementwise", base is not None and _steps_as(optimizer, base)))
 
 
+def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the tensors of its state have the shapes of the parameters. That of other optimizers may have any shape."""
+    return is_elementwise(optimizer) or isinstance(optimizer, torch.optim.Muon)
+
+
+def fits(value: Any, *shapes: torch.Size) -> bool:
+    """Whether a value of a parameter's state has one of these shapes; a single number, or what is no tensor, always fits."""
+    return not isinstance(value, Tensor) or value.numel() <= 1 or value.shape in shapes
+
+
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step can scale gradients by a factor (a fused one), and no hook and no overridden `step` reads them unscaled."""
     base = _base_of_torch(optimizer)
@@ -244,7 +254,7 @@ def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
     for name in needs_whole_matrices(optimizer, stand_ins):
         assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
     for one in optimizers_of(optimizer):
-        cut = _cut_states({names[id(param)]: held for param, held in one.state.items()}, owners, pieces, is_elementwise(one))
+        cut = _cut_states({names[id(param)]: held for param, held in one.state.items()}, owners, pieces, keeps_shapes(one))
         one.state.clear()
         for param_group in one.param_groups:
             param_group["params"] = [owners[names[id(param)]] for param in param_group["params"]]
@@ -261,17 +271,19 @@ def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRu
     updated = [names[id(param)] for param_group in optimizer.param_groups for param in param_group["params"]]
     number_of = dict(zip(updated, numbers))   # where they are not equally many, torch raises an error
     states = {name: loaded["state"][number] for name, number in number_of.items() if number in loaded["state"]}
-    cut = _cut_states(states, owners, pieces, is_elementwise(optimizer))
+    cut = _cut_states(states, owners, pieces, keeps_shapes(optimizer))
     return loaded | {"state": {number_of[name]: held for name, held in cut.items()}}
 
 
 def _cut_states(states: Mapping[str, Mapping[str, Any]], owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
-                elementwise: bool) -> dict[str, dict[str, Any]]:
-    """The states of parameters, by name, cut to the pieces; a rank has none of an empty piece. A state that is cut already stays so."""
+                like_params: bool) -> dict[str, dict[str, Any]]:
+    """The states of parameters, by name, cut to the pieces; a rank has none of an empty piece. A state that is cut already stays so.
+
+    like_params: tensors of the state must have a parameter's shape, or that of its piece
+    """
     counters = counter_keys(states, pieces)
     for name, key, value in ((name, key, value) for name, held in states.items() for key, value in held.items()):
-        fits = not isinstance(value, Tensor) or value.numel() == 1 or value.shape in (pieces[name].shape, owners[name].shape)
-        if elementwise and not fits:
+        if like_params and not fits(value, pieces[name].shape, owners[name].shape):
             raise ConfigError(f"the optimizer's state {key!r} of {name} has the shape {list(value.shape)}, expected "
                               f"{list(pieces[name].shape)}, or this rank's piece of it, {list(owners[name].shape)}. A state that was "
                               "gathered from other ranks, or where ranks hold parts of a layer, is loaded by `engine.load_full_state_dict`")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
-from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, is_elementwise, optimizers_of
+from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, fits, keeps_shapes, optimizers_of
 from rankloom.world.group import Group
 
 Read = Callable[[str, str, Tensor], Tensor]
@@ -260,7 +260,7 @@ def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Map
         problems.append(f"there is saved optimizer state of {unknown[0]!r}, which this model does not have: is it of another model? "
                         f"{did_you_mean(unknown[0], owners)}")
     for one in optimizers_of(optimizer):
-        if is_elementwise(one) or isinstance(one, torch.optim.Muon):   # state of other optimizers may have any shape
+        if keeps_shapes(one):
             own = [pieces[names[id(owner)]] for param_group in one.param_groups for owner in param_group["params"]]
             problems += _misfits_of_shapes(own, full_state["state"])
     return problems[0] if problems else None
@@ -295,7 +295,7 @@ def _misfits_of_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) 
 def _misfits_of_shapes(pieces: list[OwnedRun], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for piece in pieces:
         for key, value in state.get(piece.name, {}).items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != piece.shape:
+            if not fits(value, piece.shape):
                 yield (f"optimizer state {key} of {piece.name} has shape {tuple(value.shape)}, expected {tuple(piece.shape)}: "
                        "is it of another model?")
 

@@ -255,10 +255,10 @@ class Unit:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
 
-    def expect_published(self, by: str, remedy: str) -> None:
+    def expect_published(self, how: str, remedy: str) -> None:
         """Raise UnitError when the slices were replaced, or changed without `publish` while the whole is gathered or on its way.
 
-        by: what may change them   remedy: what to do after another change, or in place of it
+        how: that it was not what may change them   remedy: what to do after another change, or in place of it
         """
         moved = [name for name, owner in self.owners.items()
                  if owner.numel() and owner.data_ptr() != self.slice_view(self.own, name).data_ptr()]
@@ -267,7 +267,7 @@ class Unit:
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
         is_old = self.state is not State.SHARDED and self._counts.published_version != self.own._version
         if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
-            raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and not by {by}, so ranks would "
+            raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and {how}, so ranks would "
                             f"compute with old values beside new ones: {remedy}")
 
     def publish_bill(self) -> Bill:

@@ -64,8 +64,8 @@ class ShardedPlacement:
 
     def abandon(self) -> None:
         """Forget all gradients."""
-        self.sharding.expect_published("`engine.step`", "leave updates to the engine (`optimizer.step()` too), and give it values by "
-                                       "`engine.load_full_state_dict`")
+        self.sharding.expect_published("not by `engine.step`", "leave updates to the engine (`optimizer.step()` too), and give it values "
+                                       "by `engine.load_full_state_dict`")
         self.sharding.abandon()
 
     @contextmanager
