@@ -286,10 +286,11 @@ def replaced(module: Grows, now: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("make", [resized, replaced])
 def test_a_buffer_that_a_forward_makes_larger_in_place_begins_with_the_first_step_too(make):
-    plain = Grows(make)
-    model, x = copy.deepcopy(plain), torch.ones(4, 4)
+    plain, x = Grows(make), torch.randn(4, 4, generator=torch.Generator().manual_seed(0))   # the largest of a half are others
+    model = copy.deepcopy(plain)
     plain(x)
-    (_, model), = probed(0, model, lambda model, x: (model(x).square().sum(), len(x)), p=1)
+    rl.simulate(1, lambda world: rl.prepare(model, loss=lambda model, x: (model(x).square().sum(), len(x)), world=world,
+                                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).step(x))
     assert torch.equal(model.largest, plain.largest)
 
 
