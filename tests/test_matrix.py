@@ -150,6 +150,16 @@ def test_a_sample_of_layouts_in_processes_equals_one_process(mesh):
         assert largest_error(mine, expected) < BOUND
 
 
+@pytest.mark.parametrize("mesh", [rl.Mesh(shard=4), rl.Mesh(shard=2, tensor=2), rl.Mesh(shard=2, context=2), rl.Mesh(shard=2, expert=2),
+                                  rl.Mesh(replicate=2, shard=2), rl.Mesh(pipe=2, shard=2), rl.Mesh(pipe=2, shard=2, tensor=2)], ids=str)
+def test_a_sample_of_layouts_over_gloo_where_sections_are_gathered_equals_one_process(mesh):
+    """Where ranks share memory, as above, the whole of each section stays there, and gathers are barriers."""
+    experts = has_experts(mesh, 3)
+    expected = truth(3, experts)
+    for mine in rl.simulate(mesh, lambda world: train(world, build(3, experts), 3), backend="gloo"):
+        assert largest_error(mine, expected) < BOUND
+
+
 def train_in_a_process(world: rl.World) -> tuple[list[tuple[float, ...]], dict]:
     """At the top of the module, so that a process can be told to run it."""
     torch.set_num_threads(1)
