@@ -98,6 +98,25 @@ def test_schedules_set_the_rate_once_per_step_and_keep_the_ratio_of_groups(p):
         assert lrs == [0.1, 0.05, 0.1 / 3] and last == [0.1 / 3, pytest.approx(0.1 / 3 / 4)]
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one optimizer", "several as one"])
+def test_a_rate_has_one_master_a_schedule_or_a_scheduler_of_torch(several):
+    def body(world):
+        made = lambda params: [torch.optim.SGD(part, lr=0.2) for part in ([params[:1], params[1:]] if several else [params])]
+        engines = [prepare(world, optimizer=made, stage=1, **more) for more in ({}, {"schedule": lambda step: 0.1})]
+        own, both = engines
+        own_rates, too_many = [torch.optim.lr_scheduler.StepLR(getattr(engine.optimizer, "optimizers", [engine.optimizer])[0], 1, gamma=0.5)
+                               for engine in engines]
+        seen = []
+        for _ in range(3):
+            seen.append(own.step(rows(4)).lr)
+            own_rates.step()
+        with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: the learning rate has two masters, the `schedule`"):
+            both.step(rows(4))
+        return seen
+
+    assert rl.simulate(2, body) == [[0.2, 0.1, 0.05]] * 2
+
+
 def test_a_schedule_gives_the_rate_of_an_optimizer_that_was_made_with_none():
     def body(world):
         engine = prepare(world, optimizer=lambda params: torch.optim.SGD(params, lr=0.0), schedule=lambda step: 0.1 * step)

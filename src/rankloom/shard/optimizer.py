@@ -147,6 +147,13 @@ def optimizers_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else [optimizer]
 
 
+def expect_no_scheduler(optimizer: Optimizer, rank: int) -> None:
+    """Raise ConfigError where a torch scheduler sets the rates, too: a schedule would overwrite what it sets, in each step."""
+    if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)):   # what torch's schedulers leave there
+        raise ConfigError(f"rank {rank}: the learning rate has two masters, the `schedule` that was given to `prepare` and a scheduler of "
+                          "torch.optim.lr_scheduler, whose rates would be overwritten. Leave one of them out")
+
+
 def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Parameter:
     """A parameter like `plain` in shape, `requires_grad` and the user's attributes, without memory: a single NaN, expanded.
 

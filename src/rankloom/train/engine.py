@@ -31,7 +31,7 @@ from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
 from rankloom.parallel.replicas import ReplicaGuard
-from rankloom.shard.optimizer import AsBuilt, Optimizer
+from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
 from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
@@ -371,6 +371,7 @@ class Engine:
     def _set_learning_rate(self) -> float:
         self._built.expect(self.optimizer, self.world_rank)
         if self.settings.schedule:
+            expect_no_scheduler(self.optimizer, self.world_rank)
             lr = self.settings.schedule(self.steps_done)
             if not (isinstance(lr, Real | Tensor) and 0 <= float(lr) < math.inf):   # nor NaN
                 raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate: a finite "
