@@ -127,10 +127,10 @@ def _without_file(words: Sequence[str]) -> Config:
     """The config without a file: defaults under which --mesh alone is enough. Those of a train.toml differ."""
     flags = parse_overrides(words)
     given = {f"{flag.section}.{flag.key}": flag.text for flag in flags}
-    name, pipe, shard = given.get("model.preset", PRESET), given.get("mesh.pipe", "1"), given.get("mesh.shard", "1")
-    train: dict[str, object] = {"precision": PRECISION, "seq_len": preset(name).seq_len, "stage": 0 if shard in ("1", "none") else 3}
+    name, pipe = given.get("model.preset", PRESET), given.get("mesh.pipe", "1")
+    train: dict[str, object] = {"precision": PRECISION, "seq_len": preset(name).seq_len}
     if "train.global_batch_size" not in given:
-        train |= {"local_batch_size": 1} | ({"accumulate": 2 * int(pipe)} if pipe.isdigit() and int(pipe) > 1 else {})
+        train |= {"local_batch_size": 1} | ({"accumulate": 2 * int(pipe)} if pipe.isdecimal() and int(pipe) > 1 else {})
     return config_of({"model": {"preset": name}, "train": train}, "rankloom layout", flags)
 
 

@@ -1262,6 +1262,19 @@ def test_units_that_are_no_policy_are_an_error(units):
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
 
 
+def test_a_function_that_chooses_units_may_take_the_module_alone():
+    def sections(world, units):
+        return [section.name for section in rl.fully_shard(made(), world, units=units)._sharding.sections]
+
+    def body(world):
+        by_name = sections(world, lambda name, module: isinstance(module, Block))
+        alone = sections(world, lambda module: isinstance(module, Block))
+        return by_name, alone, sections(world, lambda *both: isinstance(both[1], Block)), sections(world, Block)
+
+    for found in rl.simulate(2, body):
+        assert len(found[0]) > 1 and found.count(found[0]) == 4
+
+
 class Keeps(nn.Module):
     """What is read, and never called: a list of parameters, and the output layer of torch's attention."""
 

@@ -173,6 +173,12 @@ def test_a_batch_that_is_a_tuple_is_one_even_where_it_could_be_its_micro_batches
     assert as_given(parts, 2, 0) is parts and isinstance(as_given(list(parts), 2, 0), MicroBatches)
 
 
+def test_a_list_of_one_micro_batch_is_that_batch_and_a_list_of_columns_is_a_batch():
+    one, columns = (torch.zeros(4), torch.ones(4)), [torch.zeros(4), torch.ones(4)]
+    assert as_given([one], 1, 0) is one and as_given(columns, 1, 0) is columns and as_given(iter([one]), 1, 0) is one
+    assert as_given([one, one], 1, 0) == [one, one]   # a batch of two pairs
+
+
 def test_more_pieces_than_rows_are_refused_by_rank():
     with pytest.raises(rl.BatchError, match="rank 2: a batch of 3 rows cannot be cut in 4 micro-batches"):
         cut_batch(torch.zeros(3), 4, rank=2)

@@ -134,6 +134,23 @@ def test_several_keys_of_a_section_may_stand_in_one_word(file):
         assert load_config(file(text), words) == apart
 
 
+@pytest.mark.parametrize(("flags", "stage"), [
+    ([], 0), (["--mesh.replicate", "2"], 0), (["--mesh.shard", "1"], 0), (["--mesh.shard", "2"], 3),
+    (["--mesh", "replicate=2,shard=2"], 3), (["--mesh.shard", "2", "--train.stage", "1"], 1)], ids=str)
+def test_ranks_along_shard_share_parameters_too_unless_a_stage_is_given(file, flags, stage):
+    assert load_config(file(), flags).train.stage == stage
+
+
+def test_the_warm_up_of_a_file_ends_with_a_run_that_is_made_shorter(file):
+    text = MINIMAL + "steps = 200\n[schedule]\nwarmup_steps = 100\n"
+    warmup = lambda *flags: load_config(file(text), flags).schedule.warmup_steps
+    assert [warmup(), warmup("--train.steps=150"), warmup("--train.steps", "20")] == [100, 100, 20]
+    with pytest.raises(ConfigError, match=r"\[schedule\] warmup_steps 30 is more than \[train\] steps 20: give --schedule.warmup_steps"):
+        warmup("--train.steps=20", "--schedule.warmup_steps=30")
+    with pytest.raises(ConfigError, match="steps = 0"):
+        warmup("--train.steps=0")
+
+
 def test_every_wrong_key_has_its_line_in_the_one_error(file):
     with pytest.raises(ConfigError) as caught:
         load_config(file(), ["--train.steps", "0", "--optimizer.lr", "-1", "--train.deterministic", "x"])
@@ -164,7 +181,7 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--train.pipe", "gpipe"],
         ["--mesh.tensor", "2", "--train.deterministic", "true"],
         ["--mesh.context", "2", "--comm.compress", "int8"],
-        ["--mesh.shard", "2"],
+        ["--train.stage", "0", "--mesh.shard", "2"],
         ["--data.vocab_size", "300"],
         ["--data.tokenizer", "bpe"],
         ["--train.deterministic", "true", "--train.accumulate", "2"],

@@ -104,12 +104,12 @@ def test_a_rate_has_one_master_a_schedule_or_a_scheduler_of_torch(several):
         made = lambda params: [torch.optim.SGD(part, lr=0.2) for part in ([params[:1], params[1:]] if several else [params])]
         engines = [prepare(world, optimizer=made, stage=1, **more) for more in ({}, {"schedule": lambda step: 0.1})]
         own, both = engines
-        own_rates, too_many = [torch.optim.lr_scheduler.StepLR(getattr(engine.optimizer, "optimizers", [engine.optimizer])[0], 1, gamma=0.5)
-                               for engine in engines]
+        schedulers = [torch.optim.lr_scheduler.StepLR(getattr(engine.optimizer, "optimizers", [engine.optimizer])[0], 1, gamma=0.5)
+                      for engine in engines]
         seen = []
         for _ in range(3):
             seen.append(own.step(rows(4)).lr)
-            own_rates.step()
+            schedulers[0].step()
         with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: the learning rate has two masters, the `schedule`"):
             both.step(rows(4))
         return seen

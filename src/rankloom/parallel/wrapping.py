@@ -6,6 +6,7 @@ Decisions only: no tensor is touched here.
 """
 
 import dataclasses
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 
 AUTO = "auto"
-Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool]
+Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool] | Callable[[nn.Module], bool]
 ROOT = ""
 # Modules that are never called: containers, and the output layer of torch's attention, which only reads its weight.
 NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -25,7 +26,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 
     policy: "auto": the repeated blocks. One or several classes: modules of these. A number: modules with at least that many parameters
-            outside inner sections. A function of (name, module): modules for which it returns true
+            outside inner sections. A function of (name, module), or of the module alone: modules for which it returns true
     raises: ConfigError when the policy finds no module, or is not a policy
     """
     named = dict(model.named_modules())
@@ -40,12 +41,18 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     elif isinstance(policy, type | tuple):
         found = [name for name, module in named.items() if isinstance(module, policy)]
     else:
-        found = [name for name, module in named.items() if policy(name, module)]
+        found = _by_function(named, policy)
     found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # never called, so never gathered
     if not found and policy != AUTO:
         kinds = sorted({type(module).__name__ for module in named.values()})
         raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
     return [ROOT, *(name for name in found if name != ROOT and _has_parameters(named[name]))]
+
+
+def _by_function(named: Mapping[str, nn.Module], asks: Any) -> list[str]:
+    wanted = [one for one in inspect.signature(asks).parameters.values() if one.default is one.empty]
+    alone = len(wanted) == 1 and wanted[0].kind is not inspect.Parameter.VAR_POSITIONAL
+    return [name for name, module in named.items() if (asks(module) if alone else asks(name, module))]
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[str]:

@@ -26,7 +26,8 @@ class MicroBatches(list[Any]):
 
 
 def as_given(batch: Any, accumulate: int, rank: int) -> Any:
-    """`MicroBatches` for an iterator, or for a list of `accumulate` batches of which none is a plain tensor. Else the batch itself.
+    """`MicroBatches` for an iterator, or for a list of `accumulate` batches of which none is a plain tensor; of one, that batch itself.
+    Anything else is a batch to cut, and stays as it is.
 
     raises: BatchError when an iterator does not give `accumulate` micro-batches
     """
@@ -36,7 +37,9 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
             raise BatchError(f"rank {rank}: the iterator given to a step has {len(pieces)} micro-batches, but accumulate={accumulate}")
         return pieces if accumulate > 1 else pieces[0]
     nested = isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) or is_dataclass(piece) for piece in batch)
-    return MicroBatches(batch) if nested and len(batch) == accumulate > 1 else batch
+    if not nested or len(batch) != accumulate:
+        return batch
+    return MicroBatches(batch) if accumulate > 1 else batch[0]
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:

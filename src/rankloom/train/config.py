@@ -51,13 +51,16 @@ def config_of(table: Table, where: str, flags: Sequence[Override]) -> Config:
     """Apply overrides to a nested table, and check the result. where: its source, for errors. raises: ConfigError"""
     for flag in flags:
         _lay_over(table, flag)
+    given = {(flag.section, flag.key) for flag in flags}
+    if ("train", "steps") in given and ("schedule", "warmup_steps") not in given:
+        _shorten_warm_up(table)
     return make_config(table, where, {(flag.section, flag.key): flag.flag for flag in flags})
 
 
 def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:
     """Check a nested table. where: its source, for errors; flags: the keys that came from the command line"""
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(_with_stage(table))
     except ValidationError as error:
         raise ConfigError(_explain(error, where, flags or {})) from None
 
@@ -96,7 +99,8 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             rest = rest if equals else rest[1:]
             continue
         if not (flag.startswith("--") and section and dot and key):
-            raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value")
+            example = ", as in --mesh pipe=2,tensor=2, without spaces" if flag == "--mesh" else ""
+            raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{flag}: needs a value, as in {flag} 4")
@@ -149,6 +153,23 @@ def _lay_over(table: Table, flag: Override) -> None:
         _expect_known(flag)
     else:
         section[flag.key] = _value(flag)
+
+
+def _shorten_warm_up(table: Table) -> None:
+    """Let the warm-up end with the run, at the latest: the file's may be for a longer run."""
+    section, steps = table.get("schedule"), table["train"]["steps"]
+    warmup = section.get("warmup_steps") if isinstance(section, dict) else None
+    if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
+        table["schedule"] = section | {"warmup_steps": steps}   # type: ignore[operator]
+
+
+def _with_stage(table: Table) -> Table:
+    """The table with the stage that it leaves out: 3 where ranks share parameters, as only that makes them share all that they can."""
+    mesh, train = table.get("mesh"), table.get("train")
+    shard = mesh.get("shard") if isinstance(mesh, dict) else None
+    if isinstance(train, dict) and "stage" not in train and isinstance(shard, int) and shard > 1:
+        return table | {"train": train | {"stage": 3}}
+    return table
 
 
 def _expect_known(flag: Override) -> None:

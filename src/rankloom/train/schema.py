@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Stage = Annotated[int, Field(ge=0, le=3)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]+$"
 BYTES_VOCAB = 257   # 256 bytes and the end of a text
@@ -170,7 +171,7 @@ class Train(ConfigSection):
     precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; master weights are fp32, or fp64
     deterministic: bool | Count = False   # same bits on any number of ranks; true: 8 logical shards; a number: that many
     threads: Count | None = None            # CPU threads per rank; left out: as set by the launcher or torch
-    stage: Annotated[int, Field(ge=0, le=3)] = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too
+    stage: Stage = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too; left out: 3 if shard is not 1
     recompute: str = NONE               # none, selective, full, or the bytes that activations may take: 24 GiB
     offload: bool = False              # stages 1 to 3: shards, gradients and optimizer state in host memory; the optimizer on the CPU
     offload_activations: bool = False   # what blocks keep for backward is moved to host memory until then
@@ -241,7 +242,7 @@ class Optimizer(ConfigSection):
 class LRSchedule(ConfigSection):
     """The learning rate over steps: warm-up, then decay to `min_lr_ratio` x lr."""
 
-    warmup_steps: Whole = 0
+    warmup_steps: Whole = 0   # the file's is cut to the --train.steps of a shorter run
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     min_lr_ratio: float | None = Field(default=None, ge=0, le=1)   # 0.1 when left out
 

@@ -60,6 +60,14 @@ def test_a_llama_is_split_by_its_own_plan(ranks, kv_heads, tie):
     expect_equal(ranks, lambda: copy.deepcopy(llama(kv_heads, tie)), run)
 
 
+def test_a_plan_may_name_layers_as_they_are_in_the_base_model():
+    plan = llama().config.base_model_tp_plan
+    assert all(pattern.startswith("layers.") for pattern in plan)
+    expect_equal(2, lambda: copy.deepcopy(llama()), run, plan=plan)
+    with pytest.raises(rl.ConfigError, match="pattern 'layer.*.mlp.up_proj' matches no module of LlamaForCausalLM. Did you"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(llama()), plan | {"layer.*.mlp.up_proj": "colwise"}, world))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_llama_is_split_by_tokens_too(ranks):
     make = lambda: copy.deepcopy(llama(2, bias=True))

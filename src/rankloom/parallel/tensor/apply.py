@@ -121,6 +121,7 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     raises: ConfigError for patterns that match nothing, unknown words, or two words for one module
     """
     words: dict[str, str] = {}
+    plan = _with_whole_names(model, plan)
     for pattern, word in plan.items():
         if word not in STYLES:
             raise ConfigError(f"plan: {pattern!r} is to be {word!r}, which is no style. {did_you_mean(str(word), STYLES)}")
@@ -131,6 +132,16 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if words.setdefault(name, word) != word:
                 raise ConfigError(f"plan: {name} is to be both {words[name]!r} and {word!r}; let one pattern match it")
     return words
+
+
+def _with_whole_names(model: nn.Module, plan: Mapping[str, str]) -> Mapping[str, str]:
+    """The plan with names as they are in `model`. Those of `transformers` (`config.base_model_tp_plan`) are names inside its base model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix or not isinstance(getattr(model, prefix, None), nn.Module):
+        return plan
+    inside = {f"{prefix}.{pattern}": word for pattern, word in plan.items()}
+    return {whole if not _found(model, pattern, plan) and _found(model, whole, inside) else pattern: word
+            for (pattern, word), whole in zip(plan.items(), inside)}
 
 
 def _found(model: nn.Module, pattern: str, plan: Mapping[str, str]) -> list[str]:
