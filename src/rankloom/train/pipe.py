@@ -15,7 +15,7 @@ from rankloom.base.errors import ConfigError, LossError
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.models.pieces import BeforeOutput, gpt_loss, gpt_pieces
-from rankloom.parallel.pipeline.cut import Piece
+from rankloom.parallel.pipeline.cut import Piece, balance
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.layers import layer_pieces
 from rankloom.train.precision import Precision, cast_outputs
@@ -33,12 +33,25 @@ class Pipe:
               the loss of one process, on a stand-in for the model
     schedule: a name of `rankloom schedule list`
     chunks:   stages on each rank; None: as few as the schedule allows
+    sizes:    how many pieces each stage gets; None: as `example` says, or equally many
+    example:  a micro-batch, as one rank has it, to measure the pieces with before training, for stages that take equally long; a rank
+              must have memory for a forward and backward of the whole model
+    memory:   with an example: the most bytes a stage may hold of parameters and of what a micro-batch leaves for its backward
     """
 
     pieces: Callable[..., Sequence[Piece]] | None = None
     loss: Callable[[Any], Loss] | None = None
     schedule: str = "1f1b"
     chunks: int | None = None
+    sizes: Sequence[int] | None = None
+    example: tuple[Any, Any] | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sizes is not None and self.example is not None:
+            raise ConfigError("rl.Pipe: sizes and example both say where to cut; leave one of them out")
+        if self.memory is not None and self.example is None:
+            raise ConfigError(f"rl.Pipe: memory={self.memory!r} has no meaning without an example to measure the pieces with")
 
     @classmethod
     def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss, precision: Precision) -> "ChosenPipe":
@@ -59,7 +72,12 @@ class Pipe:
             whole = partial(_run_whole_loss, loss, getattr(model, "config", None)) if make is None else partial(_of_targets, make(model))
             return partial(_in_format, whole, precision)
 
-        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks)
+        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes)
+
+
+def without_functions(asked: Pipe | str | None) -> Any:
+    """What ranks must have been given alike of a `pipe`: all but its functions, and the values of its example."""
+    return (asked.schedule, asked.chunks, asked.sizes, asked.memory, asked.example is not None) if isinstance(asked, Pipe) else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +88,16 @@ class ChosenPipe:
     loss: Callable[[Any], Loss]
     schedule: str
     chunks: int | None
+    sizes: Sequence[int] | None = None
+
+    def cut(self, pieces: int, stages: int) -> list[int]:
+        """How many pieces each stage gets. raises: ConfigError"""
+        if self.sizes is None:
+            return balance([1.0] * pieces, stages)
+        if len(self.sizes) != stages or sum(self.sizes) != pieces or min(self.sizes) < 1:
+            raise ConfigError(f"pipe=rl.Pipe(sizes={list(self.sizes)}): expected {stages} numbers of 1 or more, whose sum is {pieces}: "
+                              f"so many pieces has the model, and {stages} stages has the schedule {self.schedule!r}")
+        return list(self.sizes)
 
 
 def _in_format(loss: Loss, precision: Precision, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:

@@ -26,7 +26,7 @@ from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
-from rankloom.parallel.pipeline.cut import Piece, Stage, balance, in_runs
+from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.messages import as_bytes
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
@@ -135,10 +135,10 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
-    pieces, count = _pieces(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
+    pieces, count = pieces_for(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
     schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
     schedule = schedule if sparing else send_gradients_first(schedule)
-    runs = [_under_first_names(run, model) for run in in_runs(pieces, balance([1.0] * len(pieces), count))]
+    runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(len(pieces), count))]
     stages = [Stage(run) for run in runs]
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
@@ -152,7 +152,11 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
                        {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 
 
-def _pieces(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
+def pieces_for(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
+    """The pieces of a model. What they ask of the running micro-batch they get from `turn`.
+
+    raises: ConfigError for pieces that know no `part`, where tokens are spread over context ranks
+    """
     offered = {"part": turn.part, "inputs": turn.inputs}
     asked = inspect.signature(chosen.pieces).parameters
     turn.packs = "part" in asked

@@ -41,8 +41,9 @@ from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.make_placement import place_cut, place_whole
+from rankloom.train.measured_cut import cut_by_measure
 from rankloom.train.offload import offload_activations as offload_blocks
-from rankloom.train.pipe import Pipe
+from rankloom.train.pipe import Pipe, without_functions
 from rankloom.train.pipeline_stages import PipelineEngine, Turn, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
@@ -94,7 +95,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                      those of the plain model, and tensors are whole, on any mesh. Left out, modules' `reset_parameters` is called
     tensor_plan:     axis tensor: pattern of module names -> a style of parallel/tensor/styles.py. Left out, the model's own tp_plan
     context:         axis context: "ring" or "all_to_all" (parallel/context.py)
-    pipe:            axis pipe: the name of a schedule, or a `Pipe` that says where to cut. Its micro-batches are the `accumulate` ones
+    pipe:            axis pipe: the name of a schedule, or a `Pipe` that says where to cut, or measures it. Its micro-batches are the
+                     `accumulate` ones
     recompute:       what blocks recompute in backward instead of keeping it: "none", "selective", "full"; or the most bytes that
                      activations may take, as a number or as "24 GiB"
     offload_activations: what blocks keep for backward is moved to host memory until then
@@ -119,13 +121,14 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     check_options(world, settings, stage, {"pipe": pipe} | summing | cutting | blocks_only)
     check_blocks(model, world, stage, units, changes_blocks)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
-                                         "deterministic": settings.logical_shards, **summing})
+                                         "deterministic": settings.logical_shards, "pipe": without_functions(pipe), **summing})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     expect_alike(world, "model", code_of(model))
+    pipe = cut_by_measure(pipe, model, loss, world, settings.precision)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, context, dropout.set_token_positions) if is_split(world) else None
     fill = None if initial is None else _stand_in(model, world, initial, split)

@@ -8,7 +8,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.equal_start import make_replicas_equal
 from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
-from rankloom.parallel.pipeline.measure import measure_pieces, stage_costs
+from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
@@ -16,7 +16,7 @@ from rankloom.world.group import Group
 
 
 def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches: int, schedule: str = "1f1b", chunks: int | None = None,
-             example: MicroBatch | None = None, hooks: Hooks = HOOKS) -> Pipeline:
+             example: MicroBatch | None = None, memory: float | None = None, hooks: Hooks = HOOKS) -> Pipeline:
     """Cut a model over the ranks of a group, for a loop of your own. Every rank gives the same pieces, and gets the values of rank 0.
 
     pieces:       of the model, in order; each takes what the one before returns (cut.py; `models.pieces.gpt_pieces`)
@@ -25,6 +25,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     schedule:     a name of `rankloom schedule list`
     chunks:       stages on each rank; left out, as few as the schedule allows
     example:      a micro-batch to measure the pieces with, for stages that take equally long; left out, stages have equally many pieces
+    memory:       with an example: the most bytes a stage may hold of parameters and of what a micro-batch leaves for its backward
     sent:         the model once, from rank 0, as `data_parallel`; nothing of a model on the meta device
     raises:       ConfigError; ModelMismatch, on all ranks, when their pieces differ
 
@@ -36,14 +37,22 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
             raise ConfigError(f"piece {number} is a {type(piece).__name__}, expected ({{name: module}}, function); of modules that run one "
                               "after the other, pieces_of(model, names) in parallel/pipeline/cut.py makes them")
     stages = group.size * stages_a_rank(schedule, chunks)
-    times, costs = [1.0] * len(pieces), None
-    if example is not None:
-        measured = measure_pieces(pieces, example, loss, group)
-        times = [piece.seconds for piece in measured]
-        costs = stage_costs(measured, balance(times, stages))
+    if example is None and memory is not None:
+        raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
+    measured = None if example is None else measure_pieces(pieces, example, loss, group)
+    costs = None if measured is None else stage_costs(measured, sizes_by_measure(measured, stages, memory))
     runs = send_gradients_first(named_schedule(schedule, stages, microbatches, chunks, costs))
-    modules = make_stages(pieces, balance(times, stages))
+    modules = make_stages(pieces, balance([1.0] * len(pieces), stages) if measured is None else sizes_by_measure(measured, stages, memory))
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
     return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=find_tied(modules), hooks=hooks)
+
+
+def sizes_by_measure(measured: Sequence[MeasuredPiece], stages: int, memory: float | None = None) -> list[int]:
+    """How many pieces each stage gets, for stages that take equally long, and hold `memory` bytes at most.
+
+    raises: ConfigError when no cut keeps that limit
+    """
+    held = [float(piece.parameters + piece.activations) for piece in measured]
+    return balance([piece.seconds for piece in measured], stages, memory=held, limit=float("inf") if memory is None else memory)
