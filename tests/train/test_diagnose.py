@@ -134,6 +134,17 @@ def test_a_sum_is_no_mean_where_one_half_has_nearly_all_that_is_counted(counted)
     judge(lambda model, x: (losses[part := next(parts)].sum(), int((losses[part] > 0).sum())), rows=2)
 
 
+def test_a_mean_that_counts_one_however_many_rows_there_are_is_told_of():
+    torch.manual_seed(0)   # the weights
+    with pytest.warns(UserWarning, match=r"rank 3: the loss function returns a mean and counts 1, however many rows it gets \(6 rows give"):
+        judge(lambda model, x: (model(x).square().mean() + model(x)[:, 0].abs().mean(), 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        judge(lambda model, x: (model(x).square().sum(), len(x)))
+        judge(lambda model, x: (next(model.parameters()).square().sum(), 1))   # of the weights alone
+        judge(lambda model, x: (model(x).square().sum() / (1 + model(x).square().sum()), 1))   # another function of all rows
+
+
 def test_a_mean_over_one_item_is_its_sum():
     judge(lambda model, x: (model(x).square().mean(), 1))
 

@@ -94,6 +94,10 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     with evaluating(model), _buffers_put_back(model):
         (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
         rows = rows_of(parts[0], rank)
+        if _is_mean_of_one(whole, count, halves, rows):
+            warnings.warn(f"rank {rank}: the loss function returns a mean and counts {count:g}, however many rows it gets ({rows} rows "
+                          f"give {whole:g}, their halves {halves[0][0]:g} and {halves[1][0]:g}): micro-batches of other lengths "
+                          "weigh as much as this one. Return the sum, and how many items that were", stacklevel=2)
         suspect = _seems_mean(whole, count, halves, rows)
         if not on_any(suspect):
             return
@@ -115,6 +119,14 @@ def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], r
         return False
     return any(abs((first * one + second * other) / ((first + second) * whole) - 1.0) < MEAN_IF_WITHIN
                for first, second in ((some, rest), (rows - rows // 2, rows // 2)))
+
+
+def _is_mean_of_one(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
+    """For a mean with a constant count, the whole is the mean of the halves, which differ unless it looks at no rows."""
+    (one, some), (other, rest) = halves
+    mean = (one * (rows - rows // 2) + other * (rows // 2)) / rows
+    near = SAME_IF_WITHIN * abs(whole)
+    return some == rest == count > 0 and abs(mean - whole) <= near / 10 and abs(one - other) > near
 
 
 def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
