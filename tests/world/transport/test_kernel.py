@@ -489,6 +489,28 @@ def test_a_wait_may_end_before_its_call_and_leaves_the_group_whole(kernel):
 
 
 @both_kernels
+@pytest.mark.parametrize("patience", [AT_ONCE, 0.0])
+def test_a_thread_that_waits_for_less_than_the_time_out_of_a_call_does_not_keep_it_from_its_turn(kernel, patience):
+    """It waits while the turn before ends, and may be gone before the call has begun: so others must begin it."""
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        x = [numbers_of(r, 10) for r in range(2)]
+        before = threading.Thread(target=run, args=(first, BARRIER))
+        before.start()
+        wait_until(lambda: first.status()[2] == [1, 0])
+        ticket, whys = submit(first, ALL_REDUCE, x[0], x[0], 40), []
+        time.sleep(0.1)   # until the worker has seen that it is not its turn
+        waits = threading.Thread(target=lambda: whys.append(first.wait(ticket, patience)))
+        waits.start()
+        time.sleep(0.01)
+        assert run(second, BARRIER) == FINE
+        assert run(second, ALL_REDUCE, x[1], x[1], number=I32, timeout=AT_ONCE / 2) == FINE
+        waits.join()
+        before.join()
+        assert first.wait(ticket, LONG) == FINE and (whys == [FINE] or not patience)
+
+
+@both_kernels
 def test_several_threads_of_one_rank_may_call_at_once(kernel):
     """Calls of a rank's threads have no order, so all are alike here."""
     with Team(kernel, 2) as team:

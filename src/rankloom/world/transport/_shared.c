@@ -841,13 +841,21 @@ static int run(Link *l, const Op *op, Wait *w)
 
 /* ------------------------------------------------------------------ collectives one after the other */
 
-/* A signal costs a system call, so it is sent only if a thread waits for it. */
+/* Let the worker run the first call, if it can begin. */
+static void wake_worker(Link *l)
+{
+    if (l->first && !l->running && l->has_worker)
+        pthread_cond_signal(&l->given);
+}
+
+/* A signal costs a system call, so it is sent only if a thread waits for it. Threads that wait for a call wake the worker if they
+ * do not run the queue themselves. */
 static void tell_of_turn(Link *l)
 {
     if (l->waiting)
         pthread_cond_broadcast(&l->changed);
-    else if (l->first && l->has_worker)
-        pthread_cond_signal(&l->given);
+    else
+        wake_worker(l);
 }
 
 /* Begin a turn now, or return 0 if other calls come first. */
@@ -960,6 +968,7 @@ static int await(Link *l, uint64_t ticket, Wait *w)
             run_first(l, w->state, w->spin_us);
             continue;
         }
+        wake_worker(l);   /* this thread may be gone before the call has ended */
         l->waiting++;
         nap_on(&l->changed, &l->lock, 1e-3 * SLICE_MS);
         l->waiting--;
@@ -970,6 +979,7 @@ static int await(Link *l, uint64_t ticket, Wait *w)
             why = TIMED_OUT;
         pthread_mutex_lock(&l->lock);
     }
+    wake_worker(l);   /* a turn that ended while this thread woke up was told to this thread only */
     int failed = l->failed && l->failed <= ticket, left = atomic_load(&l->finished) < ticket;
     pthread_mutex_unlock(&l->lock);
     return why ? why : failed ? (why_broken(l) ? why_broken(l) : LEFT) : left ? LEFT : FINE;
