@@ -446,6 +446,24 @@ def test_a_rank_that_said_goodbye_has_left_also_where_its_connection_ends_in_the
     alone.leave()
 
 
+def test_of_two_threads_that_leave_at_once_only_one_closes(monkeypatch):
+    """Files that are opened afterwards may have the numbers of those that it has closed."""
+    monkeypatch.setattr(wire, "LINGER", 0.3)
+    mine, silent = socket.socketpair()
+    mine.setblocking(False)
+    alone, woken = Wire(0, {1: mine}, bool), []
+    wake = alone._watch.wake
+    monkeypatch.setattr(alone._watch, "wake", lambda: woken.append(wake()))
+    message = alone.send(PART, 1, 0, memoryview(bytearray(8 << 20)))   # more than the connection holds
+    leaving = [threading.Thread(target=alone.leave) for _ in range(2)]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join()
+    assert len(woken) == 1 and not message.done
+    silent.close()
+
+
 def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
     world = ranks("abc")
     world.groups[1].shutdown()

@@ -1577,12 +1577,11 @@ static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
 /* leave(): this rank makes no more calls, and ranks that wait for it are told. Ends this rank's threads. */
 static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
 {
-    if (is_forked(l) || l->closing)
+    if (is_forked(l) || atomic_exchange(&l->closing, 1))   /* two threads may leave at once */
         Py_RETURN_NONE;
     PyThreadState *state = PyEval_SaveThread();
-    pthread_mutex_lock(&l->lock);
+    pthread_mutex_lock(&l->lock);   /* who has tested `closing` before sleeps by now, and hears the signals */
     pthread_mutex_lock(&l->post);
-    l->closing = 1;
     pthread_cond_broadcast(&l->changed);
     pthread_cond_broadcast(&l->given);
     pthread_cond_broadcast(&l->posted);

@@ -197,6 +197,8 @@ class Wire:
                 return
             self._tell_all(LEAVING, [])
             self.changed.wait_for(lambda: not any(line.outbox for line in self._lines.values()), LINGER)
+            if self.closing:   # another thread has left meanwhile
+                return
             self.closing = True
             self.changed.notify_all()
         self._watch.wake()
