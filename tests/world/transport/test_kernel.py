@@ -635,6 +635,13 @@ def test_the_state_of_a_rank_that_has_left_says_so(kernel):
 
 
 @both_kernels
+def test_the_state_of_a_rank_that_has_not_come_yet_says_so(kernel):
+    with Team(kernel, 2, elsewhere=(1,)) as team:
+        assert team.links[0].status()[3][1] == "?"
+        assert team.link(1).status()[3][1] in "RSD"
+
+
+@both_kernels
 def test_calls_of_a_rank_that_has_left_fail(kernel):
     with Team(kernel, 2) as team:
         link, x = team.links[0], np.zeros(8, np.uint8)

@@ -21,7 +21,6 @@
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include <errno.h>
@@ -1601,13 +1600,15 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* status() -> (why, blamed rank or -1, [number of meetings of each rank], [state letter of each process; L: it has left]) */
+/* status() -> (why, blamed rank or -1, [number of meetings of each rank], [state letter of each process; ?: not here yet, L: left]) */
 static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
 {
     PyObject *arrived = PyList_New(l->ranks), *states = PyList_New(l->ranks);
     for (int r = 0; r < l->ranks; r++) {
         int64_t started;
         char state = process_state(rank_of(l, r)->pid, &started);
+        if (!state)
+            state = '?';   /* it has not come yet */
         PyList_SetItem(arrived, r, PyLong_FromUnsignedLong(atomic_load(&rank_of(l, r)->arrived)));
         if (atomic_load(&rank_of(l, r)->left))
             state = 'L';
@@ -1675,6 +1676,12 @@ static void link_dealloc(Link *l)
 {
     PyTypeObject *type = Py_TYPE((PyObject *)l);
     Py_XDECREF(link_leave(l, NULL));
+    while (l->first) {   /* queued when this rank left */
+        Op *next = l->first->next;
+        free(l->first->table);
+        free(l->first);
+        l->first = next;
+    }
     while (l->early) {
         Early *next = l->early->next;
         free(l->early);
