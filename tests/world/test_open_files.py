@@ -34,6 +34,18 @@ def test_room_that_is_there_is_left_as_it_is():
     assert done.stdout.endswith("(300, 5000)\n"), done.stderr
 
 
+def test_what_is_there_is_never_lowered_for_a_group_that_wishes_for_more():
+    command = """
+import resource
+from rankloom.world import open_files
+open_files.ENOUGH = 1000
+open_files.make_room(10, "a group", wished=10**6)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    assert run([sys.executable, "-c", command], 2000, 5000).stdout == "(2000, 5000)\n"
+    assert run([sys.executable, "-c", command], 100, 5000).stdout == "(1000, 5000)\n"
+
+
 def test_a_group_that_the_system_allows_no_connections_is_refused():
     done = run([sys.executable, "-c", WORLDS], 20, 20)
     assert done.returncode == 1

@@ -13,7 +13,7 @@ ENOUGH = 10240   # macOS allows this many, too
 
 
 def make_room(files: int, what: str, *, wished: int = 0) -> None:
-    """Let this process open `files` more files than it has open, and `wished` if possible.
+    """Let this process open `files` more files than it has open, and of `wished` more as many as ENOUGH in all allows.
 
     what: what needs the files, for the message
     raises: ConfigError if the system does not allow so many
@@ -25,7 +25,7 @@ def make_room(files: int, what: str, *, wished: int = 0) -> None:
     if not _within(now + files, most):
         raise ConfigError(f"{what} needs {files} open files beside the {now} that this process has, and the system lets it have {most}: "
                           "raise the hard limit (ulimit -Hn, or nofile in limits.conf), or use fewer ranks")
-    asked = max(ENOUGH, now + files)
+    asked = max(ENOUGH, now + files, allowed)   # never less than there is
     resource.setrlimit(resource.RLIMIT_NOFILE, (asked if _within(asked, most) else most, most))
 
 
