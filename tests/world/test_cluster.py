@@ -1,5 +1,6 @@
 """Who shares a node: from what each rank's launcher says, and from a cluster file that must be the same for all."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -68,6 +69,17 @@ def test_a_rank_that_says_nothing_is_named():
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(rl.RankLost, match=r"rank 0: node: nothing was heard of ranks \[1, 2\] within the time-out"):
         find_topology(places(0, 1, 1)[0], store)
+
+
+def test_a_store_that_ends_with_its_rank_is_a_rank_that_is_lost():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with ThreadPoolExecutor(1) as rank_1:
+        waiting = rank_1.submit(find_topology, places(0, 1, 1)[1], client)
+        time.sleep(0.2)
+        del server
+        with pytest.raises(rl.RankLost, match=r"rank 1: node: nothing was heard of ranks \[0, 2\]"):
+            waiting.result()
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [

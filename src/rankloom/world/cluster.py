@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
+from rankloom.world.transport.meet import read_key
 
 DEFAULT = Links()
 
@@ -41,16 +42,16 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
 
 
 def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str]:
-    """Tell the others `text` about `what`. Returns the texts of all ranks, in rank order."""
+    """Tell the others `text` about `what`. Returns the texts of all ranks, in rank order. raises: RankLost"""
     keys = [f"{what}/{rank}" for rank in range(place.size)]
-    store.set(keys[place.rank], text)
     try:
+        store.set(keys[place.rank], text)
         store.wait(keys)
-    except dist.DistStoreError as error:
-        silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return [said.decode() for said in store.multi_get(keys)]
+    except (RuntimeError, dist.DistError) as error:   # a time-out, or the store has ended with the rank that serves it
+        silent = [rank for rank, key in enumerate(keys) if rank != place.rank and read_key(store, key) is None]
         raise RankLost(f"rank {place.rank}: {what}: nothing was heard of ranks {silent} within the time-out; "
                        "they have ended, or were not asked for it") from error
-    return [said.decode() for said in store.multi_get(keys)]
 
 
 def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:

@@ -93,10 +93,10 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
 def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
     part, answered = dist.PrefixStore(name, store), set[str]()
-    while missing := [rank for rank in range(1, size) if _read(part, f"came/{rank}") is None]:
+    while missing := [rank for rank in range(1, size) if read_key(part, f"came/{rank}") is None]:
         if time.monotonic() > deadline:
             raise _absent(0, missing, timeout)
-        for word in {word for rank in missing if (word := _read(store, f"word/{rank}"))} - answered:
+        for word in {word for rank in missing if (word := read_key(store, f"word/{rank}"))} - answered:
             store.set(f"part/{word}", name)
             answered.add(word)
         time.sleep(NAP)
@@ -112,7 +112,7 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float)
         if (waited := time.monotonic() - begin) < timeout / 2:   # no time-out
             raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: the rank that serves it, usually 0, "
                            "has ended, or two ranks were started with the same number") from error
-        raise _absent(rank, sorted({other for key, other in keys.items() if _read(store, key) is None}), timeout) from error
+        raise _absent(rank, sorted({other for key, other in keys.items() if read_key(store, key) is None}), timeout) from error
 
 
 def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
@@ -120,8 +120,8 @@ def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
                     "are all ranks running, and are they given the same store?")
 
 
-def _read(store: dist.Store, key: str) -> str | None:
-    """The value of a key, or None if it is not set."""
+def read_key(store: dist.Store, key: str) -> str | None:
+    """The value of a key, or None if it is not set, or the store has ended."""
     try:
         return store.get(key).decode() if store.check([key]) else None
     except (RuntimeError, dist.DistError):   # the store has ended, with its host
