@@ -163,6 +163,17 @@ def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
     assert run_by_hand(meet_and_sum) == [(0, 2, 0, 2, 3), (1, 2, 1, 2, 3)]
 
 
+def meet_with_a_cluster_file_on_rank_1_only() -> str:
+    with pytest.raises(rl.ConfigError) as refused:
+        rl.init(device="cpu", timeout=AT_ONCE, topology="cluster.toml" if os.environ["RANK"] == "1" else None)
+    return str(refused.value)
+
+
+def test_a_cluster_file_that_only_one_rank_was_given_is_told_on_all():
+    told = "rank 1 was given another program than rank 0: topology is a file, on rank 0 left out; give all ranks the same"
+    assert run_by_hand(meet_with_a_cluster_file_on_rank_1_only) == [told] * 2
+
+
 def meet_twice() -> tuple[int, float]:
     """Rank 1 is there for the second world while rank 0 has not closed the first."""
     for _ in range(2):

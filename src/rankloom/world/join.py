@@ -61,7 +61,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     where = device_for(kind, place.local_rank)
     if place.size > 1:
         expect_same_program(store, place.rank, place.size, timeout, mesh=mesh, device=where.type, backend=backend,
-                            RANKLOOM_DEBUG=debug_mode())
+                            topology="left out" if topology is None else "a file", RANKLOOM_DEBUG=debug_mode())
     world = World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
                   local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
                   topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
