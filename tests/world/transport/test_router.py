@@ -146,6 +146,19 @@ def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     plain.close()
 
 
+def test_a_part_of_a_group_waits_on_its_device_too_for_as_long_as_it_was_told(monkeypatch):
+    plain = Ranks(2)
+    routers = [DeviceRouter(group, 20.0) for group in plain.groups]
+    parts = plain.run(lambda rank: routers[rank].split_group([0, 1], seconds(0.5)))
+    pretend_gpus(monkeypatch, lambda rank: "a")
+    with pytest.raises(RankLost, match="rank\\(s\\) 1 did not join the group within 0.5 s"):
+        parts[0].carrier(GPU)
+    monkeypatch.undo()
+    for part in parts:
+        part.abort()
+    plain.close()
+
+
 def test_a_rank_that_changes_its_device_is_refused(monkeypatch):
     plain = Ranks(1)
     one = DeviceRouter(plain.groups[0], 20.0)

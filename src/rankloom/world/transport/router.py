@@ -170,7 +170,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
     def split_group(self, *args: Any, **kwargs: Any) -> "DeviceRouter | None":
         """A group of some of this group's ranks; None on the others. Every rank of this group calls it."""
         part = self.cpu.split_group(*args, **kwargs)
-        return DeviceRouter(part, self._timeout) if part else None
+        return DeviceRouter(part, part.channel.timeout) if part else None
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set how long a call waits for the other ranks, from now on."""
