@@ -10,7 +10,7 @@ import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_ranks
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import buffers
+from rankloom.world.transport import buffers, meet
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ROWS = [5, 1 << 13, 40_003]   # a slice that is not worth a second meeting, one that is, and one of several windows
@@ -176,6 +176,17 @@ def test_a_common_tensor_larger_than_what_is_free_is_refused_on_all_ranks(monkey
         return world.common_buffer(1 << 18)[1]   # one for all, not one for each
 
     assert rl.simulate(2, body, backend="rankloom") == [True] * 2
+
+
+def test_memory_that_others_take_after_all_have_agreed_is_not_asked_for_again_by_one_rank(monkeypatch):
+    monkeypatch.setattr(buffers, "available_memory", lambda: 1 << 30)   # when ranks agree
+
+    def body(world):
+        world.barrier()
+        monkeypatch.setattr(meet, "available_memory", lambda: 0)        # a moment later
+        return world.common_buffer(1 << 10)[1]
+
+    assert rl.simulate(2, body, backend="rankloom", timeout=20) == [True] * 2
 
 
 def mapped():

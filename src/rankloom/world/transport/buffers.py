@@ -18,7 +18,7 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.free_memory import available_memory
-from rankloom.world.transport.meet import PAGE, Mapping, create_memory, open_memory
+from rankloom.world.transport.meet import PAGE, Mapping, create_memory, map_memory, open_memory
 
 NUMBERS = range(1, 64)
 
@@ -80,7 +80,7 @@ class Buffers:
         descriptor = create_memory(nbytes) if channel.rank == 0 else -1
         pid, number = channel.gather_json([os.getpid(), descriptor])[0]
         mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)
-        mapping = Mapping(mine, nbytes)
+        mapping = map_memory(mine, nbytes)
         channel.call(BARRIER)   # only now may the first rank close the descriptor that the others open
         os.close(mine)
         return mapping

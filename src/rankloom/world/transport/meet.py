@@ -128,14 +128,15 @@ def read_key(store: dist.Store, key: str) -> str | None:
         return None
 
 
-def create_memory(nbytes: int) -> int:
-    """A descriptor of new memory, which is zero, and allocated when it is touched.
-
-    raises: MemoryError when that much is not free: touching it later would kill the process
-    """
+def expect_memory(nbytes: int) -> None:
+    """raises: MemoryError when that much is not free: touching it later would kill the process"""
     free = available_memory()
     if nbytes > free:
         raise MemoryError(f"{nbytes:,} bytes of shared memory were asked for, {free:,} are free on this host")
+
+
+def create_memory(nbytes: int) -> int:
+    """A descriptor of new memory, which is zero, and allocated when it is touched. The caller makes sure that so much is free."""
     descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -195,8 +196,9 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernel
 def _create(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
     kernel = next(iter(kernels))
     nbytes = kernels[kernel].segment_size(len(neighbours))
+    expect_memory(nbytes)
     descriptor = create_memory(nbytes)
-    mapping = _map(descriptor, nbytes)
+    mapping = map_memory(descriptor, nbytes)
     store.set(f"memory/{rank}", json.dumps([os.getpid(), descriptor, kernel]))
     return mapping, descriptor, kernel
 
@@ -209,10 +211,11 @@ def _join(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict
                           "install both alike (a C compiler must be there)")
     nbytes = kernels[kernel].segment_size(len(neighbours))
     descriptor = open_memory(pid, number, nbytes)
-    return _map(descriptor, nbytes), descriptor, kernel
+    return map_memory(descriptor, nbytes), descriptor, kernel
 
 
-def _map(descriptor: int, nbytes: int) -> Mapping:
+def map_memory(descriptor: int, nbytes: int) -> Mapping:
+    """Map the memory; if that fails, close its descriptor."""
     try:
         return Mapping(descriptor, nbytes)
     except BaseException:
