@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankloom.base.errors import RankLost
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport import channel, meet
 from rankloom.world.transport.codes import ALL_REDUCE, BROADCAST, DAMAGED
 
@@ -153,6 +153,15 @@ def test_memory_that_ranks_share_cannot_be_cut_short():
             with pytest.raises(PermissionError):
                 os.ftruncate(mine, nbytes)
         os.close(mine)
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_that_is_too_small_is_refused_with_both_sizes():
+    descriptor = meet.create_memory(meet.PAGE)
+    try:
+        with pytest.raises(ConfigError, match=rf"has {meet.PAGE} bytes, expected {2 * meet.PAGE}; do all ranks run the same version"):
+            meet.open_memory(os.getpid(), descriptor, 2 * meet.PAGE)
     finally:
         os.close(descriptor)
 

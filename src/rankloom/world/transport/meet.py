@@ -155,9 +155,9 @@ def open_memory(pid: int, descriptor: int, nbytes: int) -> int:
     except OSError as error:
         raise RankLost(f"the memory of process {pid} cannot be opened ({error.strerror}); it has ended, belongs to another user, "
                        "or forbids it (prctl PR_SET_DUMPABLE)") from error
-    if os.fstat(opened).st_size < nbytes:
+    if (there := os.fstat(opened).st_size) < nbytes:
         os.close(opened)
-        raise ConfigError(f"the memory of process {pid} has {os.fstat(opened).st_size} bytes, expected {nbytes}; do all ranks run "
+        raise ConfigError(f"the memory of process {pid} has {there} bytes, expected {nbytes}; do all ranks run "
                           "the same version of rankloom?")
     return opened
 
