@@ -319,6 +319,19 @@ def test_memory_that_one_rank_does_not_have_is_refused_on_all(ranks, monkeypatch
     ranks(2).each(body)
 
 
+def test_memory_that_one_rank_cannot_share_is_refused_on_all(ranks, monkeypatch):
+    def refuse(nbytes):
+        raise DeviceError("the driver gives no handle")
+
+    def body(group, rank):
+        if rank:
+            monkeypatch.setattr(group._device, "export", refuse)
+        with pytest.raises(DeviceError, match=f"rank {rank}: buffer .*said rank 1: the driver gives no handle"):
+            group.buffer((8,))
+
+    ranks(2).each(body)
+
+
 def test_memory_that_one_rank_cannot_open_is_refused_on_all(ranks, monkeypatch):
     def body(group, rank):
         if rank:

@@ -41,7 +41,10 @@ class Device(Protocol):
         """The bytes at an address, as a tensor that does not own them."""
 
     def export(self, nbytes: int) -> tuple[Tensor, str]:
-        """Allocate zeros. Returns them, and the handle with which others open them; they are not freed. raises: MemoryError"""
+        """Allocate zeros. Returns them, and the handle with which others open them; they are not freed.
+
+        raises: MemoryError, DeviceError
+        """
 
     def give_back(self, handle: str) -> None:
         """Take back exported memory that no rank reads or writes any more."""
@@ -95,31 +98,31 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
     The memory may have been used before, even by a group that was broken. So all ranks first finish their work on the device.
     raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
     """
-    where, mine, handle, problem = channel.where("buffer"), torch.empty(0), "", ""
+    where, mine, handle, problem = channel.where("buffer"), torch.empty(0), "", None
     device.drain()
     channel.call(BARRIER)
     try:
         mine, handle = device.export(nbytes)
-    except MemoryError as error:
-        problem = str(error)
+    except (MemoryError, DeviceError) as error:
+        problem = error
     asked = channel.gather_json([nbytes, handle])
     if len({size for size, _ in asked}) > 1:
         raise ShapeMismatch(f"{where}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
-    _raise_together(channel, MemoryError, problem)
+    _raise_together(channel, problem)
     parts = []
     try:
         parts = [mine if rank == channel.rank else device.open(theirs, nbytes) for rank, (_, theirs) in enumerate(asked)]
     except DeviceError as error:
-        problem = str(error)
-    _raise_together(channel, DeviceError, problem)
+        problem = error
+    _raise_together(channel, problem)
     return parts, handle
 
 
-def _raise_together(channel: Channel, kind: type[Exception], problem: str) -> None:
-    said = channel.gather_json(problem[:200])
-    for rank, text in enumerate(said):
-        if text:
-            raise kind(f"{channel.where('buffer')}, said rank {channel.ranks[rank]}: {text}")
+def _raise_together(channel: Channel, problem: MemoryError | DeviceError | None) -> None:
+    said = channel.gather_json(problem and [isinstance(problem, MemoryError), str(problem)[:200]])
+    for rank, told in enumerate(said):
+        if told:
+            raise (MemoryError if told[0] else DeviceError)(f"{channel.where('buffer')}, said rank {channel.ranks[rank]}: {told[1]}")
 
 
 class Flags:
