@@ -65,14 +65,14 @@ def decide(nbytes: int, topology: Topology, *, wide: int = 1) -> Decision:
     return Decision(nbytes, tuple(sorted(found, key=lambda one: one.price.seconds)))
 
 
-def describe_decisions(topology: Topology, *, wide: int = 1) -> str:
-    """One line: which all-reduce "auto" takes, up to which size.
+def describe_decisions(topology: Topology) -> str:
+    """One line: which all-reduce "auto" takes, up to which size, for what is summed in its own format, as fp32 gradients are.
 
     >>> describe_decisions(Topology.even(1, 1))
     'backend at any size'
     """
     sizes = [1 << k for k in range(10, 31)]
-    winners = [decide(size, topology, wide=wide).winner.name for size in sizes]
+    winners = [decide(size, topology).winner.name for size in sizes]
     ends = [(name, size) for name, after, size in zip(winners, winners[1:], sizes) if after != name]
     if not ends:
         return f"{winners[0]} at any size"
