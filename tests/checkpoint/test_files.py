@@ -102,6 +102,18 @@ def test_a_disk_that_syncs_no_folders_and_keeps_old_files_has_the_new_checkpoint
     assert read_manifest(tmp_path)[1] == made and (tmp_path / file_name(TOKENS[0], 0)).exists()
 
 
+def test_a_folder_that_cannot_be_listed_has_the_new_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.Path, "iterdir", refuse)
+    made = save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
+    monkeypatch.undo()
+    assert read_manifest(tmp_path)[1] == made and (tmp_path / file_name(TOKENS[0], 0)).exists()
+
+
 def test_a_new_checkpoint_replaces_the_old_one_and_touches_no_other_file(tmp_path):
     strangers = ["model.safetensors", "notes.txt", "abc-00000.safetensors"]
     for name in strangers:

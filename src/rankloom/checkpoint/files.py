@@ -106,7 +106,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     # The checkpoint is saved: an error from here on would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)
-    _remove_unnamed(folder, {saved.name for saved in manifest.files})
+    with suppress(OSError):   # of listing the folder
+        _remove_unnamed(folder, {saved.name for saved in manifest.files})
 
 
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
