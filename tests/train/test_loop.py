@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankloom.base.errors import ConfigError, DataError, MeshError
+from rankloom.base.errors import ConfigError, DataError, MeshError, StorageError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.data.loader import TokenSamples
@@ -265,6 +265,19 @@ def test_a_folder_that_was_removed_while_the_run_went_does_not_take_the_weights_
 
     summary = loop.train(table(), init(device="cpu"), sink)
     assert load_model(Path(summary.folder))
+
+
+def test_a_folder_that_cannot_be_made_again_is_the_same_error_on_every_rank(table, tmp_path):
+    def body(world):
+        def sink(event):
+            if world.rank == 0 and isinstance(event, StepDone) and event.step == 5:
+                shutil.rmtree(tmp_path / "runs")
+                (tmp_path / "runs").write_text("a file in the way")
+
+        with pytest.raises(StorageError, match="the weights cannot be written"):
+            loop.train(table(), world, sink)
+
+    simulate(2, body)
 
 
 def test_a_signal_after_the_last_step_waits_for_the_weights(table, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rankloom.base.errors import StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import saving
 from rankloom.data.ngram import trigram_loss
@@ -87,7 +88,10 @@ def describe_end(summary: Summary, steps: int) -> list[str]:
 
 
 def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
-    job.run.mkdir(parents=True, exist_ok=True)   # the user may have removed the folder: do not lose the weights
+    try:
+        job.run.mkdir(parents=True, exist_ok=True)   # the user may have removed the folder: do not lose the weights
+    except OSError as error:
+        raise StorageError(f"{job.run}: the weights cannot be written ({error})") from None
     job.sink(Saved(0, str(save_model(job.run, weights, job.shape, job.corpus.tokenizer))))
 
 
