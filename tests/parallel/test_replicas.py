@@ -57,6 +57,50 @@ def test_models_with_other_values_take_those_of_rank_0_and_say_which_differed():
     assert results[0][1] == results[1][1] == results[2][1] and results[0][1][:4] == [1.0] * 4
 
 
+LAZY = {   # torch conjugates or negates these when they are read
+    "conjugated": lambda value: torch.complex(torch.tensor([1.0, value]), torch.tensor([2.0, value])).conj(),
+    "negated": lambda value: torch._neg_view(torch.tensor([1.0, value])),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_buffer_that_is_conjugated_or_negated_when_read_is_that_of_rank_0_and_averaged(kind, stage):
+    class Turned(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.register_buffer("turn", LAZY[kind](3.0 + rank))
+
+        def forward(self, x):
+            self.turn.data += x.sum()
+            return self.linear(x)
+
+    def body(world):
+        model = Turned(world.rank)
+        nn.init.ones_(model.linear.weight)
+        nn.init.zeros_(model.linear.bias)
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                            stage=stage, world=world)
+        start = model.turn.clone()
+        engine.step(torch.full((1, 2), 1.0 + world.rank))
+        return start, model.turn
+
+    with pytest.warns(UserWarning, match="in 1 tensors .first: turn"):
+        both = rl.simulate(2, body)
+    for start, after in both:
+        assert torch.equal(start, LAZY[kind](3.0)) and torch.equal(after, start + 3.0)
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_an_uncounted_write_to_a_buffer_that_is_turned_when_read_is_seen(kind):
+    turned = LAZY[kind](3.0)
+    sampled = Sampled({"turned": turned})
+    assert sampled.changed() == set()
+    turned.data.fill_(1.0)
+    assert sampled.changed() == {"turned"}
+
+
 def test_the_warning_of_rank_0_names_the_ranks_and_the_first_tensor():
     def body(world):
         with warnings.catch_warnings(record=True) as caught:

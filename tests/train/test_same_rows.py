@@ -52,6 +52,17 @@ def test_a_sparse_tensor_is_a_batch(p, more):
     assert rl.simulate(p, body) == [4 * p] * p
 
 
+@pytest.mark.parametrize("turned", [torch.Tensor.conj, torch._neg_view], ids=["conjugated", "negated"])
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}], ids=str)
+def test_a_tensor_that_is_conjugated_or_negated_when_read_is_a_batch(turned, more):
+    def body(world):
+        x = turned(torch.full((4, 4), 1 + 2j) + world.rank)
+        engine = prepare(nn.Linear(4, 1), world, lambda model, x: (model(x.real).sum(), len(x)), **more)
+        return engine.step(x).count
+
+    assert rl.simulate(2, body) == [8, 8]
+
+
 def test_a_run_that_goes_on_is_told_too():
     def body(world):
         start = lambda: prepare(GPT(SHAPE), world, language_model_loss)

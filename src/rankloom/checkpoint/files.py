@@ -22,6 +22,7 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.files import replacing
 from rankloom.base.spans import common, shape_of, within
+from rankloom.base.tensors import bytes_of
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
 
 MANIFEST = "manifest.json"
@@ -86,7 +87,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _bytes_of(part: Part) -> Any:   # a buffer
-    return part.values.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return bytes_of(part.values.detach().cpu()).numpy().data   # moved first: no second copy on the device
 
 
 def commit(folder: Path, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.base.tensors import bytes_of
 from rankloom.world.group import Group
 
 BEFORE = "Where that gives first values by a batch, run one through the plain model before it is wrapped: all ranks get those of rank 0"
@@ -47,8 +48,7 @@ class Arrivals(dict[str, None]):
         """A checksum of the parameters that were written; 0 for none."""
         found = 0
         for name, param in sorted(self._written().items()):
-            values = param.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found = crc32(values.numpy().tobytes(), crc32(name.encode(), found))
+            found = crc32(bytes_of(param.detach().cpu()).numpy().tobytes(), crc32(name.encode(), found))
         return found
 
     def expect_alike(self, first: int, group: Group) -> None:

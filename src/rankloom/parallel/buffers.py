@@ -6,6 +6,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.tensors import version_of
 from rankloom.shard.flat import by_dtype
 from rankloom.world.group import Group
 
@@ -47,10 +48,11 @@ class BufferKeeper:
         changed = [name for name, (flag, most, least) in zip(self._common, found) if flag and most == -least]
         for name in changed:
             buffer = now[name][0].detach()
-            buffer = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+            values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer.resolve_neg()
             # A count (batches tracked) is usually the same on all ranks; if not, take the largest.
-            op = "mean" if buffer.is_floating_point() else "max"
-            buffer.copy_(self.group.all_reduce(buffer.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}"))
+            op = "mean" if values.is_floating_point() else "max"
+            common = self.group.all_reduce(values.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}")
+            buffer.copy_(torch.view_as_complex(common) if buffer.is_complex() else common)
         before, self._before = self._before, self._seen()
         quiet = self._quiet(self._before)
         # A buffer that was averaged, or written openly, may be written unseen in the next step: its sample must be of its present values.
@@ -71,13 +73,9 @@ class BufferKeeper:
 
     def _seen(self) -> dict[str, Seen]:
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
-        versions = {id(b): sum(_version(other) for other in module.buffers(recurse=False))
+        versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
                     for module in self.model.modules() for b in module.buffers(recurse=False)}
         return {name: (buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()}
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version   # inference tensors have no version counter
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:
@@ -124,7 +122,8 @@ def _bits(tensor: Tensor) -> Tensor | None:
     tensor = tensor.detach()
     if not address_of(tensor) or tensor.is_quantized:
         return None
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.conj() if tensor.is_conj() else torch._neg_view(tensor) if tensor.is_neg() else tensor   # the memory as it is
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))   # a transposed tensor becomes contiguous
     if not tensor.is_contiguous():
         return None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.rng import stream
+from rankloom.base.tensors import bytes_of
 from rankloom.parallel.equal_start import named_state
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import stand_in
@@ -133,7 +134,7 @@ class SharedValues:
 
 def digest(x: Tensor) -> str:
     """A hash of every bit, to compare tensors by."""
-    return hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(bytes_of(x.detach().cpu()).numpy().tobytes()).hexdigest()
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps
+from rankloom.base.tensors import bytes_of
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import CUT, OWNED
 from rankloom.world.group import Group
@@ -55,7 +56,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
         return []
     changed = []
     for name, tensor in named_state(model):
-        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)   # bytes: backends refuse some dtypes, and NaN != NaN
+        mine = bytes_of(tensor)
         theirs = group.broadcast(mine.clone(), label=f"initial {name}")
         if not torch.equal(theirs, mine):
             changed.append(name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
+from rankloom.base.tensors import bytes_of
 from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, fits, keeps_shapes, optimizers_of
 from rankloom.world.group import Group
 
@@ -180,7 +181,7 @@ def _gather_value(mine: Any, key: str, holders: dict[int, StateInventory], shape
     spans = {at: (inventory.start * dtype.itemsize, inventory.stop * dtype.itemsize) for at, inventory in holders.items()}
     if not all(inventory.values[key].fits for inventory in holders.values()):
         spans = {first: (0, shape.numel() * dtype.itemsize)}
-    data = mine.detach().to(group.device).contiguous().view(-1).view(torch.uint8) if group.rank in spans else None
+    data = bytes_of(mine.detach().to(group.device)) if group.rank in spans else None
     whole = join_bytes(data, spans, group, rank, label)
     return None if whole is None else whole.view(dtype).view(shape)
 

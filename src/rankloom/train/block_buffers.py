@@ -10,12 +10,14 @@ copies, which take the places of the buffers meanwhile. The buffers themselves a
 Only buffers that are registered in the block's own modules are seen.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rankloom.base.tensors import version_of
 
 Values = dict[str, Tensor | None]   # name of a buffer -> value; None: the buffer is None
 
@@ -29,7 +31,7 @@ class Before:
     def __init__(self, block: nn.Module):
         self._block = block
         self._buffers = _buffers(block)
-        self._versions = _versions(self._buffers.values())
+        self._versions = {name: version_of(buffer) for name, buffer in self._buffers.items() if buffer is not None}
         self.values = _copies(self._buffers)
 
     def changed(self, known: set[str], compare: bool) -> Values:
@@ -42,7 +44,7 @@ class Before:
         now = _buffers(self._block)
         for name, value in self.values.items():
             old, new = self._buffers[name], now.get(name)
-            written = old is not new or (old is not None and self._versions[id(old)] != _version(old))
+            written = old is not new or (old is not None and self._versions[name] != version_of(old))
             if written or (compare and value is not None and new is not None and not torch.equal(value, new)):
                 known.add(name)
         known |= statistics(self._block)
@@ -80,14 +82,6 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
     """Copies; a buffer with two names is copied once."""
     made = {id(value): value.detach().clone() for value in values.values() if value is not None}
     return {name: None if value is None else made[id(value)] for name, value in values.items()}
-
-
-def _versions(buffers: Iterable[Tensor | None]) -> dict[int, int]:
-    return {id(buffer): _version(buffer) for buffer in buffers if buffer is not None}
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version   # inference tensors have no version counter
 
 
 def statistics(block: nn.Module) -> set[str]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankloom.base.compression import EXACT
 from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
+from rankloom.base.tensors import bytes_of
 from rankloom.parallel.build import digest
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
@@ -309,7 +310,7 @@ def generator_now(device: torch.device) -> str:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+    return one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

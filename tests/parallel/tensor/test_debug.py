@@ -101,6 +101,17 @@ def test_alike_is_every_bit(other):
     rl.simulate(3, body)
 
 
+def test_what_is_conjugated_or_negated_when_read_is_compared_as_it_reads():
+    def body(world):
+        x = torch.tensor([1 + 2j, 3 - 4j])
+        for lazy in (x.conj(), torch._neg_view(x), x.conj().imag):
+            expect_alike(lazy if world.rank == 1 else lazy.clone(), WHOLE, world, "same")
+            with pytest.raises(CollectiveMismatch):
+                expect_alike(lazy + 1.0 if world.rank == 1 else lazy, WHOLE, world, "other")
+
+    rl.simulate(2, body)
+
+
 def test_ranks_that_differ_are_named_by_their_numbers_in_the_world():
     def body(world):
         with pytest.raises(CollectiveMismatch) as error:

@@ -32,11 +32,6 @@ def tag_of(x: Tensor) -> Tag | None:
     return getattr(x, "rankloom_tag", None)
 
 
-def version_of(x: Tensor) -> int:
-    """How often `x` was written in place; 0 in inference mode, where torch does not count."""
-    return 0 if x.is_inference() else x._version
-
-
 @torch.no_grad()
 def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
     """In debug mode: raise CollectiveMismatch, on all ranks, when `x` differs between ranks although `layout` is whole.
@@ -60,7 +55,7 @@ def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
 
 def _bits(x: Tensor) -> Tensor:
     """The bits of each element as an integer [n]."""
-    flat = x.contiguous().flatten()
+    flat = x.resolve_conj().resolve_neg().contiguous().flatten()
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
 
 

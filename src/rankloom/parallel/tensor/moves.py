@@ -14,7 +14,8 @@ from torch.autograd import Function
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
-from rankloom.parallel.tensor.compare import expect_alike, tag, version_of
+from rankloom.base.tensors import version_of
+from rankloom.parallel.tensor.compare import expect_alike, tag
 from rankloom.world.group import Group
 
 AXIS = "tensor"

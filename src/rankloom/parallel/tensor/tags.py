@@ -33,7 +33,8 @@ from torch.overrides import TorchFunctionMode
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, joined
-from rankloom.parallel.tensor.compare import Tag, expect_alike, tag, tag_of, version_of
+from rankloom.base.tensors import version_of
+from rankloom.parallel.tensor.compare import Tag, expect_alike, tag, tag_of
 from rankloom.parallel.tensor.holding import Holding, holdings
 from rankloom.parallel.tensor.moves import AXIS, BY_WIDTH, PARTIAL, WHOLE
 from rankloom.world.group import Group
