@@ -47,7 +47,7 @@ class FullySharded(nn.Module):
         self._sharding = sharding
         self._replica_guards = [ReplicaGuard(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
-        self._params = {name: param for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
+        self._params = {name: param for unit in sharding.units for name, param in unit.params.items()}
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
         self._frozen: set[str] = set()   # slices that have been frozen since
         self._compute = compute

@@ -99,6 +99,7 @@ class Sharding:
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
                  gathering: Gathering, frames: Frames, scale: float = 1.0, experts: ExpertReplicas | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
+        self.units = [unit for section in self.sections for unit in section.units]
         self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
                                       frames=frames, scale=scale)
         self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
@@ -158,20 +159,19 @@ class Sharding:
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for gradient in self.gradients():
             gradient.keep_used(anywhere)
-        for host in {unit.host for section in self.sections for unit in section.units if unit.host}:
+        for host in {unit.host for unit in self.units if unit.host}:
             host.wait()
         return totals, high == -low
 
     def wait_for_readers(self) -> None:
         """Before an update: where ranks share memory, wait until none reads the old values any more. There it is a collective."""
-        if any(unit.common for section in self.sections for unit in section.units):
+        if any(unit.common for unit in self.units):
             self.group.barrier(label="before the update")
 
     def expect_published(self, how: str, remedy: str) -> None:
         """Raise UnitError when slices were changed, but not published. how, remedy: for the message, see `Unit`"""
-        for section in self.sections:
-            for unit in section.units:
-                unit.expect_published(how, remedy)
+        for unit in self.units:
+            unit.expect_published(how, remedy)
 
     def owners(self) -> dict[str, nn.Parameter]:
         """The slices that an optimizer updates, under the plain names."""
@@ -179,9 +179,8 @@ class Sharding:
 
     def publish(self) -> None:
         """After an update of the slices: renew the parameters. Start to gather those that stay in memory."""
-        for section in self.sections:
-            for unit in section.units:
-                unit.publish()
+        for unit in self.units:
+            unit.publish()
         self._gather_kept()
 
     def _gather_kept(self) -> None:
@@ -192,7 +191,7 @@ class Sharding:
     @property
     def reshards(self) -> bool:
         """Whether parameters are released between forward and backward."""
-        return self.gathering.reshards and any(not unit.stays for section in self.sections for unit in section.units)
+        return self.gathering.reshards and any(not unit.stays for unit in self.units)
 
     @property
     def gathers_in_forward(self) -> bool:

@@ -58,7 +58,7 @@ def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> 
 
 def units_of(sharding: Sharding) -> dict[int, tuple[Unit, str]]:
     """The id of a parameter -> its unit, and its name there; a tied one may have several in a state dict."""
-    return {id(param): (unit, name) for section in sharding.sections for unit in section.units for name, param in unit.params.items()}
+    return {id(param): (unit, name) for unit in sharding.units for name, param in unit.params.items()}
 
 
 def _copy_of(value: Tensor) -> Tensor:
@@ -134,5 +134,5 @@ def _shown(shape: torch.Size | None) -> str:
 
 def owned_pieces(sharding: Sharding) -> dict[str, OwnedRun]:
     """What this rank owns of each trainable parameter."""
-    return {name: OwnedRun(name, slot.shape, *unit.layout.piece(name, unit.group.rank)) for section in sharding.sections
-            for unit in section.units if unit.trainable for slot in unit.layout.slots for name in [slot.name]}
+    return {slot.name: OwnedRun(slot.name, slot.shape, *unit.layout.piece(slot.name, unit.group.rank))
+            for unit in sharding.units if unit.trainable for slot in unit.layout.slots}

@@ -185,8 +185,7 @@ class ShardedPlacement:
 
     def held(self) -> tuple[int, int, int]:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""
-        units = [unit.held() for section in self.sharding.sections for unit in section.units]
-        cut = {id(param) for section in self.sharding.sections for unit in section.units for param in unit.params.values()}
+        units, cut = [unit.held() for unit in self.sharding.units], units_of(self.sharding)
         rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
         gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held()
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
