@@ -25,7 +25,7 @@ def copy_user_attributes(to: Tensor, frm: Tensor) -> None:
     vars(to).update(vars(frm))
 
 
-def is_hooked(param: nn.Parameter) -> bool:
+def is_hooked(param: Tensor) -> bool:
     """Whether the parameter has gradient hooks."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 

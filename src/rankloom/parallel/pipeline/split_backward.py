@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from rankloom.base.hooks import is_hooked
+
 
 class Product(NamedTuple):
     """The gradient of `weight` still to come: grad [..., O] by x [..., I]."""
@@ -76,12 +78,8 @@ def finish_products(products: list[Product]) -> None:
     """Add the products to the weights' gradients, as a backward would: hooks run. Without hooks, add in place."""
     for weight, grad, x in products:
         rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2).conj()   # conj is the identity for real numbers
-        if weight.grad is None or _has_hooks(weight):
+        if weight.grad is None or is_hooked(weight):
             torch.autograd.backward([weight], [rows @ columns])
         else:
             torch.addmm(weight.grad, rows, columns, out=weight.grad)
     products.clear()
-
-
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
