@@ -106,12 +106,9 @@ class RowLinear(nn.Module):
         return product(x, self.weight, bias, self.transposed)
 
 
-def gather_features_after(module: nn.Module, group: Group, label: str) -> None:
-    """All-gather the output of `module`, an embedding with this rank's features of every row.   sent: an all-gather of [..., W / p]"""
-    def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return redistribute(output, BY_WIDTH, WHOLE, group, label=label)
-
-    module.register_forward_hook(gather)
+def move_after(module: nn.Module, src: Layout, dst: Layout, group: Group, label: str) -> None:
+    """Turn every output of `module` from layout `src` into `dst`.   sent: see `redistribute`"""
+    module.register_forward_hook(lambda _module, _args, output: redistribute(output, src, dst, group, label=label))
 
 
 class TokenDropout(nn.Dropout):
@@ -126,18 +123,6 @@ class TokenDropout(nn.Dropout):
         rank, ranks = self.part
         whole = x.new_ones((*x.shape[:-2], ranks * x.shape[-2], x.shape[-1])) if self.training and self.p else x
         return x if whole is x else x * super().forward(whole).chunk(ranks, dim=-2)[rank]
-
-
-def gather_tokens_after(module: nn.Module, group: Group, out: Layout, label: str) -> None:
-    """All-gather the output of `module`, a norm that runs on this rank's tokens.
-
-    out:  GRAD_PARTIAL before split layers, WHOLE before layers that all ranks compute alike
-    sent: an all-gather of its output; backward, with GRAD_PARTIAL, a reduce-scatter of its gradient
-    """
-    def gather(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return redistribute(output, BY_TOKENS, out, group, label=label)
-
-    module.register_forward_hook(gather)
 
 
 def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
@@ -171,11 +156,8 @@ def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
 
         return tuple(map(apart, args)), {name: apart(value) for name, value in kwargs.items()}
 
-    def add_up(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return redistribute(output, PARTIAL, WHOLE, group, label=label)
-
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(add_up)
+    move_after(module, PARTIAL, WHOLE, group, label)
 
 
 @dataclass(slots=True)

@@ -36,8 +36,7 @@ from rankloom.parallel.tensor.layers import (
     ColumnLinear,
     RowLinear,
     TokenDropout,
-    gather_features_after,
-    gather_tokens_after,
+    move_after,
     split_tokens_before,
     sum_over_experts,
 )
@@ -282,7 +281,7 @@ def embedding(site: Site, *, by_rows: bool) -> None:
     else:
         spans = cut_evenly(shape[1], group.size, site.name)
         holding = Holding(shape, _length(spans), 1, spans)
-        gather_features_after(source, group, site.name)
+        move_after(source, BY_WIDTH, WHOLE, group, site.name)   # sent: an all-gather of [..., W / p]
         declare(source, Ends(gives=WHOLE))
     hold(source, "weight", holding)
     source.weight = site.cutting.cut(source, "weight", holding)
@@ -332,9 +331,13 @@ def partial_gradients(site: Site) -> None:
 
 
 def between_tokens(site: Site, *, out: Layout = GRAD_PARTIAL) -> None:
-    """sequence_parallel, and sequence_parallel_rep."""
+    """sequence_parallel, and sequence_parallel_rep: a norm that runs on this rank's tokens.
+
+    out:  GRAD_PARTIAL before split layers, WHOLE before layers that all ranks compute alike
+    sent: an all-gather of its output; backward, with GRAD_PARTIAL, a reduce-scatter of its gradient
+    """
     partial_gradients(site)
-    gather_tokens_after(site.module, site.group, out, f"tokens after {site.name}")
+    move_after(site.module, BY_TOKENS, out, site.group, f"tokens after {site.name}")
     declare(site.module, Ends(BY_TOKENS, out))
 
 
