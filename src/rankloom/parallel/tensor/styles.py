@@ -179,18 +179,20 @@ def _linear(site: Site, word: str) -> bool:
     return transposed
 
 
-def _of_outputs(site: Site, transposed: bool, length: int, spans: Spans, is_partial: bool = False) -> dict[str, Holding]:
-    weight, bias = site.module.weight, site.module.bias
-    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
-    return held if bias is None else held | {"bias": Holding(tuple(bias.shape), length, 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
-
-
 def _length(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans[0])
 
 
-def _ends_of_column(weight: nn.Parameter, transposed: bool, enter: Entrance | None, gives: Layout = BY_WIDTH) -> Ends:
-    return Ends(WHOLE if enter else GRAD_PARTIAL, gives, width=weight.shape[0 if transposed else 1])
+def _cut_outputs(site: Site, transposed: bool, length: int, spans: Spans, *, is_partial: bool = False, gathers: int = 0) -> None:
+    """Put this rank's output features of a linear layer in its place. length: of a rank's part; gathers: see `ColumnLinear`"""
+    cutting, weight, bias = site.cutting, site.module.weight, site.module.bias
+    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
+    if bias is not None:
+        held["bias"] = Holding(tuple(bias.shape), length, 0, spans, is_partial)   # type: ignore[arg-type, union-attr]
+    kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
+    parts, enter = site.parts(held), cutting.entrance(site.parent)
+    ends = Ends(WHOLE if enter else GRAD_PARTIAL, WHOLE if gathers else BY_WIDTH, width=parts[0].shape[0 if transposed else 1])
+    site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=gathers, label=site.name), held, ends)
 
 
 def column(site: Site, *, gathers: bool = False) -> None:
@@ -209,11 +211,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
             _expect_one_matrix(site, features, siblings)
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
-    held = _of_outputs(site, transposed, length, spans, is_partial)
-    kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
-    parts, enter = site.parts(held), cutting.entrance(site.parent)
-    site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=features if gathers else 0, label=site.name), held,
-                 _ends_of_column(parts[0], transposed, enter, WHOLE if gathers else BY_WIDTH))
+    _cut_outputs(site, transposed, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
 
 
 def _expect_one_matrix(site: Site, features: int, siblings: list[int]) -> None:
@@ -242,11 +240,7 @@ def packed_column(site: Site, *, qkv: bool) -> None:
         cutting.heads[site.parent] = [Cut(count, count // ranks, heads.width) for count in (heads.query, key_values or heads.query)]
     else:
         spans = cut_evenly(features, ranks, site.name, parts=2)
-    held = _of_outputs(site, transposed, _length(spans), spans)
-    kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
-    parts, enter = site.parts(held), cutting.entrance(site.parent)
-    site.replace(kind(*parts, site.group, enter, transposed=transposed, gathers=0, label=site.name), held,
-                 _ends_of_column(parts[0], transposed, enter))
+    _cut_outputs(site, transposed, _length(spans), spans)
 
 
 def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
