@@ -11,14 +11,12 @@ off the notes, and returns the weight gradients, because the weights are inputs 
 The bytes are those of the plain path, in `pieces` times the messages. Read layers.py and moves.py before this file.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
 from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_even
@@ -117,17 +115,8 @@ class OverlappedRowLinear(RowLinear):
         """x: [..., tokens, in / p] -> [..., tokens, out], summed; or this rank's tokens of it."""
         if self.group.size == 1:
             return super().multiply(x)
-        x, weight = _cast(x, self.weight)
-        way = _Pieces(self.group, self.out, self.pieces, self.transposed, self.label)
-        y: Tensor = _Row.apply(x, weight, way)   # type: ignore[no-untyped-call]
+        y: Tensor = _Row.apply(*_cast(x, self.weight), self)   # type: ignore[no-untyped-call]
         return y
-
-
-class _Pieces:
-    """How a row-cut product is cut into pieces of tokens."""
-
-    def __init__(self, group: Group, out: Layout, pieces: int, transposed: bool, label: str):
-        self.group, self.by_tokens, self.pieces, self.transposed, self.label = group, out == BY_TOKENS, pieces, transposed, label
 
     def views(self, x: Tensor, ranks: int) -> list[Tensor]:
         """Pieces of the tokens of x [..., ranks x tokens, n], each with its share of the tokens of every rank: [ranks, ..., share, n]."""
@@ -136,12 +125,14 @@ class _Pieces:
 
 class _Row(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, way: _Pieces) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: OverlappedRowLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.way = way
         group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
-        if not way.by_tokens:
-            rows = _each(way, x.flatten(0, -2).tensor_split(way.pieces), multiply)
+        if way.out != BY_TOKENS:   # each piece is all-reduced while the next is multiplied
+            handles = [group.all_reduce(multiply(part), label=f"{way.label}: forward", async_op=True)
+                       for part in x.flatten(0, -2).tensor_split(way.pieces) if part.shape[0]]
+            rows = torch.cat([handle.wait() for handle in handles])
             return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # not a view: models may add to it in place
         expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
         handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{way.label}: forward", async_op=True)
@@ -151,8 +142,8 @@ class _Row(Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        way: _Pieces = ctx.way
-        if not way.by_tokens:
+        way: OverlappedRowLinear = ctx.way
+        if way.out != BY_TOKENS:
             return _input_gradient(slope, weight, way.transposed), _weight_gradient(slope, x, way.transposed), None
         parts = [part.contiguous() for part in way.views(slope, 1)]
         handles = [way.group.all_gather(part, label=f"{way.label}: backward", async_op=True) for part in parts]
@@ -162,15 +153,6 @@ class _Row(Function):
             grad_part.copy_(_input_gradient(came, weight, way.transposed))
             grad_weight += _weight_gradient(came, x_part, way.transposed)
         return grad_x, grad_weight, None
-
-
-def _each(way: _Pieces, parts: Any, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """The products of all parts, concatenated; each is all-reduced while the next is computed."""
-    handles = []
-    for part in parts:
-        if part.shape[0]:
-            handles.append(way.group.all_reduce(multiply(part), label=f"{way.label}: forward", async_op=True))
-    return torch.cat([handle.wait() for handle in handles])
 
 
 def _input_gradient(slope: Tensor, weight: Tensor, transposed: bool) -> Tensor:
