@@ -18,7 +18,7 @@ from rankloom.models.pieces import BeforeOutput, gpt_loss, gpt_pieces
 from rankloom.parallel.pipeline.cut import Piece, balance
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.layers import layer_pieces
-from rankloom.train.precision import Precision, cast_outputs
+from rankloom.train.precision import Precision, cast_floats_in
 
 WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
 
@@ -102,7 +102,7 @@ class ChosenPipe:
 
 def _in_format(loss: Loss, precision: Precision, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
     """The loss of the model's output, cast to the output format."""
-    return loss(output if isinstance(output, BeforeOutput) else cast_outputs(output, precision), microbatch)
+    return loss(output if isinstance(output, BeforeOutput) else cast_floats_in(output, precision.output), microbatch)
 
 
 def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:

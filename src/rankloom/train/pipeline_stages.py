@@ -42,7 +42,7 @@ from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.expert_books import StagedExpertBooks
 from rankloom.train.pipe import ChosenPipe
-from rankloom.train.precision import UNMEASURED, cast_inputs
+from rankloom.train.precision import UNMEASURED, cast_floats_in
 from rankloom.train.sharded import SplitPlacement
 from rankloom.world.group import Group
 
@@ -344,6 +344,6 @@ class PipelineEngine(Engine):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
         own = self.placement.local.turn.own(*piece)
-        called = cast_inputs(own[0], self.settings.precision)
+        called = cast_floats_in(own[0], self.settings.precision.compute)   # the model, with its hook, is never called
         self.placement.local.turn.note(called)
         return called, own

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
+from functools import partial
 from math import log2
 from types import NoneType
 from typing import Any
@@ -120,25 +121,13 @@ def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_activations(model: nn.Module, precision: Precision) -> None:
     """Add hooks: inputs are cast to the compute dtype, outputs to the output dtype; `full` modules compute in the master dtype."""
     if precision.compute is not None:
-        model.register_forward_pre_hook(_CastInputs(precision.compute), with_kwargs=True)
+        model.register_forward_pre_hook(partial(_cast_given, precision.compute), with_kwargs=True)
         for name, module in model.named_modules():
             if precision.master is not None and any(fnmatch(name, pattern) for pattern in precision.full):
-                module.register_forward_pre_hook(_CastInputs(precision.master), with_kwargs=True)
-                module.register_forward_hook(_CastOutputs(precision.compute))
+                module.register_forward_pre_hook(partial(_cast_given, precision.master), with_kwargs=True)
+                module.register_forward_hook(partial(_cast_returned, precision.compute))
     if precision.output is not None:
-        model.register_forward_hook(_CastOutputs(precision.output))
-
-
-def cast_inputs(values: Any, precision: Precision) -> Any:
-    """Cast a model's inputs, nested in any way, as its hook does: for pipeline stages, where the model itself is never called."""
-    dtype = precision.compute
-    return values if dtype is None else _cast_floats_in(values, dtype)
-
-
-def cast_outputs(values: Any, precision: Precision) -> Any:
-    """Cast a model's outputs, the same way."""
-    dtype = precision.output
-    return values if dtype is None else _cast_floats_in(values, dtype)
+        model.register_forward_hook(partial(_cast_returned, precision.output))
 
 
 @contextmanager
@@ -228,29 +217,19 @@ def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class _CastInputs:
-    """Casts floating inputs to `dtype`; token ids stay integers."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (tuple(_cast_floats_in(value, self.dtype) for value in args),
-                {key: _cast_floats_in(value, self.dtype) for key, value in kwargs.items()})
+def _cast_given(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...],
+                kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(cast_floats_in(value, dtype) for value in args), {key: cast_floats_in(value, dtype) for key, value in kwargs.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _CastOutputs:
-    """Casts all floating tensors of an output, nested in any way."""
-
-    dtype: torch.dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast_floats_in(output, self.dtype)
+def _cast_returned(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast_floats_in(output, dtype)
 
 
-def _cast_floats_in(value: Any, dtype: torch.dtype) -> Any:
-    """The same nesting (torch's pytree, dicts, dataclasses) with floats cast. A value with nothing to cast is returned itself."""
+def cast_floats_in(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same nesting (torch's pytree, dicts, dataclasses) with floats cast; None: none is. A value with nothing to cast stays itself."""
+    if dtype is None:
+        return value
     found, nesting = tree_flatten(value)
     changed = [_cast_leaf(leaf, dtype) for leaf in found]
     return tree_unflatten(changed, nesting) if any(new is not old for new, old in zip(changed, found)) else value
@@ -265,7 +244,7 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
         held, put = {field.name: getattr(value, field.name) for field in fields(value)}, object.__setattr__   # frozen dataclasses too
     else:
         return value
-    cast = {key: _cast_floats_in(part, dtype) for key, part in held.items()}
+    cast = {key: cast_floats_in(part, dtype) for key, part in held.items()}
     if all(cast[key] is part for key, part in held.items()):
         return value
     changed = copy.copy(value)   # with its other attributes
