@@ -21,12 +21,12 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     group: ranks with equal flats, which share the work above SHARE_NORM_ABOVE; None: this rank does all
     sent:  an all-reduce of one number, if shared
     """
-    shared = group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE
-    parts = [flat.tensor_split(group.size)[group.rank] for flat in flats] if group is not None and shared else flats
-    if not parts:   # a rank whose pieces are all empty
+    if group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE:
+        share = global_norm([flat.tensor_split(group.size)[group.rank] for flat in flats])
+        return group.all_reduce(share.square(), label="gradient norm").sqrt()
+    if not flats:   # a rank whose pieces are all empty
         return torch.zeros((), dtype=torch.float64)
-    norm = torch.linalg.vector_norm(norms_of(parts))
-    return group.all_reduce(norm.square(), label="gradient norm").sqrt() if group is not None and shared else norm
+    return torch.linalg.vector_norm(norms_of(flats))
 
 
 @torch.no_grad()
