@@ -163,7 +163,6 @@ class GradientReducer:
         # No bucket: in the first backward, and always for embeddings sent by rows, gradients stay where autograd made them.
         self._arrivals.note(name, param, owner)
         if owner is not param:
-            assert param.grad is not None, f"{name}: hook without a gradient"
             owner.grad = param.grad.to(owner.dtype) if owner.grad is None else owner.grad.add_(param.grad)
             param.grad = None
 

@@ -101,7 +101,7 @@ class Sharding:
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.units = [unit for section in self.sections for unit in section.units]
         self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
-                                      frames=frames, scale=scale)
+                                   frames=frames, scale=scale)
         self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
         self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)

@@ -14,7 +14,6 @@ stay. Read blocks.py before this file.
 source: Rhu et al. 2016 (vDNN)
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -154,16 +153,13 @@ class Visit:
 
     def leave(self) -> None:
         """Free the device memory of the copied storages."""
-        for parcel in self._alive():
+        for parcel in list(self._parcels.values()):
             parcel.leave()
 
     def come_back(self) -> None:
         """Start the copies back to the device."""
-        for parcel in self._alive():
+        for parcel in list(self._parcels.values()):
             parcel.come_back()
-
-    def _alive(self) -> Iterable["Parcel"]:
-        return list(self._parcels.values())
 
 
 class Parcel:

@@ -230,7 +230,7 @@ class CanonicalShardedPlacement(ShardedPlacement):
 class SplitPlacement(ShardedPlacement):
     """Slices of a model whose layers are split over tensor and expert ranks (parallel/model_split.py).
 
-    everyone: the ranks that hold different elements: along shard, tensor and expert
+    everyone: the ranks that hold different elements: along `PART_AXES` (split_model.py)
     """
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit):

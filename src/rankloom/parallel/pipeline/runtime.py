@@ -69,8 +69,8 @@ class Pipeline:
         self._expect_fit()
         # Kind of action -> method. `record_step` wraps these with a clock.
         self.do = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
-                    "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
-                    "GATHER": self._call_hook, "REDUCE": self._call_hook}
+                   "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
+                   "GATHER": self._call_hook, "REDUCE": self._call_hook}
         self._tied = [each for each in tied if len({self.schedule.owner[stage] for stage, _ in each}) > 1]
         self._messages = Messages(group, self.schedule, self._expects)
         self._step: Sequence[MicroBatch] = ()
