@@ -32,7 +32,7 @@ from rankloom.world.transport.codes import (
     TIMED_OUT,
     WRONG_LENGTH,
 )
-from rankloom.world.transport.meet import cores_of, map_together
+from rankloom.world.transport.meet import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
 
 KERNELS: dict[str, Any] = {}   # the best first
@@ -55,13 +55,13 @@ class Channel:
     ranks: the numbers of the group's ranks in the world, for error messages
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, neighbours: Sequence[int], timeout: float,
-                 ranks: Sequence[int] | None = None, name: str = "world"):
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float, ranks: Sequence[int] | None = None,
+                 name: str = "world"):
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
         self.closed = False
-        self._memory, kernel = map_together(store, neighbours, neighbours[rank], KERNELS, timeout)
-        crowded = size > cores_of(store, neighbours)
+        self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout)
+        crowded = size > cores
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
         weakref.finalize(self, self.link.leave)   # also at the end of the process: before the memory is unmapped, as `leave` uses it

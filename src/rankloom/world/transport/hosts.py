@@ -39,7 +39,7 @@ class HostsChannel(Channel):
         self.ranks, self.closed = tuple(ranks or range(self.size)), False
         node = neighbours.on_host_of(self.rank)
         self.inside = Channel(dist.PrefixStore(f"host of {node[0]}", store), node.index(self.rank), len(node), timeout=timeout,
-                              neighbours=range(len(node)), ranks=[self.ranks[rank] for rank in node], name=name)
+                              ranks=[self.ranks[rank] for rank in node], name=name)
         self.link = HostsLink(store, neighbours, self.inside, timeout)
         weakref.finalize(self, self.link.leave)
         self.call(BARRIER)

@@ -171,15 +171,15 @@ class Mapping(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
-def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, str]:
-    """Map the same new memory in all ranks of `neighbours`. The first of them creates it, and chooses the kernel that all use.
+def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, str, int]:
+    """Map the same new memory in all ranks. Rank 0 creates it, and chooses the kernel that all use: its first.
 
-    kernels: the kernels of this process, by name; the first one of the first rank is used
+    kernels: the kernels of this process, by name
+    returns: the memory, the kernel, and how many different cores the ranks may use; each rank may be pinned to some
     raises:  ConfigError if this process lacks that kernel, MemoryError if memory is short; if either happens, RankLost on all others
     """
-    leader = neighbours[0]
     try:
-        mapping, descriptor, kernel = (_create if rank == leader else _join)(store, neighbours, rank, kernels, timeout)
+        mapping, descriptor, kernel = _join(store, rank, size, kernels, timeout) if rank else _create(store, size, kernels)
     except Exception as error:   # not hidden: the ranks that wait are told
         with contextlib.suppress(RuntimeError, dist.DistError):   # if the store is gone, the others notice that themselves
             for what in ("memory", "mapped"):
@@ -187,29 +187,28 @@ def map_together(store: dist.Store, neighbours: Sequence[int], rank: int, kernel
         raise
     store.set(f"mapped/{rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     try:
-        _hear(store, "mapped", neighbours, rank, timeout)
+        cores = _hear(store, "mapped", range(size), rank, timeout)
     finally:
         os.close(descriptor)   # not needed any more
-    return mapping, kernel
+    return mapping, kernel, len(set().union(*cores))
 
 
-def _create(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
+def _create(store: dist.Store, size: int, kernels: dict[str, Any]) -> tuple[Mapping, int, str]:
     kernel = next(iter(kernels))
-    nbytes = kernels[kernel].segment_size(len(neighbours))
+    nbytes = kernels[kernel].segment_size(size)
     expect_memory(nbytes)
     descriptor = create_memory(nbytes)
     mapping = map_memory(descriptor, nbytes)
-    store.set(f"memory/{rank}", json.dumps([os.getpid(), descriptor, kernel]))
+    store.set("memory/0", json.dumps([os.getpid(), descriptor, kernel]))
     return mapping, descriptor, kernel
 
 
-def _join(store: dist.Store, neighbours: Sequence[int], rank: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
-    leader = neighbours[0]
-    pid, number, kernel = _hear(store, "memory", [leader], rank, timeout)[0]
+def _join(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
+    pid, number, kernel = _hear(store, "memory", [0], rank, timeout)[0]
     if kernel not in kernels:
-        raise ConfigError(f"rank {rank}: rank {leader} uses the part of rankloom written in {kernel}, which this installation lacks; "
+        raise ConfigError(f"rank {rank}: rank 0 uses the part of rankloom written in {kernel}, which this installation lacks; "
                           "install both alike (a C compiler must be there)")
-    nbytes = kernels[kernel].segment_size(len(neighbours))
+    nbytes = kernels[kernel].segment_size(size)
     descriptor = open_memory(pid, number, nbytes)
     return map_memory(descriptor, nbytes), descriptor, kernel
 
@@ -231,8 +230,3 @@ def _hear(store: dist.Store, what: str, ranks: Sequence[int], rank: int, timeout
         if isinstance(problem, str):
             raise RankLost(f"rank {rank}: rank {other} could not share memory: {problem}")
     return told
-
-
-def cores_of(store: dist.Store, neighbours: Sequence[int]) -> int:
-    """How many different cores the ranks may use, after `map_together`; each rank may be pinned to some."""
-    return len({core for rank in neighbours for core in json.loads(store.get(f"mapped/{rank}"))})

@@ -388,7 +388,7 @@ def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Seq
     if len(neighbours.nodes) > 1:
         spread = HostsChannel(store, neighbours, timeout=timeout, ranks=ranks, name=name)
         return SharedMemoryGroup(store, rank, size, spread, HostsBuffers(spread))
-    channel = Channel(store, rank, size, neighbours=range(size), timeout=timeout, ranks=ranks, name=name)
+    channel = Channel(store, rank, size, timeout=timeout, ranks=ranks, name=name)
     return SharedMemoryGroup(store, rank, size, channel, Buffers(channel))
 
 
