@@ -342,9 +342,9 @@ def test_one_thread_moves_the_bytes_of_all_groups_of_a_process_and_a_fork_has_it
     subprocess.run([sys.executable, "-c", BYTES_MOVED_BY], check=True)
 
 
-def test_operators_of_torch_have_their_python_objects_before_there_are_threads():
+@pytest.mark.parametrize("operator", [torch.ops.aten.sinc, torch.ops.c10d.monitored_barrier_], ids=str)   # hardly used
+def test_operators_of_torch_have_their_python_objects_before_there_are_threads(operator):
     """Two threads that each make one leave torch with one that is freed; the process died of it, once in many runs."""
-    operator = torch.ops.aten.sinc
     vars(operator).pop("default", None)
     _resolve_operators.cache_clear()
     assert rl.simulate(2, lambda world: "default" in vars(operator)) == [True, True]

@@ -119,8 +119,7 @@ def _resolve_operators() -> None:
     torch creates each object when a dispatch mode (recompute, the first deterministic step) first sees the operator. If two threads do
     so at once, each creates one, and one of the two is freed. torch may have kept the freed one: then the process crashes.
     """
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in torch._C._dispatch_get_all_op_names():   # those of torch.distributed (c10d) among them
         namespace, _, operator = name.partition("::")
         operator, _, overload = operator.partition(".")
-        if namespace == "aten":
-            getattr(getattr(torch.ops.aten, operator, None), overload or "default", None)
+        getattr(getattr(getattr(torch.ops, namespace), operator, None), overload or "default", None)
