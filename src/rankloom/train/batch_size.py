@@ -49,7 +49,7 @@ def solve_batch(
 def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
     """Solve for `local`."""
     local, left = divmod(global_, ranks * accumulate)
-    if left or not local:
+    if left:   # so it is for a global batch that is too small
         raise BatchError(f"{asked} has no solution: {global_} does not divide by {ranks} x {accumulate}; "
                          f"take a multiple of {ranks * accumulate}, or other ranks or accumulate")
     return Batch(local, accumulate, global_)
@@ -58,7 +58,7 @@ def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:
 def _accumulated(asked: str, local: int, ranks: int, accumulate: int | None, global_: int) -> Batch:
     """Solve for `accumulate`, or check the one that is given."""
     needed, left = divmod(global_, local * ranks)
-    if left or not needed:
+    if left:
         raise BatchError(f"{asked} has no solution: {global_} does not divide by {local} x {ranks}; "
                          f"take a multiple of {local * ranks}, or another local_batch_size")
     if accumulate is not None and accumulate != needed:

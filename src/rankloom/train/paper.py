@@ -93,13 +93,10 @@ def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
 
 
 def _parameter(piece: OwnedRun, split: ModelSplit | None) -> ParameterPart:
-    local = whole = tuple(piece.shape)
-    spans: list[tuple[Span, ...]]
-    if split is None:
-        spans = [(Span(0, length),) for length in whole]
-    else:
-        whole = tuple(split.whole_shape(piece.name, piece.shape))
-        spans = [(Span(0, length),) for length in whole]
+    local = tuple(piece.shape)
+    whole = local if split is None else tuple(split.whole_shape(piece.name, piece.shape))
+    spans: list[tuple[Span, ...]] = [(Span(0, length),) for length in whole]
+    if split is not None:
         holding = split.held[piece.name]
         if holding.dim is not None:
             spans[holding.dim] = holding.spans[split.tensor.rank]

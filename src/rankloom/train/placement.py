@@ -43,10 +43,6 @@ class Placement(Protocol):
         """Plain name of a parameter -> the tensor that the optimizer updates."""
 
     @property
-    def group(self) -> Group:
-        """The ranks that hold the pieces of the parameters."""
-
-    @property
     def waited(self) -> float:
         """Seconds spent waiting for communication so far."""
 

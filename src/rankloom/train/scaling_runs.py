@@ -36,9 +36,9 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     """
     batch = config.batch()
     if weak:
-        sizes = {"local_batch_size": batch.local, "accumulate": batch.accumulate, "global_batch_size": "none"}
+        sizes = {"local_batch_size": batch.local, "accumulate": batch.accumulate, "global_batch_size": None}
     else:
-        sizes = {"local_batch_size": "none", "accumulate": config.train.accumulate, "global_batch_size": batch.global_}
+        sizes = {"local_batch_size": None, "accumulate": config.train.accumulate, "global_batch_size": batch.global_}
     if config.train.deterministic:
         sizes["accumulate"] = None
     train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
