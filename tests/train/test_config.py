@@ -149,6 +149,9 @@ def test_the_warm_up_of_a_file_ends_with_a_run_that_is_made_shorter(file):
         warmup("--train.steps=20", "--schedule.warmup_steps=30")
     with pytest.raises(ConfigError, match="steps = 0"):
         warmup("--train.steps=0")
+    assert warmup("--train.steps=none") == 100
+    with pytest.raises(ConfigError, match=r"\[train\]: must be a section"):
+        load_config(file("train = 3\n[schedule]\nwarmup_steps = 100\n"), ["--train.steps=5"])
 
 
 def test_every_wrong_key_has_its_line_in_the_one_error(file):

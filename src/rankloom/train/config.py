@@ -157,10 +157,11 @@ def _lay_over(table: Table, flag: Override) -> None:
 
 def _shorten_warm_up(table: Table) -> None:
     """Let the warm-up end with the run, at the latest: the file's may be for a longer run."""
-    section, steps = table.get("schedule"), table["train"]["steps"]
-    warmup = section.get("warmup_steps") if isinstance(section, dict) else None
+    schedule, train = table.get("schedule"), table.get("train")
+    warmup, steps = (section.get(key) if isinstance(section, dict) else None
+                     for section, key in ((schedule, "warmup_steps"), (train, "steps")))
     if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
-        table["schedule"] = section | {"warmup_steps": steps}   # type: ignore[operator]
+        table["schedule"] = schedule | {"warmup_steps": steps}   # type: ignore[operator]
 
 
 def _with_stage(table: Table) -> Table:
