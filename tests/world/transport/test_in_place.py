@@ -214,6 +214,16 @@ def test_common_memory_is_given_back_with_the_last_view_of_it():
     assert rl.simulate(2, body, backend="rankloom") == [(2, 0)] * 2   # two mappings, for both ranks are this process
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_of_one_dim_may_be_asked_for_by_its_length(backend):
+    world = make_ranks(backend, 2)
+    try:
+        for shape in world.run(lambda rank: [world.groups[rank].buffer(n).shape for n in (5, (5,), [5], 0)]):
+            assert shape == [(5,), (5,), (5,), (0,)]
+    finally:
+        world.close()
+
+
 def test_a_buffer_may_be_found_by_the_collector_while_others_are_given_back():
     """It lies in a cycle, as that of an engine does: the first container that is made after it was dropped finds it."""
     class Engine:

@@ -41,11 +41,12 @@ class DeviceGroup(SharedMemoryGroup):
         weakref.finalize(self, device.finish)   # also when Python ends: others wait for what this rank has submitted
         threading.Thread(target=_watch, args=(weakref.ref(self._flags),), name="rankloom-watch", daemon=True).start()
 
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros that all ranks map: an all-reduce sums it in place. Every rank must ask for the same.
 
         raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
         """
+        shape = (shape,) if isinstance(shape, int) else shape
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device=self._device.device)

@@ -100,9 +100,9 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor that all ranks map: collectives read and write it in place. Every rank must ask for the same."""
-        return self._buffers.new(shape, dtype)
+        return self._buffers.new((shape,) if isinstance(shape, int) else shape, dtype)
 
     def common_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """A flat tensor, one for all ranks, or None if they are on several hosts. Every rank must ask for the same."""

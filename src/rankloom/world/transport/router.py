@@ -88,9 +88,9 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         """The description that torch gave the group."""
         return self.cpu.getGroupDesc()
 
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """A tensor of zeros that all ranks map, if there is such memory. Every rank must ask for the same."""
-        device = torch.device(device)
+        shape, device = (shape,) if isinstance(shape, int) else shape, torch.device(device)
         if device.type == "cpu":
             return self.cpu.buffer(shape, dtype)
         carrier = self.carrier(device)
