@@ -165,7 +165,7 @@ def _shorten_warm_up(table: Table) -> None:
 
 
 def _with_stage(table: Table) -> Table:
-    """The table with the stage that it leaves out: 3 where ranks share parameters, as only that makes them share all that they can."""
+    """The table with stage 3, where it names several ranks to share parameters and no stage: at less they would share less, or nothing."""
     mesh, train = table.get("mesh"), table.get("train")
     shard = mesh.get("shard") if isinstance(mesh, dict) else None
     if isinstance(train, dict) and "stage" not in train and isinstance(shard, int) and shard > 1:

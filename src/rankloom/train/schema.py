@@ -171,7 +171,7 @@ class Train(ConfigSection):
     precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; master weights are fp32, or fp64
     deterministic: bool | Count = False   # same bits on any number of ranks; true: 8 logical shards; a number: that many
     threads: Count | None = None            # CPU threads per rank; left out: as set by the launcher or torch
-    stage: Stage = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too; left out: 3 if shard is not 1
+    stage: Stage = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too; left out: 3 if shard > 1
     recompute: str = NONE               # none, selective, full, or the bytes that activations may take: 24 GiB
     offload: bool = False              # stages 1 to 3: shards, gradients and optimizer state in host memory; the optimizer on the CPU
     offload_activations: bool = False   # what blocks keep for backward is moved to host memory until then

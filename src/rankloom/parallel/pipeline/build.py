@@ -40,9 +40,10 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     if example is None and memory is not None:
         raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
     measured = None if example is None else measure_pieces(pieces, example, loss, group)
-    costs = None if measured is None else stage_costs(measured, sizes_by_measure(measured, stages, memory))
+    sizes = None if measured is None else sizes_by_measure(measured, stages, memory)
+    costs = None if measured is None or sizes is None else stage_costs(measured, sizes)
     runs = send_gradients_first(named_schedule(schedule, stages, microbatches, chunks, costs))
-    modules = make_stages(pieces, balance([1.0] * len(pieces), stages) if measured is None else sizes_by_measure(measured, stages, memory))
+    modules = make_stages(pieces, sizes or balance([1.0] * len(pieces), stages))
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
