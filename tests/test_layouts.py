@@ -55,7 +55,7 @@ def test_the_command_prints_three_tables_and_saves_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1M on pipe 2 x shard 2 x tensor 2 = 8 ranks\n") and "\x1b" not in done.stdout
     assert "stage 3" in done.stdout and "bf16" in done.stdout, "what is assumed is told"
-    assert "embedding, blocks 0-1" in done.stdout and "[rows/tensor, cols]" in done.stdout and done.stdout.endswith("a.svg\n")
+    assert "embedding, blocks 0-2" in done.stdout and "[rows/tensor, cols]" in done.stdout and done.stdout.endswith("a.svg\n")
     ElementTree.fromstring((tmp_path / "a.svg").read_text())
 
 
@@ -72,7 +72,7 @@ def test_the_table_of_ranks_says_place_stage_rows_and_bytes():
     assert [row["host"] for row in ranks] == list("00001111")
     assert [row["pipe,\nshard,\ntensor"] for row in ranks] == [f"{p}, {s}, {t}" for p in (0, 1) for s in (0, 1) for t in (0, 1)]
     assert "stages" not in ranks[0], "a rank's place along pipe says it"
-    assert ranks[0]["modules"] == "embedding, blocks 0-1" and ranks[7]["modules"] == "blocks 2-3, norm, embedding"
+    assert ranks[0]["modules"] == "embedding, blocks 0-2" and ranks[7]["modules"] == "blocks 3, norm, embedding"
     assert [row["rows"] for row in ranks] == ["0-3", "0-3", "4-7", "4-7"] * 2, "micro-batches for the pipeline, one row each"
     assert [(row["axis"], row["groups of ranks"], row["between"]) for row in groups] == [
         ("pipe 2", "0, 4  |  1, 5  |  2, 6  |  3, 7", "2 hosts"), ("shard 2", "0, 2  |  1, 3  |  4, 6  |  5, 7", "ranks of a host"),

@@ -522,9 +522,3 @@ def test_a_loss_may_ask_a_model_in_stages_for_its_config_also_when_that_has_chan
 def test_a_batch_that_is_a_dict_is_refused():
     with pytest.raises(rl.BatchError, match="batches of two parts.*this is a dict"):
         rl.simulate(rl.Mesh(pipe=2), lambda w: prepare(w).step(dict(zip(("input_ids", "labels"), batches()[0]))))
-
-
-def test_our_gpt_with_a_loss_of_the_user_s_own_must_be_told():
-    model = rl.GPT(rl.GPTConfig(vocab_size=VOCAB, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=TOKENS))
-    with pytest.raises(rl.ConfigError, match="last piece of our GPT gives hidden states"):
-        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, copy.deepcopy(model), pipe="gpipe"))

@@ -118,7 +118,8 @@ def test_measuring_leaves_no_trace():
         model = made()
         model[1].noise = 0.5
         before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-        pipe = cut_by_measure(rl.Pipe(pieces=layers, example=batch()), model, loss, world, precision_named(None))
+        chosen = rl.Pipe.of(rl.Pipe(pieces=layers, example=batch()), model, loss, precision_named(None))
+        pipe = cut_by_measure(chosen, model, world)
         assert pipe.sizes == (5,) and torch.equal(torch.get_rng_state(), drawn)
         assert all(module.training for module in model.modules()) and all(param.grad is None for param in model.parameters())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -44,15 +44,19 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart
     return block(x, cos, sin, part=now)   # type: ignore[no-any-return]
 
 
-def gpt_loss(model: GPT) -> Callable[[BeforeOutput, Tensor], tuple[Tensor, Tensor]]:
-    """loss(BeforeOutput, targets [B, T]) -> (sum, count).
+def gpt_answer(model: GPT) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """answer(BeforeOutput, targets=None): what the model returns: logits [B, T, V]; with targets [B, T] (sum of the loss, count).
 
-    It does not include the auxiliary losses of routers: each stage takes those of its own layers.
+    The sum does not include the auxiliary losses of routers: each stage takes those of its own layers.
     """
     output, kernel = model.output, model.loss_kernel
 
-    def loss(given: BeforeOutput, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = output(*given, targets, kernel)
-        return total, count
+    def answer(given: BeforeOutput, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return output(*given, targets, kernel)   # type: ignore[no-any-return]
 
-    return loss
+    return answer
+
+
+def gpt_loss(model: GPT) -> Callable[..., Any]:
+    """loss(BeforeOutput, targets [B, T]) -> (sum, count): `gpt_answer`, where there are always targets."""
+    return gpt_answer(model)

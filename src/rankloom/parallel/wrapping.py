@@ -46,7 +46,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     if not found and policy != AUTO:
         kinds = sorted({type(module).__name__ for module in named.values()})
         raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
-    return [ROOT, *(name for name in found if name != ROOT and _has_parameters(named[name]))]
+    return [ROOT, *(name for name in found if name != ROOT and has_parameters(named[name]))]
 
 
 def _by_function(named: Mapping[str, nn.Module], asks: Any) -> list[str]:
@@ -110,7 +110,8 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
     return [name for name, _ in model.named_modules() if name in found]
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
+    """Whether it, or a module in it, has a parameter."""
     return next(module.parameters(), None) is not None
 
 

@@ -1,9 +1,10 @@
-"""Cut any model that is called with tokens and has its layers in one list, such as the decoders of `transformers`.
+"""Cut any model that has its layers in one list, such as the decoders of `transformers`.
 
 A piece is a call of the whole model in which only the piece's own modules compute. Its first layer takes the output of the piece before;
 layers of other pieces return their input; embeddings return zeros without memory. So positions, masks and all else that layers get come
 from the model's own code. Consecutive pieces of a stage run in one call. Which modules come before the layers and which after is observed
-in a call with a few tokens, not guessed from names. If the pieces in a row do not give the model's output for these, it is refused.
+in a trial call, with a few tokens or an example, not guessed from names. If the pieces in a row do not give the model's output there, it
+is refused.
 
 Read parallel/pipeline/cut.py before this file.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,32 +24,41 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
 from rankloom.parallel.pipeline.cut import Piece
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.wrapping import has_parameters, tensors_in
 
 Inputs = Callable[[], Any]
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
 
 
-def layer_pieces(model: nn.Module, inputs: Inputs | None = None) -> list[Piece]:
+def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = None) -> list[Piece]:
     """The modules before the layers, each layer, the modules after them: tokens [B, T] -> hidden [B, T, W] ... -> the model's output.
 
-    inputs: called by each piece: returns what the model is called with for the current micro-batch, a tensor or a tuple (tokens, mask),
-            known to every rank. Left out, pieces after the first call the model with zeros [B, T]: right where layers depend on the
-            number of tokens only
-    raises: ConfigError for a model that cannot be cut so, with the reason
+    inputs:  called by each piece: returns what the model is called with for the current micro-batch, a tensor or a tuple (tokens, mask),
+             known to every rank. Left out, pieces after the first call the model with zeros [B, T]: right where layers depend on the
+             number of tokens only
+    example: what the model can be called with, a tensor or a tuple. Left out, a few tokens
+    raises:  ConfigError for a model that cannot be cut so, with the reason
     """
-    layer_list, tokens = _list_of_layers(model), _trial_tokens(model)
-    with torch.no_grad(), evaluating(model), _zero_buffers(model, tokens.device):
-        roles, output = _find_roles(model, layer_list, tokens)
-        runs = [_PieceRange(model, roles, range(at, at + 1), inputs and (lambda: tokens)) for at in range(len(roles.layers) + 2)]
+    layer_list = _list_of_layers(model)
+    trial = _trial_tokens(model) if example is None else example
+    with torch.no_grad(), evaluating(model), _zero_buffers(model, next(tensors_in(trial)).device):
+        roles, output = _find_roles(model, layer_list, trial)
+        runs = [_PieceRange(model, roles, run, inputs and (lambda: trial)) for run in _ranges(roles)]
         _expect_all_in(runs, model)
-        value = tokens
+        value = trial
         for run in runs:
             value = _try(run, value, model)
         _expect_same(value, output, model)
     for run in runs:
         run.inputs = inputs
     return [(run.modules, run) for run in runs]
+
+
+def _ranges(roles: "_Roles") -> list[range]:
+    """Piece by piece; a front or back without modules is one with the layer beside it."""
+    layers = len(roles.layers)
+    starts = [0, *range(1 if roles.front else 2, layers + 1), *([layers + 1] if roles.back else [])]
+    return [range(start, stop) for start, stop in pairwise([*starts, layers + 2])]
 
 
 @contextmanager
@@ -64,9 +75,9 @@ def _zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
             buffers[key] = buffer
 
 
-def _try(call: Callable[..., Any], value: Tensor, model: nn.Module, **options: Any) -> Any:
+def _try(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
     try:
-        return call(value, **options)
+        return call(*value, **options) if isinstance(value, tuple) else call(value, **options)
     except Exception as error:
         raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
                           f"{type(error).__name__}: {error}; {ADVICE}") from error
@@ -91,8 +102,9 @@ class _Roles:
 
 
 def _list_of_layers(model: nn.Module) -> str:
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    """The name of the one `nn.ModuleList`, or else of the one `nn.Sequential`, that is in no other."""
+    lists = _outermost(model, nn.ModuleList)
+    outermost = lists or _outermost(model, nn.Sequential)
     if len(outermost) == 1:
         return outermost[0]
     found = f"{len(outermost)} lists of layers, {' and '.join(outermost)}" if outermost else "no list of layers"
@@ -100,16 +112,22 @@ def _list_of_layers(model: nn.Module) -> str:
                       f"expected; {ADVICE}")
 
 
+def _outermost(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    found = [name for name, module in model.named_modules() if isinstance(module, kind) and len(module._modules)]
+    return [name for name in found if not any(name != other and f".{name}.".startswith(f".{other}." if other else ".") for other in found)]
+
+
 def _trial_tokens(model: nn.Module) -> Tensor:
     """Tokens [1, T], T twice the number of heads: where a plan cuts tokens, any ranks that divide the heads divide them too."""
     tables = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if not tables:
-        raise ConfigError(f"{type(model).__name__} has no nn.Embedding, so it is not called with tokens; {ADVICE}")
+        raise ConfigError(f"{type(model).__name__} has no nn.Embedding, so it is not called with tokens: give a micro-batch to try it "
+                          f"with, pipe=rl.Pipe(example=...), or {ADVICE}")
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or 8
     return torch.arange(2 * heads, device=next(model.parameters()).device)[None] % min(tables)
 
 
-def _find_roles(model: nn.Module, layer_list: str, tokens: Tensor) -> tuple[_Roles, Any]:
+def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, Any]:
     """Call the model, and note the order in which it uses its modules. Returns their roles, and its output."""
     watched = {name: child for place in _path(layer_list) for name, child in _children(model, place).items()
                if name not in _path(layer_list)}
@@ -121,7 +139,7 @@ def _find_roles(model: nn.Module, layer_list: str, tokens: Tensor) -> tuple[_Rol
     hooks = [child.register_forward_hook(partial(note, name=name)) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
     try:
-        output = _try(model, tokens, model, **_options(model))
+        output = _try(model, trial, model, **_options(model))
     finally:
         for hook in hooks:
             hook.remove()
@@ -130,7 +148,7 @@ def _find_roles(model: nn.Module, layer_list: str, tokens: Tensor) -> tuple[_Rol
         raise ConfigError(f"{type(model).__name__} changes {changed} when it is called, and no stage can change what another has; {ADVICE}")
     layers = tuple(_children(model, layer_list))
     outputs = [given for name, _, given in calls if name in layers]
-    changes = {name for name, child in watched.items() if next(child.parameters(), None) is not None}
+    changes = {*layers, *(name for name, child in watched.items() if has_parameters(child))}
     changes |= {name for name, taken, given in calls if _shape(taken) and _shape(taken) == _shape(given)}
     order = [name for name, _, _ in calls if name in changes]
     roles = _Roles(layers, *_around(order, layers, type(model).__name__), tuple(name for name in watched if name not in changes),
@@ -302,8 +320,9 @@ class _PieceRange:
 
     def _zeros(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.arriving is not None, "the front is computed, not stood in for"
-        x = next(tensors_in((*args, *kwargs.values())))   # tokens; some models pass them by name
-        return self.arriving.new_zeros(()).expand(*x.shape[:2], self.arriving.shape[-1])
+        x = next(tensors_in((*args, *kwargs.values())))   # some models pass tokens by name
+        rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens
+        return self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
 
 
 def _identity(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

@@ -18,39 +18,34 @@ from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces
 from rankloom.parallel.pipeline.search import stages_a_rank
 from rankloom.train.batches import map_tensors
 from rankloom.train.dropout import DropoutKey
-from rankloom.train.pipe import Pipe, WholeLoss
+from rankloom.train.pipe import ChosenPipe
 from rankloom.train.pipeline_stages import Turn, pieces_for
-from rankloom.train.precision import Precision
 from rankloom.world.connect import World
 
 
-def cut_by_measure(asked: Pipe | str | None, model: nn.Module, loss: WholeLoss, world: World, precision: Precision) -> Pipe | str | None:
-    """`asked`, with the sizes of its stages if it has an example to measure with. A collective then, for all ranks to cut alike.
+def cut_by_measure(chosen: ChosenPipe, model: nn.Module, world: World) -> ChosenPipe:
+    """`chosen`, with the sizes of its stages if it has an example to measure with. A collective then, for all ranks to cut alike.
 
-    loss:   that of one process
-    raises: ConfigError for a model without values, an example that is no batch of two parts, or no cut within its memory
+    raises: ConfigError for a model without values, or no cut within its memory
     """
-    if not isinstance(asked, Pipe) or asked.example is None:
-        return asked
+    if chosen.example is None:
+        return chosen
     if world.device.type == "meta" or any(param.is_meta for param in model.parameters()):
         raise ConfigError("pipe=rl.Pipe(example=...): a model on the meta device has no values to measure with; give `sizes`, how many "
                           "pieces each stage gets")
-    if not (isinstance(asked.example, tuple | list) and len(asked.example) == 2):
-        raise ConfigError(f"pipe=rl.Pipe(example=...): a micro-batch has two parts, what the first stage is called with and what the loss "
-                          f"compares with; this is a {type(asked.example).__name__}")
-    measured = _measure(asked, model, loss, world, precision)
-    sizes = sizes_by_measure(measured, world.mesh.pipe * stages_a_rank(asked.schedule, asked.chunks), asked.memory)
-    return replace(asked, sizes=tuple(sizes), example=None, memory=None)
+    measured = _measure(chosen, chosen.example, model, world)
+    sizes = sizes_by_measure(measured, world.mesh.pipe * stages_a_rank(chosen.schedule, chosen.chunks), chosen.memory)
+    return replace(chosen, sizes=tuple(sizes))
 
 
-def _measure(asked: Pipe, model: nn.Module, loss: WholeLoss, world: World, precision: Precision) -> list[MeasuredPiece]:
-    chosen, turn = Pipe.of(asked, model, loss, precision), Turn(DropoutKey(0), world.alone(), RING)
-    example: Any = map_tensors(lambda t: t.to(world.device), asked.example)
+def _measure(chosen: ChosenPipe, example: tuple[Any, Any], model: nn.Module, world: World) -> list[MeasuredPiece]:
+    turn = Turn(DropoutKey(0), world.alone(), RING)
     pieces = pieces_for(chosen, model, turn)
     turn.begin(0, [range(1)])
-    own = turn.own(*example)
-    turn.note(own[0])
+    own = turn.own(*map_tensors(lambda t: t.to(world.device), example))
+    called, _ = turn.unpacked(own[0])
+    turn.note(called)
     turn.select_microbatch(0)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model):
-        return measure_pieces(pieces, (own[0], own), chosen.loss(model), world)
+        return measure_pieces(pieces, (called, own), chosen.loss(model), world)

@@ -1,10 +1,10 @@
 """`rl.Pipe`: where to cut a model into stages, and which loss the last one computes; what is left out follows from the model.
 
 A loss for one process, `loss(model, micro-batch)`, runs unchanged on the last stage. It gets a stand-in for the model, whose call
-returns the output of the last piece.
+returns the output of the last piece; for our GPT, whose last piece ends before the output matrix, what follows from it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.models.gpt import GPT
-from rankloom.models.loss import language_model_loss
-from rankloom.models.pieces import BeforeOutput, gpt_loss, gpt_pieces
-from rankloom.parallel.pipeline.cut import Piece, balance
+from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
+from rankloom.parallel.data import embeddings
+from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.layers import layer_pieces
 from rankloom.train.precision import Precision, cast_floats_in
@@ -27,15 +27,17 @@ WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch
 class Pipe:
     """How a model becomes a pipeline.
 
-    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). If it has parameters `part` (as `gpt_pieces`) or `inputs` (as
-              `layer_pieces`), it is given these too. None: `gpt_pieces` for our GPT, else `layer_pieces` (train/layers.py)
-    loss:     model -> loss(output of the last piece, second part of a micro-batch) -> (sum, count). None: `gpt_loss` for our GPT, else
-              the loss of one process, on a stand-in for the model
+    pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). If it has parameters `part` (as `gpt_pieces`), `inputs` or
+              `example` (as `layer_pieces`), it is given these too. None: `gpt_pieces` for our GPT, `sequential_pieces` for an
+              `nn.Sequential`, else `layer_pieces` (train/layers.py)
+    loss:     model -> loss(output of the last piece, second part of a micro-batch) -> (sum, count). None: the loss of one process, on
+              a stand-in for the model
     schedule: a name of `rankloom schedule list`
     chunks:   stages on each rank; None: as few as the schedule allows
-    sizes:    how many pieces each stage gets; None: as `example` says, or equally many
+    sizes:    how many pieces each stage gets; None: as `example` says, or as `cut` of `ChosenPipe`
     example:  a micro-batch, as one rank has it, to measure the pieces with before training, for stages that take equally long; a rank
-              must have memory for a forward and backward of the whole model
+              must have memory for a forward and backward of the whole model. `layer_pieces` tries the model with it, too: models that
+              are not called with tokens need one
     memory:   with an example: the most bytes a stage may hold of parameters and of what a micro-batch leaves for its backward
     """
 
@@ -50,6 +52,9 @@ class Pipe:
     def __post_init__(self) -> None:
         if self.sizes is not None and self.example is not None:
             raise ConfigError("rl.Pipe: sizes and example both say where to cut; leave one of them out")
+        if self.example is not None and not (isinstance(self.example, tuple | list) and len(self.example) == 2):
+            raise ConfigError(f"pipe=rl.Pipe(example=...): a micro-batch has two parts, what the first stage is called with and what the "
+                              f"loss compares with; this is a {type(self.example).__name__}")
         if self.memory is not None and self.example is None:
             raise ConfigError(f"rl.Pipe: memory={self.memory!r} has no meaning without an example to measure the pieces with")
 
@@ -57,22 +62,28 @@ class Pipe:
     def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss, precision: Precision) -> "ChosenPipe":
         """Fill in what was left out.
 
-        asked:  a `Pipe`, or the name of a schedule
-        loss:   that of one process
-        raises: ConfigError for our GPT with another loss than its own
+        asked: a `Pipe`, or the name of a schedule
+        model: whole, before it is split over other axes
+        loss:  that of one process
         """
         pipe = asked if isinstance(asked, Pipe) else cls() if asked is None else cls(schedule=asked)
-        pieces = pipe.pieces or (gpt_pieces if isinstance(model, GPT) else layer_pieces)
-        if pieces is gpt_pieces and pipe.loss is None and loss is not language_model_loss:
-            raise ConfigError("the last piece of our GPT gives hidden states and the output matrix, so with pipe ranks a loss of your "
-                              "own must take these: give pipe=rl.Pipe(loss=...), model -> loss(these two, targets) -> (sum, count)")
-        make = pipe.loss or (gpt_loss if pieces is gpt_pieces else None)
+        pieces = pipe.pieces or _pieces_of_a(model)
 
         def loss_of(model: Any) -> Loss:
-            whole = partial(_run_whole_loss, loss, getattr(model, "config", None)) if make is None else partial(_of_targets, make(model))
-            return partial(_in_format, whole, precision)
+            if pipe.loss is not None:
+                return partial(_in_format, partial(_of_targets, pipe.loss(model)), precision)
+            stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else _ModelStandIn
+            return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
 
-        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes)
+        numbers = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
+        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, pipe.example, pipe.memory,
+                          numbers, embeddings(model))
+
+
+def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
+    if isinstance(model, GPT):
+        return gpt_pieces
+    return sequential_pieces if type(model).forward is nn.Sequential.forward else layer_pieces
 
 
 def without_functions(asked: Pipe | str | None) -> Any:
@@ -82,21 +93,31 @@ def without_functions(asked: Pipe | str | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChosenPipe:
-    """A `Pipe` for one model. loss: model -> loss(output of the last piece, whole micro-batch) -> (sum, count)"""
+    """A `Pipe` for one model.
+
+    loss:    model -> loss(output of the last piece, whole micro-batch) -> (sum, count)
+    numbers: of elements of the model's parameters, by name; tables: those of embeddings
+    """
 
     pieces: Callable[..., Sequence[Piece]]
     loss: Callable[[Any], Loss]
     schedule: str
     chunks: int | None
-    sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | None
+    example: tuple[Any, Any] | None
+    memory: float | None
+    numbers: Mapping[str, int]
+    tables: frozenset[str]
 
-    def cut(self, pieces: int, stages: int) -> list[int]:
-        """How many pieces each stage gets. raises: ConfigError"""
+    def cut(self, pieces: Sequence[Piece], stages: int) -> list[int]:
+        """How many pieces each stage gets: `sizes`; left out, so that stages multiply with equally many parameters, where pieces begin
+        with an embedding; else equally many. raises: ConfigError
+        """
         if self.sizes is None:
-            return balance([1.0] * pieces, stages)
-        if len(self.sizes) != stages or sum(self.sizes) != pieces or min(self.sizes) < 1:
-            raise ConfigError(f"pipe=rl.Pipe(sizes={list(self.sizes)}): expected {stages} numbers of 1 or more, whose sum is {pieces}: "
-                              f"so many pieces has the model, and {stages} stages has the schedule {self.schedule!r}")
+            return balance(multiplied_parameters(pieces, self.numbers, self.tables), stages)
+        if len(self.sizes) != stages or sum(self.sizes) != len(pieces) or min(self.sizes) < 1:
+            raise ConfigError(f"pipe=rl.Pipe(sizes={list(self.sizes)}): expected {stages} numbers of 1 or more, whose sum is "
+                              f"{len(pieces)}: so many pieces has the model, and {stages} stages has the schedule {self.schedule!r}")
         return list(self.sizes)
 
 
@@ -137,13 +158,29 @@ class _ModelStandIn:
                              "called, and asked for its `config`, if it has one")
 
 
-def _run_whole_loss(loss: WholeLoss, config: Any, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    """Run a loss of one process on the last stage.
+class _GPTStandIn(_ModelStandIn):
+    """Stands in for our GPT: its call returns logits, or with targets (sum, count), of the `BeforeOutput` of the last piece.
+
+    answer: see `gpt_answer`
+    """
+
+    def __init__(self, answer: Callable[..., Any], precision: Precision, *whose: Any):
+        super().__init__(*whose)
+        self.answer, self.precision = answer, precision
+
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, **others: Any) -> Any:
+        """As GPT.forward. others: documents, where rows are packed"""
+        return cast_floats_in(self.answer(super().__call__(tokens, **others), targets), self.precision.output)
+
+
+def _run_whole_loss(loss: WholeLoss, stand_in: Callable[[Any, Any], _ModelStandIn], output: Any, microbatch: tuple[Any, Any]
+                    ) -> tuple[Tensor, Any]:
+    """Run a loss of one process on the last stage. stand_in: makes one of the model's inputs, and the output of the last piece
 
     raises: LossError unless it calls the model once, as the first stage was called
     """
-    stand_in = _ModelStandIn(config, microbatch[0], output)
-    returned = loss(stand_in, microbatch)
-    if stand_in.calls != 1:
-        raise LossError(f"the loss called the model {stand_in.calls} times, but a pipeline runs it once for each micro-batch")
+    model = stand_in(microbatch[0], output)
+    returned = loss(model, microbatch)
+    if model.calls != 1:
+        raise LossError(f"the loss called the model {model.calls} times, but a pipeline runs it once for each micro-batch")
     return returned

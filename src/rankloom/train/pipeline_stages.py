@@ -37,7 +37,7 @@ from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
-from rankloom.train.batches import cut_batch
+from rankloom.train.batches import cut_batch, map_tensors
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.expert_books import StagedExpertBooks
@@ -72,14 +72,18 @@ class Turn:
 
     def own(self, given: Any, targets: Any) -> tuple[Any, Any]:
         """This rank's tokens of the next micro-batch of the step. given: tokens, or for pieces that take a part (tokens, documents)"""
-        tokens, documents = given if self.packs and isinstance(given, tuple | list) else (given, None)
+        tokens, documents = self.unpacked(given)
         if self.context.size == 1:
             self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
-            return tokens, targets
+            return given, targets
         cuts = document_cuts(documents, tokens.shape[1])
         part = Context(self.context, tokens.shape[1], self.kind, documents=cuts, device=tokens.device)
         self._parts.append(part)
-        return part.own(tokens), part.own(targets)
+        return part.own(tokens) if documents is None else (part.own(tokens), part.own(documents)), part.own(targets)
+
+    def unpacked(self, given: Any) -> tuple[Any, Any]:
+        """What the first piece is called with, and the documents that are packed into its rows, or None."""
+        return tuple(given) if self.packs and isinstance(given, tuple | list) else (given, None)   # type: ignore[return-value]
 
     def note(self, inputs: Any) -> None:
         """Note the inputs of the whole model for the next micro-batch."""
@@ -138,7 +142,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     pieces, count = pieces_for(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
     schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
     schedule = schedule if sparing else send_gradients_first(schedule)
-    runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(len(pieces), count))]
+    runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(pieces, count))]
     stages = [Stage(run) for run in runs]
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
@@ -157,7 +161,9 @@ def pieces_for(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
 
     raises: ConfigError for pieces that know no `part`, where tokens are spread over context ranks
     """
-    offered = {"part": turn.part, "inputs": turn.inputs}
+    offered: dict[str, Any] = {"part": turn.part, "inputs": turn.inputs}
+    if chosen.example is not None:
+        offered["example"] = map_tensors(lambda t: t.to(turn.context.device), chosen.example[0])
     asked = inspect.signature(chosen.pieces).parameters
     turn.packs = "part" in asked
     if turn.context.size > 1 and not turn.packs:
@@ -344,6 +350,6 @@ class PipelineEngine(Engine):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
         own = self.placement.local.turn.own(*piece)
-        called = cast_floats_in(own[0], self.settings.precision.compute)   # the model, with its hook, is never called
+        called = cast_floats_in(self.placement.local.turn.unpacked(own[0])[0], self.settings.precision.compute)   # no hook of a model casts
         self.placement.local.turn.note(called)
         return called, own

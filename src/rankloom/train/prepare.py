@@ -128,16 +128,15 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     expect_alike(world, "model", code_of(model))
-    pipe = cut_by_measure(pipe, model, loss, world, settings.precision)
+    chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, context, dropout.set_token_positions) if is_split(world) else None
     fill = None if initial is None else _stand_in(model, world, initial, split)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
-    stages = None if world.mesh.pipe == 1 else make_local(
-        model, Pipe.of(pipe, model, loss, settings.precision), world.group("pipe"), accumulate, units,
-        Turn(dropout, world.group("context"), context), sparing=recompute != NONE)
+    stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
+                                                    Turn(dropout, world.group("context"), context), sparing=recompute != NONE)
     if stage == 0 and split is None:
         placement, made = place_whole(model, world, settings, optimizer, fill, **summing)
     else:

@@ -5,7 +5,8 @@ depend on the cut. A function may have a method `then`, which takes the function
 a stage calls it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.runtime import Tied
+from rankloom.parallel.wrapping import has_parameters
 
 T = TypeVar("T")
 Piece = tuple[Mapping[str, nn.Module | nn.Parameter], Callable[..., Any]]
@@ -46,6 +48,22 @@ def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
     raises: AttributeError for a name that the model does not have
     """
     return [({name: module}, module) for name in names for module in [model.get_submodule(name)]]
+
+
+def sequential_pieces(model: nn.Sequential) -> list[Piece]:
+    """Its children, one after the other. Those without parameters, such as activation functions, stay with the one before."""
+    runs: list[dict[str, nn.Module]] = [{}]
+    for name, child in model.named_children():
+        if has_parameters(child) and any(map(has_parameters, runs[-1].values())):
+            runs.append({})
+        runs[-1][name] = child
+    return [(run, partial(_run_in_turn, tuple(run.values()))) for run in runs]
+
+
+def _run_in_turn(modules: Sequence[nn.Module], x: Any) -> Any:
+    for module in modules:
+        x = module(x)
+    return x
 
 
 def make_stages(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[Stage]:
@@ -101,6 +119,21 @@ def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | No
         raise ConfigError(f"no cut into {stages} stages keeps each within {limit:g} of memory; the pieces need {sum(memory):g} in all, "
                           f"the largest {max(memory):g}: use more stages")
     return best[n][2]
+
+
+def multiplied_parameters(pieces: Sequence[Piece], numbers: Mapping[str, int], tables: Container[str]) -> list[float]:
+    """What `balance` can take for the times of a language model's pieces: the number of parameters that a token is multiplied with.
+
+    That is all but the tables in the first piece, where tokens are looked up. Of pieces that begin with no table, little follows from the
+    number of parameters (convolutions use each many times): 1.0 each.
+    numbers: of elements of the whole model's parameters, by name; tables: those of embeddings. Ranks that hold different parts of the
+             model are given the same
+    """
+    held = [dict(Stage([piece]).named_parameters()) for piece in pieces]
+    multiplied = [held[0].keys() - {name for name in held[0] if name in tables}, *held[1:]]
+    if len(multiplied[0]) == len(held[0]):
+        return [1.0] * len(pieces)
+    return [float(sum(numbers.get(name, params[name].numel()) for name in names)) for names, params in zip(multiplied, held, strict=True)]
 
 
 def _place(root: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:

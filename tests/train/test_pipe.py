@@ -1,0 +1,251 @@
+"""What a pipeline makes of a user's own loss and model: it trains as one process does. The bound is that of test_equivalence.py."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rankloom as rl
+from rankloom.models.config import MoEConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.models.pieces import gpt_pieces
+from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
+from rankloom.train.batches import map_tensors
+
+BOUND = 1e-12
+ROWS, TOKENS, VOCAB = 8, 12, 40
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def trained(world, model, loss, batches, **options):
+    """Three steps and an evaluation: the numbers they report, and the state at the end."""
+    more = {"accumulate": 2} | options if world.mesh.pipe > 1 else {"accumulate": 2}
+    engine = rl.prepare(copy.deepcopy(model), loss=loss, optimizer=adamw, world=world, clip=0.5, **more)
+    group = engine.group
+    mine = [map_tensors(lambda t: t.tensor_split(group.size)[group.rank], batch) for batch in batches]
+    reports = [engine.step(batch) for batch in mine] + [engine.evaluate(mine[:1])]
+    return [number for report in reports for number in (report.loss, report.count)], engine.full_state_dict()["model"]
+
+
+def expect_equal(mesh, model, loss, batches, **options):
+    (truth,) = rl.simulate(1, lambda world: trained(world, model, loss, batches))
+    for numbers, state in rl.simulate(mesh, lambda world: trained(world, model, loss, batches, **options)):
+        assert numbers == pytest.approx(truth[0], rel=BOUND)
+        assert state.keys() == truth[1].keys()
+        for name, value in truth[1].items():
+            torch.testing.assert_close(state[name], value, rtol=BOUND, atol=BOUND * value.abs().max().item())
+
+
+# ------------------------------------------------------------------ our GPT and any loss
+
+
+def gpt(**options):
+    config = rl.GPTConfig(**dict(vocab_size=VOCAB, width=16, layers=3, heads=4, kv_heads=2, ffn=32, seq_len=TOKENS) | options)
+    return rl.GPT(config, seed=2, dtype=torch.float64)
+
+
+def token_batches():
+    """Three global batches whose rows hold different numbers of tokens."""
+    draw, found = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        tokens = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
+        targets = tokens[:, 1:].clone()
+        targets[torch.arange(ROWS)[:, None] + torch.arange(TOKENS) > TOKENS + 3] = -100
+        found.append((tokens[:, :-1].contiguous(), targets))
+    return found
+
+
+def of_logits(model, batch):
+    """As anybody would write it for one process, with a term that needs the logits themselves."""
+    tokens, targets = batch
+    logits = model(tokens)
+    counted = (targets != -100)[..., None]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total + 0.01 * (logits * counted).square().sum(), counted.sum()
+
+
+def of_targets(model, batch):
+    total, count = model(batch[0], targets=batch[1])
+    return 2.0 * total, count
+
+
+def targets_by_position(model, batch):
+    return model(*batch)
+
+
+@pytest.mark.parametrize("loss", [of_logits, of_targets, targets_by_position])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_our_gpt_in_stages_takes_any_loss_of_one_process(loss, tie):
+    expect_equal(rl.Mesh(pipe=2), gpt(tie=tie), loss, token_batches())
+
+
+@pytest.mark.parametrize(("mesh", "words"), [
+    (rl.Mesh(pipe=2, tensor=2), {"stage": 1}), (rl.Mesh(pipe=2, tensor=2), {"tensor_plan": gpt().tp_sequence_plan}),
+    (rl.Mesh(pipe=2, shard=2), {"stage": 3}), (rl.Mesh(pipe=2), {"pipe": "zb-v"})], ids=["tensor", "tokens", "shard", "zb-v"])
+def test_so_it_does_on_other_axes(mesh, words):
+    expect_equal(mesh, gpt(), of_logits, token_batches(), **words)
+
+
+def test_with_context_ranks_a_loss_of_a_stage_sees_this_rank_s_tokens_and_targets():
+    seen = set()
+
+    def loss(model, batch):
+        if model.__class__ is not rl.GPT:
+            seen.add(tuple(batch[1].shape))
+        return model(batch[0], targets=batch[1])
+
+    expect_equal(rl.Mesh(pipe=2, context=2), gpt(), loss, token_batches())
+    assert seen == {(ROWS // 2, TOKENS // 2), (ROWS, TOKENS // 2)}   # of a micro-batch, and of an evaluation
+
+
+def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():
+    documents = (torch.arange(TOKENS) >= TOKENS // 3).long().expand(ROWS, -1).contiguous()
+    batches = [((tokens, documents), targets) for tokens, targets in token_batches()]
+
+    def loss(model, batch):
+        (tokens, documents), targets = batch
+        logits = model(tokens, documents=documents)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+    expect_equal(rl.Mesh(pipe=2), gpt(), loss, batches)
+
+
+def test_the_auxiliary_losses_of_experts_belong_to_any_loss():
+    expect_equal(rl.Mesh(pipe=2), gpt(moe=MoEConfig(experts=4, top_k=2, ffn=16)), of_logits, token_batches())
+
+
+@pytest.mark.parametrize(("loss", "reason"), [
+    (lambda model, batch: model(batch[0][:, 1:], targets=batch[1][:, 1:]), "first part of the micro-batch"),
+    (lambda model, batch: model(batch[0], targets=batch[1], documents=batch[1]), "documents="),
+    (lambda model, batch: (model(batch[0], batch[1])[0] + model(batch[0]).sum(), 1), "called the model 2 times")])
+def test_a_loss_that_calls_our_gpt_with_something_else_is_refused(loss, reason):
+    with pytest.raises(rl.LossError, match=reason):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, gpt(), loss, token_batches()))
+
+
+# ------------------------------------------------------------------ models of no tokens
+
+
+WIDTH, CLASSES = 6, 3
+
+
+def float_batches():
+    draw = torch.Generator().manual_seed(3)
+    return [(torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64), torch.randint(0, CLASSES, (ROWS,), generator=draw))
+            for _ in range(3)]
+
+
+def of_classes(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
+def plain_sequence():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Unflatten(1, (WIDTH, 1)), nn.Flatten(), nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(),
+                         nn.LayerNorm(16), nn.Linear(16, CLASSES)).double()
+
+
+class Layered(nn.Module):
+    """Layers of vectors, in a list or in a sequence, with modules before and behind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(5)
+        self.widen, self.out = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+        self.layers = nn.ModuleList(layers) if kind == "list" else nn.Sequential(*layers)
+        self.double()
+
+    def forward(self, x):
+        x = self.widen(x)
+        if isinstance(self.layers, nn.Sequential):
+            return self.out(self.layers(x))
+        for layer in self.layers:
+            x = self.after(layer, x)
+        return self.out(x)
+
+    def after(self, layer, x):
+        return layer(x)
+
+
+class Residual(Layered):
+    """Adds behind its layers what went into them, so a stage that has only the layer's output cannot go on."""
+
+    def after(self, layer, x):
+        return x + layer(x)
+
+
+class Bare(nn.Module):
+    """Nothing before its layers, nothing behind them; between them shapes change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "gpipe")])
+def test_a_sequence_of_modules_is_cut_between_them(pipe, schedule):
+    expect_equal(rl.Mesh(pipe=pipe), plain_sequence(), of_classes, float_batches(), pipe=schedule)
+
+
+def test_modules_without_parameters_stay_with_the_one_before():
+    assert [list(modules) for modules, _ in sequential_pieces(plain_sequence())] == [["0", "1", "2", "3"], ["4", "5"], ["6"], ["7"]]
+
+
+def test_a_sequence_of_too_few_modules_for_the_stages_is_refused():
+    model = plain_sequence()
+    with pytest.raises(rl.ConfigError, match="6 stages for a model of 4 pieces"):
+        rl.simulate(rl.Mesh(pipe=6), lambda world: trained(world, model, of_classes, float_batches()))
+
+
+@pytest.mark.parametrize("model", [Layered("list"), Layered("sequence"), Bare()], ids=["list", "sequence", "bare"])
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (2, "zb-v")])
+def test_a_model_of_vectors_is_cut_by_what_it_does_with_an_example(model, pipe, schedule):
+    expect_equal(rl.Mesh(pipe=pipe), model, of_classes, float_batches(), pipe=rl.Pipe(schedule=schedule, example=float_batches()[0]))
+
+
+def test_what_cannot_be_cut_so_is_refused_with_what_to_do():
+    def attempt(pipe, kind):
+        model = kind("list")
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
+
+    with pytest.raises(rl.ConfigError, match=r"Layered has no nn.Embedding.*pipe=rl.Pipe\(example=...\)"):
+        attempt(None, Layered)
+    with pytest.raises(rl.ConfigError, match="Residual gives another output when it is cut into its layers.*pipe=rl.Pipe\\(pieces="):
+        attempt(rl.Pipe(example=float_batches()[0]), Residual)
+
+
+# ------------------------------------------------------------------ where a language model is cut
+
+
+def test_stages_of_a_language_model_multiply_with_equally_many_parameters():
+    """An embedding costs nothing, and a large output matrix as much as some layers."""
+    model = gpt(tie=True, layers=6, vocab_size=400)
+    pieces = gpt_pieces(model)
+    whole = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
+    costs = multiplied_parameters(pieces, whole, {"embedding.weight"})
+    block = sum(param.numel() for param in model.blocks[0].parameters())
+    assert costs == [0.0, *[block] * 6, 16 + 400 * 16]
+    assert balance(costs, 2) == [5, 3]
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=language_model_loss, optimizer=adamw, world=world, accumulate=2)
+        return sorted({name.split(".")[1] for name, _ in engine.model.named_parameters() if name.startswith("blocks")})
+
+    assert rl.simulate(rl.Mesh(pipe=2, tensor=2), body) == [["0", "1", "2", "3"]] * 2 + [["4", "5"]] * 2
+
+
+def test_pieces_that_begin_without_a_table_count_alike():
+    pieces = sequential_pieces(plain_sequence())
+    assert multiplied_parameters(pieces, {}, frozenset()) == [1.0] * 4
+    assert all(a[0].keys().isdisjoint(b[0]) for a, b in pairwise(pieces))
