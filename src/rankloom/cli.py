@@ -126,7 +126,8 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
     from rankloom.world.agent import launch_ranks
 
     run = claim_run_folder(config, datetime.now())
-    words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}"]
+    deterministic = f"--train.deterministic={config.train.deterministic}".lower()   # also where the overrides exclude the file's
+    words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}", deterministic]
     argv, summary = [sys.executable, "-m", "rankloom", "train", str(file), *words], run / "summary.json"
     concluded = False
     try:

@@ -27,6 +27,12 @@ def test_what_is_solved_satisfies_the_equation_or_is_refused(ranks, global_):
         assert batch.local * ranks * batch.accumulate == batch.global_ == global_
 
 
+@pytest.mark.parametrize(("rows", "pipe", "accumulate"), [(16, 2, 8), (24, 2, 8), (7, 2, 7), (11, 2, 1), (6, 4, 6), (64, 3, 8), (1, 2, 1)])
+def test_with_pipe_ranks_it_is_the_most_that_divides_the_rows_up_to_four_for_each_stage(rows, pipe, accumulate):
+    assert solve_batch(2, global_=2 * rows, pipe=pipe) == Batch(rows // accumulate, accumulate, 2 * rows)
+    assert solve_batch(2, local=rows, pipe=pipe).accumulate == 1 == solve_batch(2, global_=2 * rows, accumulate=1, pipe=pipe).accumulate
+
+
 def test_accumulate_is_one_when_only_the_local_or_the_global_size_is_given():
     assert solve_batch(3, local=5) == Batch(5, 1, 15)
     assert solve_batch(3, global_=15) == Batch(5, 1, 15)

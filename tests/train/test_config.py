@@ -17,6 +17,7 @@ from rankloom.train.config import load_config, make_config, parse_overrides, wit
 from rankloom.train.schema import Config
 
 MINIMAL = "[train]\nglobal_batch_size = 8\n"
+SIXTEEN = MINIMAL.replace("8", "16")
 
 
 @pytest.fixture
@@ -139,6 +140,32 @@ def test_several_keys_of_a_section_may_stand_in_one_word(file):
     (["--mesh", "replicate=2,shard=2"], 3), (["--mesh.shard", "2", "--train.stage", "1"], 1)], ids=str)
 def test_ranks_along_shard_share_parameters_too_unless_a_stage_is_given(file, flags, stage):
     assert load_config(file(), flags).train.stage == stage
+
+
+@pytest.mark.parametrize("words", [["--mesh", "pipe=2,tensor=2"], ["--mesh=pipe=2,tensor=2"], ["--mesh", "pipe=2, tensor=2"],
+                                   ["--mesh", "pipe=2,", "tensor=2"], ["--mesh", "pipe=2", "tensor=2"]], ids=" ".join)
+def test_spaces_between_the_keys_of_a_section_do_no_harm(file, words):
+    found = [(each.section, each.key, each.text) for each in parse_overrides([*words, "--train.steps", "5"])]
+    assert found == [("mesh", "pipe", "2"), ("mesh", "tensor", "2"), ("train", "steps", "5")]
+
+
+@pytest.mark.parametrize("flags", [
+    ["--comm.compress=int8"], ["--comm.all_reduce=ring"], ["--mesh.tensor=2", "--model.preset=1M"], ["--mesh.pipe=2"],
+    ["--train.accumulate=2"], ["--train.threads=2"], ["--mesh.context=2", "--mesh.replicate=16"]], ids=" ".join)
+def test_what_the_command_line_asks_for_wins_over_the_deterministic_of_the_file_and_a_warning_says_so(file, flags):
+    before, path = load_config(file(SIXTEEN), flags), file(SIXTEEN + "deterministic = true\n")
+    with pytest.warns(UserWarning, match=r"\[train\] deterministic of train.toml is off in this run, because of .*deterministic"):
+        assert load_config(path, flags) == before
+    with pytest.raises(ConfigError, match="deterministic"):
+        load_config(path, [*flags, "--train.deterministic=true"])
+
+
+@pytest.mark.parametrize(("text", "flags"), [
+    ("deterministic = true\n", ["--mesh.replicate=16"]), ("deterministic = true\n[comm]\ncompress = 'int8'\n", []),
+    ("deterministic = true\n[comm]\ncompress = 'int8'\n", ["--train.steps=5"])], ids=["shards enough", "no flag", "the file itself"])
+def test_it_stays_where_another_number_would_do_or_the_file_contradicts_itself(file, text, flags):
+    with pytest.raises(ConfigError, match="deterministic"):
+        load_config(file(SIXTEEN + text), flags)
 
 
 def test_the_warm_up_of_a_file_ends_with_a_run_that_is_made_shorter(file):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from rankloom.base.errors import BatchError
 
 LOGICAL_SHARDS = 8   # of a `deterministic` run that does not set their number
+FILLS_A_STAGE = 4    # micro-batches for each pipeline stage: then at most a fifth of a step of 1F1B is bubble
 
 
 class Batch(NamedTuple):
@@ -20,16 +21,19 @@ class Batch(NamedTuple):
 
 
 def solve_batch(
-    ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None
+    ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None, *, pipe: int = 1
 ) -> Batch:
     """Solve local x ranks x accumulate = global for what is None; with two unknowns, `accumulate` is 1.
 
+    pipe:   pipeline stages: with several, and only `global_` given, `accumulate` is as many as keep them busy
     raises: BatchError with the equation when no whole numbers of 1 or more satisfy it
 
     >>> solve_batch(4, local=2, global_=24)
     Batch(local=2, accumulate=3, global_=24)
     >>> solve_batch(3, local=2)
     Batch(local=2, accumulate=1, global_=6)
+    >>> solve_batch(2, global_=24, pipe=2)
+    Batch(local=2, accumulate=6, global_=24)
     """
     asked = _equation(local or "?", ranks, accumulate or "?", global_ or "?")
     if any(number is not None and number < 1 for number in (ranks, local, accumulate, global_)):
@@ -42,8 +46,13 @@ def solve_batch(
         assert local is not None, "one of the two is given: checked above"
         return Batch(local, accumulate or 1, local * ranks * (accumulate or 1))
     if local is None:
-        return _divided(asked, global_, ranks, accumulate or 1)
+        return _divided(asked, global_, ranks, accumulate or _microbatches(global_ // ranks, pipe))
     return _accumulated(asked, local, ranks, accumulate, global_)
+
+
+def _microbatches(rows: int, pipe: int) -> int:
+    """Into how many micro-batches the rows of a rank are cut where nobody says it."""
+    return 1 if pipe == 1 else max(n for n in range(1, FILLS_A_STAGE * pipe + 1) if rows % n == 0)
 
 
 def _divided(asked: str, global_: int, ranks: int, accumulate: int) -> Batch:

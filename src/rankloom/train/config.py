@@ -6,8 +6,11 @@ No torch here: reading a config takes milliseconds.
 
 import re
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +25,7 @@ from rankloom.train.schema import Config
 Table = dict[str, Any]
 OWN = {"run.name", "run.folder", "data.source", "data.cache", "data.tokenizer",   # paths, and settings of a host: these may
        "train.threads", "comm.topology", "comm.timeout"}                           # differ between ranks
+MANY_SHARDS = 1 << 30   # logical shards enough for any ranks
 NAME_RULE = "must be ASCII letters, digits, `.`, `_` and `-` only, at most 100, the first a letter or a digit"
 
 
@@ -49,12 +53,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def config_of(table: Table, where: str, flags: Sequence[Override]) -> Config:
     """Apply overrides to a nested table, and check the result. where: its source, for errors. raises: ConfigError"""
+    file = deepcopy(table)
     for flag in flags:
         _lay_over(table, flag)
-    given = {(flag.section, flag.key) for flag in flags}
+    given = {(flag.section, flag.key): flag.flag for flag in flags}
     if ("train", "steps") in given and ("schedule", "warmup_steps") not in given:
         _shorten_warm_up(table)
-    return make_config(table, where, {(flag.section, flag.key): flag.flag for flag in flags})
+    try:
+        return make_config(table, where, given)
+    except ConfigError as error:
+        if ("train", "deterministic") in given or not given:
+            raise
+        return _in_free_order(table, file, where, error)
 
 
 def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:
@@ -94,12 +104,13 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
         section, dot, key = flag.removeprefix("--").rpartition(".")
-        if flag.startswith("--") and not dot and (several := _several(text if equals else "".join(rest[:1]))):
+        more = list(takewhile(lambda next_: not next_.startswith("--"), rest))
+        if flag.startswith("--") and not dot and (several := _several(" ".join([*([text] if equals else []), *more]))):
             found += [Override(f"{flag}.{name}", key, name, value) for name, value in several]
-            rest = rest if equals else rest[1:]
+            rest = rest[len(more):]
             continue
         if not (flag.startswith("--") and section and dot and key):
-            example = ", as in --mesh pipe=2,tensor=2, without spaces" if flag == "--mesh" else ""
+            example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else ""
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -111,7 +122,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 def _several(text: str) -> list[tuple[str, str]]:
     """The keys and values of `pipe=2,tensor=2`; empty if the text is not such a list."""
-    pairs = [part.partition("=") for part in re.split(r",(?=\w+=)", text)]
+    pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", text)]
     return [(name, value) for name, _, value in pairs] if all(name.isidentifier() and value for name, _, value in pairs) else []
 
 
@@ -162,6 +173,30 @@ def _shorten_warm_up(table: Table) -> None:
                      for section, key in ((schedule, "warmup_steps"), (train, "steps")))
     if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
         table["schedule"] = schedule | {"warmup_steps": steps}   # type: ignore[operator]
+
+
+def _in_free_order(table: Table, file: Table, where: str, error: ConfigError) -> Config:
+    """The config without the file's `deterministic`, if that stands against what the command line asks for, whatever its number. Warns.
+
+    table:  the file's, with the overrides; file: without them
+    raises: `error`, that of the table, where this is not so
+    """
+    train = table.get("train")
+    if not (isinstance(train, dict) and train.get("deterministic") and _is_valid(file, where)):
+        raise error
+    free, of_any_number = (table | {"train": train | {"deterministic": shards}} for shards in (False, MANY_SHARDS))
+    if _is_valid(of_any_number, where) or not _is_valid(free, where):
+        raise error
+    warnings.warn(f"[train] deterministic of {where} is off in this run, because of what the command line asks for: {error}", stacklevel=3)
+    return make_config(free, where)
+
+
+def _is_valid(table: Table, where: str) -> bool:
+    try:
+        make_config(table, where)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_stage(table: Table) -> Table:

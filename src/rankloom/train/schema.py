@@ -167,7 +167,7 @@ class Train(ConfigSection):
     seq_len: Count = 256   # tokens per row
     local_batch_size: Count | None = None   # rows of a micro-batch of one rank
     global_batch_size: Count | None = None   # rows of a step, over all ranks
-    accumulate: Count | None = None   # micro-batches of a step
+    accumulate: Count | None = None   # micro-batches of a step; left out: 1, or with [mesh] pipe as many as keep the stages busy
     precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = "fp32"   # of forward and backward; master weights are fp32, or fp64
     deterministic: bool | Count = False   # same bits on any number of ranks; true: 8 logical shards; a number: that many
     threads: Count | None = None            # CPU threads per rank; left out: as set by the launcher or torch
@@ -381,7 +381,7 @@ class Config(ConfigSection):
         """The batch sizes on this config's ranks; raises BatchError when they contradict each other."""
         sizes = self.train
         return solve_batch(
-            self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size
+            self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size, pipe=self.mesh.pipe
         )
 
 
