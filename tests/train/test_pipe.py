@@ -1,6 +1,7 @@
 """What a pipeline makes of a user's own loss and model: it trains as one process does. The bound is that of test_equivalence.py."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ import rankloom as rl
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.models.pieces import gpt_pieces
+from rankloom.parallel.context import own_tokens
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
 from rankloom.train.batches import map_tensors
 
@@ -102,6 +104,24 @@ def test_with_context_ranks_a_loss_of_a_stage_sees_this_rank_s_tokens_and_target
 
     expect_equal(rl.Mesh(pipe=2, context=2), gpt(), loss, token_batches())
     assert seen == {(ROWS // 2, TOKENS // 2), (ROWS, TOKENS // 2)}   # of a micro-batch, and of an evaluation
+
+
+def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to_cut_them():
+    with pytest.raises(ValueError, match="batch_size") as caught:
+        rl.simulate(rl.Mesh(context=2), lambda world: trained(world, gpt(), of_logits, token_batches()))
+    (note,) = (note for note in caught.value.__notes__ if "context" in note)
+    assert note.startswith("with 2 context ranks") and "own_tokens(targets, world.group('context'))" in note
+
+    def of_own_logits(model, batch, group):
+        logits, targets = model(batch[0]), own_tokens(batch[1], group)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+    def body(world):
+        return trained(world, gpt(), partial(of_own_logits, group=world.group("context")), token_batches())
+
+    (truth,) = rl.simulate(1, body)
+    for numbers, _ in rl.simulate(rl.Mesh(context=2), body):
+        assert numbers == pytest.approx(truth[0], rel=BOUND)
 
 
 def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():

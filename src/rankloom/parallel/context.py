@@ -18,6 +18,7 @@ source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +30,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from rankloom.base.cost import Bill
 from rankloom.base.documents import Documents, document_cuts
-from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
+from rankloom.base.errors import ConfigError, DataError, RankloomError, ShapeMismatch, did_you_mean
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
@@ -83,6 +84,19 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
     """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]"""
     return Context(group, x.shape[1], kind, causal).own(x)
+
+
+@contextmanager
+def tokens_named(ranks: int) -> Iterator[None]:
+    """A context: with several context ranks, an error of torch's inside gets a note that says which tokens a model returns."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if ranks > 1 and not isinstance(error, RankloomError):
+            error.add_note(f"with {ranks} context ranks the model cuts what it is called with, and returns values for this rank's tokens "
+                           "only. Give it the targets too, `model(tokens, targets=targets)`, or cut them alike: "
+                           "`own_tokens(targets, world.group('context'))` in rankloom.parallel.context")
+        raise
 
 
 def expect_kind(kind: str) -> None:

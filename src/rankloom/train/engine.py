@@ -30,6 +30,7 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
+from rankloom.parallel.context import tokens_named
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
@@ -329,7 +330,8 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        with self.placement.without_reduction(), buffers_named(self.model, self.settings.precision):   # it may compute gradients itself
+        explained = buffers_named(self.model, self.settings.precision), tokens_named(self.settings.world.mesh.context)
+        with self.placement.without_reduction(), explained[0], explained[1]:   # it may compute gradients itself
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
         loss = self._experts.with_auxiliary(loss)

@@ -48,7 +48,7 @@ class Precision:
     float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """
 
-    name: str
+    name: str = "custom"
     compute: torch.dtype | None = None
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
