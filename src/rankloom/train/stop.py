@@ -1,9 +1,9 @@
 """End a run early without leaving a rank behind: all ranks stop after the same step.
 
-Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only set a flag; a signal that was ignored before (nohup) stays ignored. After
-each step an all-reduce of two numbers combines the flags of all ranks, while the next step computes. So a stop takes effect at most two
-steps after the signal, and no rank waits for it. After the last step a signal interrupts work that no other rank waits for. A second
-signal of the same kind ends this rank at once. A step may take minutes, so the first signal is acknowledged by a thread, at once.
+Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only set a flag (world/leave.py says where they do not). After each step an
+all-reduce of two numbers combines the flags of all ranks, while the next step computes. So a stop takes effect at most two steps after the
+signal, and no rank waits for it. After the last step a signal interrupts work that no other rank waits for. A second signal of the same
+kind ends this rank at once. A step may take minutes, so the first signal is acknowledged by a thread, at once.
 """
 
 import signal
@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 
 from rankloom.world.connect import World
+from rankloom.world.leave import handling_stop_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_SPEAK = 1.0   # at the end, for an acknowledgement that waits for the terminal
 
 
@@ -29,7 +29,6 @@ class StopSignal:
     """A context in which `number` is the signal that asked for a stop, or 0.
 
     A launcher stopped by Ctrl-C may send SIGTERM to ranks that have had SIGINT. So only a second signal of the same kind means "at once".
-    Outside the main thread no handler can be set; `number` then stays 0.
 
     acknowledge: called with the number of the first signal, in a thread of its own: a handler runs in the middle of other code, which may
                  be writing to the same file or terminal
@@ -41,7 +40,7 @@ class StopSignal:
         self._told: SimpleQueue[int] = SimpleQueue()   # safe in a signal handler, as an Event is not
         self._speaker: threading.Thread | None = None
         self._interruptible = False
-        self._before: dict[int, Any] = {}
+        self._handling = handling_stop_signals(self._handle)
 
     def run_unless_stopped(self, work: Callable[[], None]) -> None:
         """Run `work` of this rank alone: not at all after a signal; one that comes meanwhile interrupts it."""
@@ -55,18 +54,14 @@ class StopSignal:
             self._interruptible = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            if self._acknowledge is not None:
-                self._speaker = threading.Thread(target=self._speak, args=(self._acknowledge,), daemon=True, name="rankloom-stop")
-                self._speaker.start()
-            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        if self._acknowledge is not None:
+            self._speaker = threading.Thread(target=self._speak, args=(self._acknowledge,), daemon=True, name="rankloom-stop")
+            self._speaker.start()
+        self._handling.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self._handling.__exit__(None, None, None)
         if self._speaker is not None:
             self._told.put(0)
             self._speaker.join(SECONDS_TO_SPEAK)

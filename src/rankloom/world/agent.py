@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.world.connect import LOOPBACK
 from rankloom.world.failure import read_failure
 from rankloom.world.launch import rank_environment
+from rankloom.world.leave import handling_stop_signals
 from rankloom.world.open_files import make_room
 from rankloom.world.rank_logs import RankLogs, chatter_in
 from rankloom.world.verdict import CLEAN_CODES, Ending, explain
@@ -50,7 +50,6 @@ PATIENCE = 5.0         # the same when it is only known that a rank lost another
 FAILURE_GRACE = 5.0    # seconds from SIGTERM to SIGKILL when a rank failed: there is nothing left to save
 GRACE = 60.0           # the same when the user asked to stop: the ranks finish their step, save the weights and draw the loss
 STOPPED_GRACE = 300.0  # seconds for a stopped rank to continue when all others are done: the time that ranks wait for each other
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch_ranks(ranks: int, command: list[str], *, log_dir: Path, deterministic: bool = False, grace: float = GRACE) -> int:
@@ -116,24 +115,18 @@ def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
 
 
 class StopRequests:
-    """While entered, counts the signals that ask this process to stop; `number` is the first of them.
-
-    A signal that was ignored before (nohup) stays ignored. Outside the main thread no handler can be set.
-    """
+    """While entered, counts the signals that ask this process to stop (world/leave.py); `number` is the first of them."""
 
     def __init__(self) -> None:
         self.number, self.count = 0, 0
-        self._before: dict[int, Any] = {}
+        self._handling = handling_stop_signals(self._note)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._handling.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.__exit__(None, None, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

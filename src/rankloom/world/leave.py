@@ -1,14 +1,15 @@
-"""End this process at once, on purpose, without closing anything that other ranks would have to join."""
+"""Signals that ask a process to stop; and to end it at once, on purpose, without closing anything that other ranks would have to join."""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def leave_at_once(code: int) -> NoReturn:
@@ -20,18 +21,28 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 @contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and a closed terminal end this process at once, with exit code 128 + the number of the signal.
+def handling_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Inside, Ctrl-C, SIGTERM and a closed terminal call `handler(number, frame)`.
 
-    Raising an exception would not work: a library that is being imported may take KeyboardInterrupt for a failure of its own, and raise
-    another error. A signal that was ignored before (nohup) stays ignored. train/stop.py takes over while there is state to save.
+    A signal that was ignored before (nohup) stays ignored. Outside the main thread no handler can be set: nothing changes there.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda number, frame: leave_at_once(128 + number)) for number in numbers}
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """Inside, these signals end this process at once, with exit code 128 + the number of the signal.
+
+    Raising an exception would not work: a library that is being imported may take KeyboardInterrupt for a failure of its own, and raise
+    another error. train/stop.py takes over while there is state to save.
+    """
+    with handling_stop_signals(lambda number, frame: leave_at_once(128 + number)):
+        yield
