@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.errors import BatchError, DataError
-from rankloom.data.order import permute, sample_at, samples_of_step, share
+from rankloom.base.shares import share
+from rankloom.data.order import permute, sample_at, samples_of_step
 
 FEW = settings(max_examples=60)
 

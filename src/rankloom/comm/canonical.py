@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.shares import share
 from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
 
@@ -54,9 +55,7 @@ def owned_leaves(rank: int, ranks: int, leaves: int) -> range:
     >>> [list(owned_leaves(r, 3, 8)) for r in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
     """
-    each, more = divmod(leaves, ranks)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    return share(rank, ranks, leaves)
 
 
 def owned_nodes(run: range, leaves: int) -> list[Node]:

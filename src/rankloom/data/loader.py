@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankloom.base.errors import BatchError, DataError, RankloomError
-from rankloom.data.order import samples_of_step, share
+from rankloom.base.shares import share
+from rankloom.data.order import samples_of_step
 
 Batch = tuple[Tensor, Tensor]
 

@@ -1,4 +1,4 @@
-"""The order of samples, and each rank's share of a batch: pure functions of seed and step, with no state.
+"""The order of samples: pure functions of seed and step, with no state.
 
 An epoch is a pseudo-random permutation, computed index by index and never stored. A Feistel network permutes a power of
 two; a result that is no sample's number is permuted again until it is one ("cycle walking"). So the position of a run is one
@@ -76,16 +76,3 @@ def samples_of_step(step: int, global_batch: int, n_samples: int, seed: int) -> 
     if step < 0 or global_batch < 1:
         raise BatchError(f"step {step} with a global batch of {global_batch}: steps start at 0, batches at 1 sample")
     return sample_at(np.arange(global_batch, dtype=np.int64) + step * global_batch, n_samples, seed)
-
-
-def share(rank: int, ranks: int, n: int) -> range:
-    """This rank's contiguous share of n things. Shares are disjoint and complete; their sizes differ by at most one.
-
-    >>> [share(r, 3, 7) for r in range(3)]
-    [range(0, 3), range(3, 5), range(5, 7)]
-    """
-    if not 0 <= rank < ranks:
-        raise BatchError(f"rank {rank} of {ranks} ranks does not exist; ranks count from 0")
-    each, more = divmod(n, ranks)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))

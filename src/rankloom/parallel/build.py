@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.names import full_name
 from rankloom.base.rng import stream
 from rankloom.base.tensors import bytes_of
 from rankloom.parallel.equal_start import named_state
@@ -43,7 +44,7 @@ class InitialValues:
         self.problems: list[str] = []
         self._unfilled: list[str] = []
         firsts: dict[int, str] = {}
-        places = [(f"{prefix}.{key}" if prefix else key, _copy(module), key, tensor)
+        places = [(full_name(prefix, key), _copy(module), key, tensor)
                   for prefix, module in model.named_modules(remove_duplicate=False)
                   for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
         self._first = {name: firsts.setdefault(id(tensor), name) for name, _, _, tensor in places}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient, keep_with
+from rankloom.base.names import full_name
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
@@ -138,4 +139,4 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights of `nn.Embedding` modules, whose gradients may be mostly rows of zeros."""
-    return frozenset(f"{name}.weight" if name else "weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return frozenset(full_name(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Embedding))

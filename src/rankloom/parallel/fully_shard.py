@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_type
+from rankloom.base.names import full_name
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
@@ -97,7 +98,7 @@ class FullySharded(nn.Module):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's slices, one-dimensional, maybe empty, under the plain model's names."""
         for name, owner in self._owners.items():
-            yield f"{prefix}.{name}" if prefix else name, owner
+            yield full_name(prefix, name), owner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, unreduced ones of `no_sync` included: an optimizer's own `zero_grad` does not see these."""

@@ -3,6 +3,7 @@
 from torch import nn
 
 from rankloom.base.errors import ConfigError, UnitError
+from rankloom.base.names import full_name
 
 LOAD = "Load values with `load_full_state_dict` of the engine (in a loop of your own: with `load_state_dict` of the wrapped model)"
 
@@ -12,7 +13,7 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._places = [(module._parameters, key, f"{prefix}.{key}" if prefix else key, param, param.requires_grad)
+        self._places = [(module._parameters, key, full_name(prefix, key), param, param.requires_grad)
                         for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
         self._parts = self._all_parts()
 

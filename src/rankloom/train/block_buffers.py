@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.names import full_name
 from rankloom.base.tensors import version_of
 
 Values = dict[str, Tensor | None]   # name of a buffer -> value; None: the buffer is None
@@ -67,11 +68,7 @@ def on_copies(block: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator
 
 def _places(block: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Name of a buffer -> the `_buffers` of its module, and the key there."""
-    return {_joined(prefix, key): (module._buffers, key) for prefix, module in block.named_modules() for key in module._buffers}
-
-
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+    return {full_name(prefix, key): (module._buffers, key) for prefix, module in block.named_modules() for key in module._buffers}
 
 
 def _buffers(block: nn.Module) -> Values:
@@ -86,5 +83,5 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
 
 def statistics(block: nn.Module) -> set[str]:
     """Names of running statistics, which training forwards write and do not read. Batch norm's kernels do not bump versions."""
-    return {_joined(prefix, key) for prefix, module in block.named_modules()
+    return {full_name(prefix, key) for prefix, module in block.named_modules()
             if module.training and getattr(module, "track_running_stats", False) for key in module._buffers}

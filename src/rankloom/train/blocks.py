@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.names import full_name
 from rankloom.parallel.wrapping import Policy, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -70,6 +71,6 @@ def _only_blocks(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         alone = isinstance(module, nn.ModuleList) and len(module) == 1 and next(module[0].children(), None) is not None
         if alone and not f"{name}.".startswith(inside):
-            block = f"{name}.0" if name else "0"
+            block = full_name(name, "0")
             inside += (f"{block}.",)
             yield block

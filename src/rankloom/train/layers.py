@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
+from rankloom.base.names import full_name
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import has_parameters, tensors_in
 
@@ -182,7 +183,7 @@ def _path(name: str) -> list[str]:
 
 
 def _children(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    return {f"{name}.{key}".lstrip("."): child for key, child in model.get_submodule(name)._modules.items() if child is not None}
+    return {full_name(name, key): child for key, child in model.get_submodule(name)._modules.items() if child is not None}
 
 
 def _shape(value: Any) -> torch.Size | None:

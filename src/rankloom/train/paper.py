@@ -14,8 +14,8 @@ import torch
 
 from rankloom.base.layout import Span
 from rankloom.base.ranks import ParameterPart, RankPart
+from rankloom.base.shares import share
 from rankloom.comm.canonical import owned_leaves
-from rankloom.data.order import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
 from rankloom.parallel.model_split import ModelSplit

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
+from rankloom.base.names import full_name
 from rankloom.base.spans import Box
 from rankloom.world.group import Group
 
@@ -159,7 +160,7 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             held = module.__dict__.get(_HELD, {}).get(name)
-            found[f"{prefix}.{name}" if prefix else name] = held or Holding(tuple(param.shape))
+            found[full_name(prefix, name)] = held or Holding(tuple(param.shape))
     return found
 
 

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, joined
+from rankloom.base.names import full_name
 from rankloom.base.tensors import version_of
 from rankloom.parallel.tensor.compare import Tag, expect_alike, tag, tag_of
 from rankloom.parallel.tensor.holding import Holding, holdings
@@ -140,7 +141,7 @@ class _Watch(TorchFunctionMode):
         held = holdings(module)
         for name, param in module.named_parameters():
             if tag_of(param) is None:
-                full = f"{prefix}.{name}" if prefix else name
+                full = full_name(prefix, name)
                 tag(param, _layout_of(held[name]), full)
                 self._compare_gradient(param, f"gradient of {full}")
 
