@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -161,6 +162,22 @@ def meet_and_sum() -> tuple[int, ...]:
 
 def test_ranks_started_by_hand_with_a_launchers_variables_find_each_other():
     assert run_by_hand(meet_and_sum) == [(0, 2, 0, 2, 3), (1, 2, 1, 2, 3)]
+
+
+def meet_under_mpirun(jobs: dict[str, str]) -> str | float:
+    rank = os.environ.pop("RANK")
+    os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_SIZE": os.environ.pop("WORLD_SIZE"),
+                   "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": jobs[rank]}
+    try:
+        return rl.init(device="cpu", timeout=3 if jobs["0"] != jobs["1"] else 30).all_reduce(torch.ones(1)).item()
+    except rl.RankLost as lost:
+        return str(lost)
+
+
+def test_ranks_of_two_jobs_that_were_given_one_meeting_point_do_not_take_each_other_for_their_own():
+    assert run_by_hand(partial(meet_under_mpirun, {"0": "77", "1": "77"})) == [2.0, 2.0]
+    told = run_by_hand(partial(meet_under_mpirun, {"0": "77", "1": "78"}))
+    assert all(isinstance(each, str) and f"rank(s) {1 - rank} did not join" in each for rank, each in enumerate(told)), told
 
 
 def meet_with_a_cluster_file_on_rank_1_only() -> str:

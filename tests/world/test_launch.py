@@ -4,7 +4,7 @@ import pytest
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError
-from rankloom.world.launch import Place, debug_mode, find_place, meeting_point, tasks_per_node
+from rankloom.world.launch import Place, debug_mode, find_place, job_name, meeting_point, tasks_per_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 ALONE = Place(launcher="alone", rank=0, size=1, local_rank=0, local_size=1)
@@ -65,6 +65,12 @@ def test_open_mpi_says_who_this_is_where_a_meeting_point_is_set():
     assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("mpirun", 3, 4, 1, 2)
     assert find_place(OPEN_MPI | MEETING | SLURM | {"SLURM_PROCID": "1"}) == place, "its daemons are a step of one task a node"
     assert find_place(OPEN_MPI | MEETING | TORCHRUN).launcher == "torchrun", "who sets RANK has decided"
+
+
+def test_a_job_has_the_name_that_slurm_or_open_mpi_gives_it(monkeypatch):
+    for name, value in (SLURM | {"SLURM_JOB_ID": "12", "PMIX_NAMESPACE": "77"}).items():
+        monkeypatch.setenv(name, value)
+    assert [job_name(find_place(env)) for env in (SLURM, OPEN_MPI | MEETING, TORCHRUN)] == ["12.0", "77", ""]
 
 
 def test_ranks_of_one_host_under_mpirun_share_a_node_however_they_are_numbered(monkeypatch):

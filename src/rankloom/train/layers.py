@@ -115,7 +115,11 @@ def _list_of_layers(model: nn.Module) -> str:
 
 def _outermost(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     found = [name for name, module in model.named_modules() if isinstance(module, kind) and len(module._modules)]
-    return [name for name in found if not any(name != other and f".{name}.".startswith(f".{other}." if other else ".") for other in found)]
+    return [name for name in found if not any(_is_inside(name, other) for other in found)]
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name != other and name.startswith(f"{other}." if other else "")
 
 
 def _trial_tokens(model: nn.Module) -> Tensor:

@@ -34,7 +34,8 @@ class Pipe:
               a stand-in for the model
     schedule: a name of `rankloom schedule list`
     chunks:   stages on each rank; None: as few as the schedule allows
-    sizes:    how many pieces each stage gets; None: as `example` says, or as `cut` of `ChosenPipe`
+    sizes:    how many pieces each stage gets; None: as `example` says; without one, stages of a language model multiply with equally
+              many parameters, and those of other models have equally many pieces
     example:  a micro-batch, as one rank has it, to measure the pieces with before training, for stages that take equally long; a rank
               must have memory for a forward and backward of the whole model. `layer_pieces` tries the model with it, too: models that
               are not called with tokens need one
@@ -81,7 +82,7 @@ class Pipe:
 
 
 def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
-    if isinstance(model, GPT):
+    if isinstance(model, GPT) and type(model).forward is GPT.forward and type(model).hidden is GPT.hidden:
         return gpt_pieces
     return sequential_pieces if type(model).forward is nn.Sequential.forward else layer_pieces
 
@@ -110,9 +111,7 @@ class ChosenPipe:
     tables: frozenset[str]
 
     def cut(self, pieces: Sequence[Piece], stages: int) -> list[int]:
-        """How many pieces each stage gets: `sizes`; left out, so that stages multiply with equally many parameters, where pieces begin
-        with an embedding; else equally many. raises: ConfigError
-        """
+        """How many pieces each stage gets: see `sizes` of `Pipe`. raises: ConfigError"""
         if self.sizes is None:
             return balance(multiplied_parameters(pieces, self.numbers, self.tables), stages)
         if len(self.sizes) != stages or sum(self.sizes) != len(pieces) or min(self.sizes) < 1:

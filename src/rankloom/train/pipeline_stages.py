@@ -327,9 +327,6 @@ class PipelineEngine(Engine):
         self.placement.local.turn.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
         return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
-    def _expect_sum(self, batch: Any, pieces: int) -> None:
-        """No check: the loss gets the last stage's output only, and halves of a batch would need another schedule."""
-
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""
         self.placement.sharding.make_ready()

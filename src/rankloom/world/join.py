@@ -20,7 +20,7 @@ from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.launch import Place, debug_mode, find_place, has_agent, meeting_point, report_uncaught
+from rankloom.world.launch import Place, debug_mode, find_place, has_agent, job_name, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
 from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
@@ -97,7 +97,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
                        f"in {time.monotonic() - begin:.1f} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)
     _kept_open.append(store)
-    return start_afresh(dist.PrefixStore("rankloom", store), place.rank, place.size, timeout)
+    return start_afresh(dist.PrefixStore(f"rankloom {job_name(place)}", store), place.rank, place.size, timeout)
 
 
 def _rendezvous(place: Place, patience: timedelta) -> dist.Store:

@@ -193,8 +193,8 @@ def meeting_point(place: Place) -> tuple[str, int]:
     """
     if place.launcher == "slurm":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if place.local_size == place.size else _first_slurm_host())
-        job, step = _numbers(dict(os.environ), {"SLURM_JOB_ID": 0, "SLURM_STEP_ID": 0})
-        os.environ.setdefault("MASTER_PORT", str(20000 + (job * 16 + step) % 10000))   # steps of one job may run at the same time
+        # Jobs, and steps of a job, may run at the same time on a host. What follows from their numbers must not be that of the next ones.
+        os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job_name(place).encode()) % 10000))
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise ConfigError(f"rank {place.rank} of {place.size}: {' and '.join(missing)} must say where ranks meet: the host of rank 0 and a "
                           "free port there; torchrun sets both")
@@ -202,6 +202,12 @@ def meeting_point(place: Place) -> tuple[str, int]:
     if not 0 < port < 1 << 16:
         raise ConfigError(f"environment variable MASTER_PORT is {port}, expected a port from 1 to 65535")
     return os.environ["MASTER_ADDR"], port
+
+
+def job_name(place: Place) -> str:
+    """What its launcher calls this job, or "": the same for all of its ranks. Jobs that were given one meeting point must not mix."""
+    names = {"slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"), "mpirun": ("PMIX_NAMESPACE",)}.get(place.launcher, ())
+    return ".".join(os.environ[name] for name in names if name in os.environ)
 
 
 def _first_slurm_host() -> str:
