@@ -96,15 +96,15 @@ def test_so_it_does_on_other_axes(mesh, words):
 
 
 def test_with_context_ranks_a_loss_of_a_stage_sees_this_rank_s_tokens_and_targets():
-    seen = set()
+    seen = []
 
     def loss(model, batch):
         if model.__class__ is not rl.GPT:
-            seen.add(tuple(batch[1].shape))
+            seen.append(tuple(batch[1].shape))
         return model(batch[0], targets=batch[1])
 
     expect_equal(rl.Mesh(pipe=2, context=2), gpt(), loss, token_batches())
-    assert {rows for rows, _ in seen} >= {ROWS // 2, ROWS} and {tokens for _, tokens in seen} == {TOKENS // 2}
+    assert set(seen[-8:]) == {(ROWS // 2, TOKENS // 2), (ROWS, TOKENS // 2)}   # of two ranks: the last micro-batches, and an evaluation
 
 
 def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to_cut_them():
@@ -123,6 +123,46 @@ def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to
     (truth,) = rl.simulate(1, body)
     for numbers, _ in rl.simulate(rl.Mesh(context=2), body):
         assert numbers == pytest.approx(truth[0], rel=BOUND)
+
+
+def of_the_last_token(model, batch):
+    return F.cross_entropy(model(batch[0])[:, -1], batch[1][:, 0].clamp(min=0), reduction="sum"), len(batch[0])
+
+
+def of_mean_logits(model, batch):
+    return model(batch[0]).mean(1).square().sum(), len(batch[0])
+
+
+def of_the_next_token(model, batch):
+    logits, targets = model(batch[0])[:, :-1], batch[0][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()[:logits.shape[1] * len(targets)], reduction="sum"), targets.numel()
+
+
+def of_all_tokens(model, batch):
+    """Right in one process; but the model gives each rank the logits of its own tokens, and this counts all."""
+    return model(batch[0]).logsumexp(-1).square().sum(), batch[0].numel()
+
+
+def of_the_tokens_here(model, batch):
+    penalty = model(batch[0]).logsumexp(-1).square()
+    return penalty.sum(), penalty.numel()
+
+
+@pytest.mark.parametrize(("mesh", "loss", "says"), [
+    (rl.Mesh(context=2), of_the_last_token, "it gives .* and counts 4, of their halves .* and 4 and .* and 4"),
+    (rl.Mesh(pipe=2, context=2), of_the_last_token, "counts 4"), (rl.Mesh(context=3), of_mean_logits, "counts 4"),
+    (rl.Mesh(pipe=2, context=2), of_the_next_token, "counts 44, of their halves .* and 20 and .* and 20"),
+    (rl.Mesh(context=2), of_all_tokens, "counts 48, of their halves .* and 48 and .* and 48")],
+    ids=["last", "last, stages", "mean", "next", "all"])
+def test_with_context_ranks_a_loss_that_is_no_sum_over_tokens_is_refused_before_the_first_step(mesh, loss, says):
+    with pytest.raises(rl.LossError, match=f"each computes the loss of its own tokens, but this is no sum over tokens: .*{says}"):
+        rl.simulate(mesh, lambda world: trained(world, gpt(), loss, token_batches()))
+
+
+@pytest.mark.parametrize(("mesh", "loss"), [(rl.Mesh(context=3), of_the_tokens_here), (rl.Mesh(pipe=2, context=2), of_the_tokens_here),
+                                            (rl.Mesh(pipe=2, context=2), of_all_tokens)], ids=["here", "here, stages", "all, stages"])
+def test_and_one_that_is_trains_as_in_one_process(mesh, loss):
+    expect_equal(mesh, gpt(), loss, token_batches())
 
 
 def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():

@@ -35,7 +35,7 @@ from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
 from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
-from rankloom.parallel.tokens_apart import TokensApart, expect_tokens_apart
+from rankloom.parallel.tokens_apart import Apart, TokensApart, expect_tokens_apart
 from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
@@ -87,6 +87,17 @@ def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True
 
 
 @contextmanager
+def called_apart(apart: Apart, model: nn.Module) -> Iterator[None]:
+    """A context in which calls of a model get some tokens of whole rows, each left to itself, on every rank the same."""
+    (cutting,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _OwnTokens))
+    cutting.apart = apart
+    try:
+        yield
+    finally:
+        cutting.apart = None
+
+
+@contextmanager
 def tokens_named(ranks: int) -> Iterator[None]:
     """A context: with several context ranks, an error of torch's inside gets a note that says which tokens a model returns."""
     try:
@@ -114,6 +125,7 @@ class _OwnTokens:
     signature: inspect.Signature
     tell: TellPositions | None
     is_first: bool = True   # whether no call has come yet
+    apart: Apart | None = None   # see `called_apart`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers
@@ -127,6 +139,10 @@ class _OwnTokens:
         length, limit = given["tokens"].shape[1], getattr(getattr(model, "config", None), "seq_len", None)
         if limit is not None and length > limit:
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
+        if self.apart is not None:
+            some = self.apart.some(length, given["tokens"].device)
+            return tuple(some.cut(value, length) for value in args), {
+                **{name: some.cut(value, length) for name, value in kwargs.items()}, "part": some}
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
         if self.is_first and self.group.size > 1:
             expect_tokens_apart(model, self.group, given["tokens"], args, kwargs)

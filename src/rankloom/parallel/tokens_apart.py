@@ -17,6 +17,7 @@ from rankloom.base.modes import evaluating
 from rankloom.world.group import Group
 
 AT_MOST = 48             # tokens; half of them can be cut over 2, 3, 4, 6, 8 tensor ranks
+ALL, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 TOKEN_IF_WITHIN = 0.05   # of the length of the vector that becomes of a token: what 16 bits in another kernel may change, many times over
 SUM_IF_WITHIN = {torch.bfloat16: 2e-2, torch.float16: 2e-2}   # of a sum over all tokens, by its dtype
 SUM_IF_WITHIN_ELSE = 1e-3                                     # where parts of the model may compute in 16 bits
@@ -44,6 +45,28 @@ class TokensApart:
         """All there is, is here."""
         return x
 
+    def cut(self, value: Any, length: int) -> Any:
+        """Its tokens of whole rows [B, length, ...]; anything else unchanged."""
+        return value[:, self.positions] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
+
+
+class Apart:
+    """Some tokens of whole rows, each left to itself. which: of the first few, an even number"""
+
+    def __init__(self, which: slice):
+        self.which = which
+        self.parts: list[TokensApart] = []   # all that it has given
+
+    def some(self, length: int, device: torch.device) -> TokensApart:
+        """The part of them, where rows have this length."""
+        self.parts.append(TokensApart(torch.arange(min(length, AT_MOST) // 2 * 2, device=device)[self.which]))
+        return self.parts[-1]
+
+    @property
+    def shows_rows(self) -> bool:
+        """Whether a model was asked, with these parts, for more than a token has."""
+        return any(part.shows_rows for part in self.parts)
+
 
 @torch.compiler.disable
 def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -57,11 +80,10 @@ def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tu
     if any(module._compiled_call_impl for module in model.modules()):
         return
     length = tokens.shape[1]
-    every = torch.arange(min(length, AT_MOST) // 2 * 2, device=tokens.device)
-    parts = [TokensApart(at) for at in (every, every, every[::2], every[1::2])]
+    parts = [Apart(which).some(length, tokens.device) for which in (ALL, ALL, EVEN, ODD)]
     with torch.no_grad(), evaluating(model):
         runs = [_run(model, args, kwargs, length, part) for part in parts]
-    problem = None if any(part.shows_rows for part in parts) else _first_difference(runs, len(every))
+    problem = None if any(part.shows_rows for part in parts) else _first_difference(runs, len(parts[0].positions))
     group.agree(problem and f"{group.where('context parallel')}: {type(model).__name__} is not the same function of a token when others "
                 f"are left out: {problem}. A rank has its own tokens only: take positions from `part.positions`, let tokens see each other "
                 "in `part.attend` only, and ask `part.gather` for what needs whole rows", label="tokens apart")
@@ -71,9 +93,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], len
          part: TokensApart) -> list[tuple[str, Tensor]]:
     """What attention is asked, and what the model gives, for some tokens of the first row."""
     def some(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        return value[:1, part.positions] if value.dim() > 1 and value.shape[1] == length else value[:1]
+        return part.cut(value[:1], length) if isinstance(value, Tensor) and value.dim() else value
 
     given = model(*map(some, args), **{name: some(value) for name, value in kwargs.items()}, part=part)
     named = [(f"the {what} of attention {number // 3 + 1}", x) for number, (what, x) in enumerate(part.asked)]

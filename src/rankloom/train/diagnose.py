@@ -15,7 +15,7 @@ import secrets
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.tensors import bytes_of
 from rankloom.parallel.build import digest
+from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
 
+TokensApart = Callable[[Apart], AbstractContextManager[None]]
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 PROCESS = secrets.token_hex(8)   # with the process id: equal for simulated ranks, which share torch's generator
@@ -59,11 +61,13 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
-                       pieces: int, shards: int) -> None:
-    """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows.
+                       pieces: int, shards: int, apart: TokensApart) -> None:
+    """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows; with
+    context ranks also when it is no sum over tokens.
 
     group:  the ranks over which rows are distributed   tokens: those over which losses are summed
     pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
+    apart:  see `expect_sum_over_tokens`
     A collective of the world: all ranks run the same number of forwards, as a forward may be a collective.
     """
     mine = torch.tensor([rows_of(batch, world.rank) * group.size + group.rank], device=group.device)
@@ -76,6 +80,8 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
                                                 label="does the loss seem a mean"))
     expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
+    if world.mesh.context > 1:
+        expect_sum_over_tokens(totals_of, model, parts[0], world, apart, on_any)
 
 
 def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequence[Any], rank: int, on_any: Callable[[bool], bool],
@@ -107,6 +113,35 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
         raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
                         f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
+
+
+def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, apart: TokensApart,
+                           on_any: Callable[[bool], bool]) -> None:
+    """With context ranks: raise when the loss of a row is not the sum, nor its count, of what its tokens add.
+
+    Each rank computes the loss of its own tokens. So a few tokens go through the model with an attention that leaves each to itself: first
+    all, then those with even positions, then the others, whose losses and counts must add up. A loss that draws random numbers or raises
+    an error is not judged; of a model that looks at whole rows (routers of experts), only the counts are.
+    apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
+    raises: LossError, on all ranks. A collective of the world, as `on_any`
+    """
+    if runs_compiled(model):
+        return
+    found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
+    with evaluating(model), _buffers_put_back(model):
+        for some in tried:
+            with apart(some):
+                found.append(_tried(totals_of, batch, model, world.rank, together=True)[:2])
+    (total, count), (again, _), *halves = found
+    parts, counts = zip(*halves)
+    is_judged = math.isfinite(total + sum(parts)) and abs(again - total) <= EQUAL_IF_WITHIN * abs(total)
+    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(sum(parts) - total) <= SAME_IF_WITHIN * abs(total)
+    wrong = is_judged and not (adds_up and sum(counts) == count)
+    group, said = world.group("context"), " and ".join(f"{part:g} and {some:g}" for part, some in halves)
+    group.agree(f"rank {world.rank}: with {group.size} context ranks each computes the loss of its own tokens, but this is no sum over "
+                f"tokens: of a few tokens it gives {total:g} and counts {count:g}, of their halves {said}. Sum over tokens, and count "
+                "those that it got values of, as `model(tokens, targets=targets)` does; or use one context rank" if wrong else None,
+                error=LossError, label="a sum over tokens")
 
 
 def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:

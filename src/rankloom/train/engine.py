@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
@@ -30,8 +30,9 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
-from rankloom.parallel.context import tokens_named
+from rankloom.parallel.context import called_apart, tokens_named
 from rankloom.parallel.replicas import ReplicaGuard
+from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
 from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
@@ -293,8 +294,12 @@ class Engine:
     def _expect_sum(self, batch: Any, pieces: int) -> None:
         """Before the first step: see `expect_sum_of_step`."""
         expect_sum_of_step(lambda piece: self._call_loss(piece)[1][:2], self.model, batch, world=self.settings.world, group=self.group,
-                           tokens=self.tokens, pieces=pieces, shards=self.settings.logical_shards)
+                           tokens=self.tokens, pieces=pieces, shards=self.settings.logical_shards, apart=self._tokens_apart)
         self.placement.abandon()   # no backward follows those forwards
+
+    def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
+        """With context ranks: a context in which the loss gets values of some tokens, each left to itself; see `called_apart`."""
+        return called_apart(apart, self.model)
 
     def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:
         """Forward, and backward of the loss *sum* times the loss scale, of one micro-batch. Returns its totals: see `_call_loss`.

@@ -8,7 +8,8 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.tokens_apart import Apart
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
@@ -62,6 +64,7 @@ class Turn:
         self._inputs: list[Any] = []
         self._now: SequencePart = WHOLE
         self._called_with: Any = None
+        self._apart: Apart | None = None
 
     def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
         """Before the micro-batches of a step. rows: of the global batch, for each micro-batch"""
@@ -73,6 +76,10 @@ class Turn:
     def own(self, given: Any, targets: Any) -> tuple[Any, Any]:
         """This rank's tokens of the next micro-batch of the step. given: tokens, or for pieces that take a part (tokens, documents)"""
         tokens, documents = self.unpacked(given)
+        if self._apart is not None:
+            some = self._apart.some(tokens.shape[1], tokens.device)
+            self._parts.append(some)
+            return some.cut(tokens, tokens.shape[1]), some.cut(targets, tokens.shape[1])
         if self.context.size == 1:
             self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
             return given, targets
@@ -80,6 +87,15 @@ class Turn:
         part = Context(self.context, tokens.shape[1], self.kind, documents=cuts, device=tokens.device)
         self._parts.append(part)
         return part.own(tokens) if documents is None else (part.own(tokens), part.own(documents)), part.own(targets)
+
+    @contextmanager
+    def tokens_apart(self, apart: Apart) -> Iterator[None]:
+        """A context in which micro-batches are some of their tokens, each left to itself; see `called_apart` in parallel/context.py."""
+        self._apart = apart
+        try:
+            yield
+        finally:
+            self._apart = None
 
     def unpacked(self, given: Any) -> tuple[Any, Any]:
         """What the first piece is called with, and the documents that are packed into its rows, or None."""
@@ -326,6 +342,9 @@ class PipelineEngine(Engine):
         self.placement.sharding.make_ready()
         self.placement.local.turn.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
         return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
+
+    def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
+        return self.placement.local.turn.tokens_apart(apart)
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""
