@@ -4,6 +4,7 @@ Where a test is about processes only, its ranks are plain scripts: those start i
 import of torch, so there are few of them.
 """
 
+import errno
 import os
 import pty
 import signal
@@ -463,3 +464,12 @@ def test_the_exit_code_of_a_job_that_did_not_fail(codes, stop_signal, code):
 
 def test_a_stopped_rank_that_ctrl_c_woke_up_is_no_failure():
     assert conclude([Ending(0, 130, 0.0, asked=True), Ending(1, 130, 0.0, asked=True, hung="it was stopped")], 2) == 130
+
+
+def test_a_host_without_a_loopback_is_told_so(monkeypatch):
+    def refuse(address):
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(agent.socket, "create_server", refuse)
+    with pytest.raises(rl.ConfigError, match=r"no port can be opened \(Cannot assign .*\); is the loopback interface up"):
+        _Meeting()

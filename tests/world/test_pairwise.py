@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.world.pairwise import TAG
 
 RANKS = (1, 2, 3, 4, 5, 8)
@@ -81,3 +82,12 @@ def test_many_on_their_way_at_once_with_messages_between_them_are_not_mixed_up(p
             assert summed == [p * 100.0 * number + p * (p - 1) / 2]
             assert passed == [-1.0 - number]
     assert TAG >= 1 << 20, "a tag that people use"
+
+
+@pytest.mark.parametrize("call", [
+    lambda world: world.all_gather(torch.ones(3 + world.rank), label="unit"),
+    lambda world: world.reduce_scatter(torch.ones(2 * (3 + world.rank)), label="unit")], ids=["gather", "scatter"])
+def test_ranks_that_bring_other_sizes_wait_for_each_other_until_the_time_out_and_the_process_lives(call):
+    """As those that call other units of a sharded model."""
+    with pytest.raises(rl.CollectiveTimeout, match="unit"):
+        rl.simulate(2, call, timeout=AT_ONCE / 10)

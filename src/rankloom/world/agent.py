@@ -274,7 +274,11 @@ class _Meeting(RendezvousHandler):
     """The rendezvous of a single agent, and the store for its ranks."""
 
     def __init__(self) -> None:
-        listener = socket.create_server((LOOPBACK, 0))
+        try:
+            listener = socket.create_server((LOOPBACK, 0))
+        except OSError as error:
+            raise ConfigError(f"ranks of this host meet at {LOOPBACK}, where no port can be opened ({error.strerror}); is the loopback "
+                              "interface up, and has it this address (ip addr show lo)?") from error
         self.port, self.job = listener.getsockname()[1], uuid.uuid4().hex
         # A TCPStore listens on every interface unless it is given a socket. The store owns the socket from here on.
         self.store = dist.TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,

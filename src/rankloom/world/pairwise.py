@@ -17,7 +17,7 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport.operands import untouched
 
-TAG = (1 << 31) - 1   # messages of one tag arrive in the order of sending, so one tag is enough
+TAG = 1 << 30   # of the messages here, and above; messages of one tag arrive in the order of sending, so a size needs one tag only
 
 
 def start_gather(pg: dist.ProcessGroup, rank: int, mine: Tensor, slices: Sequence[Tensor]) -> list[Any]:
@@ -54,4 +54,10 @@ def _exchange(pg: dist.ProcessGroup, rank: int, outgoing: Sequence[Tensor], inco
     """Start all sends and receives, the next rank first, so that not all ranks send to the same one at once."""
     size = len(outgoing)
     after, before = ([(rank + sign * hop) % size for hop in range(1, size)] for sign in (1, -1))
-    return [pg.recv([incoming[peer]], peer, TAG) for peer in before] + [pg.send([outgoing[peer]], peer, TAG) for peer in after]
+    return ([pg.recv([incoming[peer]], peer, _tag(incoming[peer])) for peer in before]
+            + [pg.send([outgoing[peer]], peer, _tag(outgoing[peer])) for peer in after])
+
+
+def _tag(x: Tensor) -> int:
+    """By size: gloo ends the process when a message is longer than what it is received in. So ranks that differ in size wait instead."""
+    return TAG + x.nbytes % TAG

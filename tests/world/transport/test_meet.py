@@ -1,5 +1,7 @@
 """Who meets in a store that others have used before."""
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,3 +66,20 @@ def use_torchs_groups_twice(world):
 
 def test_torchs_groups_may_be_built_anew_over_one_store():
     assert rl.spawn(2, use_torchs_groups_twice) == [[2.0] * 4] * 2
+
+
+FILES_OF_A_PAGE = """
+import resource
+from rankloom.world.transport.meet import create_memory
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    create_memory(8192)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_named_where_it_limits_memory():
+    """Python ignores the signal that the kernel sends first."""
+    said = subprocess.run([sys.executable, "-c", FILES_OF_A_PAGE], capture_output=True, text=True, check=True, timeout=AT_ONCE).stdout
+    assert said.startswith("8,192 bytes of shared memory are more than this process may write to a file: raise the limit (ulimit -f)")

@@ -8,6 +8,7 @@ mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
 import contextlib
 import ctypes
 import datetime
+import errno
 import fcntl
 import json
 import mmap
@@ -136,13 +137,19 @@ def expect_memory(nbytes: int) -> None:
 
 
 def create_memory(nbytes: int) -> int:
-    """A descriptor of new memory, which is zero, and allocated when it is touched. The caller makes sure that so much is free."""
+    """A descriptor of new memory, which is zero, and allocated when it is touched. The caller makes sure that so much is free.
+
+    raises: MemoryError when files of that size are not allowed, as which the kernel sees it
+    """
     descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
+    except BaseException as error:
         os.close(descriptor)
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise MemoryError(f"{nbytes:,} bytes of shared memory are more than this process may write to a file: raise the limit "
+                              "(ulimit -f), or use the backend gloo") from error
         raise
     return descriptor
 
