@@ -37,7 +37,7 @@ HOPELESS_AFTER = 32      # overflows in a row: a mean is then scaled by 2**-16, 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one run.
+    """The dtypes of one run. Frozen parameters are kept, and saved, in the compute dtype only: the optimizer needs no finer copy of them.
 
     compute: of forward, backward, and gathered parameters; None: the model keeps its dtypes
     master:  of the slices or copies that the optimizer updates; None: as compute
