@@ -159,8 +159,16 @@ def test_with_context_ranks_a_loss_that_is_no_sum_over_tokens_is_refused_before_
         rl.simulate(mesh, lambda world: trained(world, gpt(), loss, token_batches()))
 
 
+def of_weighted_tokens(model, batch):
+    weights = (batch[1] + 101).double() / 7
+    losses = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].clamp(min=0).flatten(), reduction="none")
+    return (losses * weights.flatten()).sum(), weights.sum()
+
+
 @pytest.mark.parametrize(("mesh", "loss"), [(rl.Mesh(context=3), of_the_tokens_here), (rl.Mesh(pipe=2, context=2), of_the_tokens_here),
-                                            (rl.Mesh(pipe=2, context=2), of_all_tokens)], ids=["here", "here, stages", "all, stages"])
+                                            (rl.Mesh(pipe=2, context=2), of_all_tokens),
+                                            (rl.Mesh(pipe=2, context=2), of_weighted_tokens)],
+                         ids=["here", "here, stages", "all, stages", "weights"])
 def test_and_one_that_is_trains_as_in_one_process(mesh, loss):
     expect_equal(mesh, gpt(), loss, token_batches())
 

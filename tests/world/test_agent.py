@@ -466,10 +466,12 @@ def test_a_stopped_rank_that_ctrl_c_woke_up_is_no_failure():
     assert conclude([Ending(0, 130, 0.0, asked=True), Ending(1, 130, 0.0, asked=True, hung="it was stopped")], 2) == 130
 
 
-def test_a_host_without_a_loopback_is_told_so(monkeypatch):
-    def refuse(address):
-        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+@pytest.mark.parametrize(("call", "why"), [("create_server", errno.EADDRNOTAVAIL), ("create_connection", errno.ENETUNREACH)])
+def test_a_host_without_a_loopback_is_told_so(monkeypatch, call, why):
+    """Another address only; or down: then a port opens that cannot be reached."""
+    def refuse(*_):
+        raise OSError(why, os.strerror(why))
 
-    monkeypatch.setattr(agent.socket, "create_server", refuse)
-    with pytest.raises(rl.ConfigError, match=r"no port can be opened \(Cannot assign .*\); is the loopback interface up"):
+    monkeypatch.setattr(agent.socket, call, refuse)
+    with pytest.raises(rl.ConfigError, match=f"which cannot be reached .*{os.strerror(why)}.*; is the loopback interface up"):
         _Meeting()

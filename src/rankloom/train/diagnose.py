@@ -135,8 +135,8 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     (total, count), (again, _), *halves = found
     parts, counts = zip(*halves)
     is_judged = math.isfinite(total + sum(parts)) and abs(again - total) <= EQUAL_IF_WITHIN * abs(total)
-    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(sum(parts) - total) <= SAME_IF_WITHIN * abs(total)
-    wrong = is_judged and not (adds_up and sum(counts) == count)
+    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(sum(parts) - total) <= MEAN_IF_WITHIN * abs(total)
+    wrong = is_judged and not (adds_up and abs(sum(counts) - count) <= SAME_IF_WITHIN * count)   # counts may be weights
     group, said = world.group("context"), " and ".join(f"{part:g} and {some:g}" for part, some in halves)
     group.agree(f"rank {world.rank}: with {group.size} context ranks each computes the loss of its own tokens, but this is no sum over "
                 f"tokens: of a few tokens it gives {total:g} and counts {count:g}, of their halves {said}. Sum over tokens, and count "

@@ -276,9 +276,10 @@ class _Meeting(RendezvousHandler):
     def __init__(self) -> None:
         try:
             listener = socket.create_server((LOOPBACK, 0))
+            socket.create_connection(listener.getsockname(), SETTLE).close()   # where it is down, a port opens and cannot be reached
         except OSError as error:
-            raise ConfigError(f"ranks of this host meet at {LOOPBACK}, where no port can be opened ({error.strerror}); is the loopback "
-                              "interface up, and has it this address (ip addr show lo)?") from error
+            raise ConfigError(f"ranks of this host meet at {LOOPBACK}, which cannot be reached ({error}); is the loopback interface up, "
+                              "and has it this address (ip addr show lo)?") from error
         self.port, self.job = listener.getsockname()[1], uuid.uuid4().hex
         # A TCPStore listens on every interface unless it is given a socket. The store owns the socket from here on.
         self.store = dist.TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,

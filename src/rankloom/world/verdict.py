@@ -127,7 +127,7 @@ def _signal_text(number: int) -> str:
         "SIGTERM": "Somebody else sent it, to this rank only",
         "SIGHUP": "The terminal was closed, or whoever read its output has gone",
         "SIGSEGV": "It crashed in compiled code", "SIGABRT": "Compiled code gave up", "SIGBUS": "It crashed in compiled "
-        "code, or /dev/shm is full",
+        "code, or this host had no memory left for what its ranks share",
     }
     return f"by {name}. {hints[name]}." if name in hints else f"by {name}"
 

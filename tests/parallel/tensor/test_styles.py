@@ -74,6 +74,27 @@ class Fused(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+class InOneModule(nn.Module):
+    """Attention and MLP, their layers side by side; the MLP's are wider than the queries, and no multiple of a head."""
+
+    def __init__(self, attribute: str, fused: bool, ffn: int):
+        super().__init__()
+        self.attribute, self.fused = attribute, fused
+        setattr(self, attribute, 4 if "heads" in attribute else 3)
+        if fused:
+            self.qkv = nn.Linear(6, 36, bias=False)   # a bias of keys has a gradient of nothing but rounding
+        else:
+            self.q, self.k, self.v = (nn.Linear(6, 12, bias=False) for _ in "qkv")
+        self.o, self.up, self.gate, self.down = nn.Linear(12, 6), nn.Linear(6, ffn), nn.Linear(6, ffn), nn.Linear(ffn, 6)
+
+    def forward(self, x):
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        shape = (getattr(self, self.attribute), -1) if "heads" in self.attribute else (-1, getattr(self, self.attribute))
+        mixed = F.scaled_dot_product_attention(*(part.unflatten(-1, shape).transpose(1, 2) for part in parts), is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Grouped(nn.Module):
     """Attention in three matrices, which knows how many heads it has by the names that it is given."""
 
@@ -192,6 +213,15 @@ def test_gate_and_up_in_one_matrix(ranks, bias):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
     expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
+@pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
+def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused, ffn, ranks):
+    columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
+    expect_equal(ranks, lambda: shaken(InOneModule(attribute, fused, ffn)), run,
+                 plan=columns | {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"})
 
 
 GROUPED = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}

@@ -27,6 +27,8 @@ FEATURES = ("split_size", "all_head_size")   # of all query heads together
 QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
 SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # taken for heads only in attention
 CONFIGS = ("config", "cfg", "args")
+# Column-cut layers of an MLP, which may stand beside queries, keys and values in one module.
+OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?|mlp)(_\w+)?")
 
 
 class Cut(NamedTuple):
@@ -113,6 +115,11 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
                           f"attention, but only {hints[0]} could say how many heads that are; give the module itself num_heads, "
                           "or head_dim if it reads the number off its input")
     return None
+
+
+def of_an_mlp(name: str) -> bool:
+    """Whether a layer of this name belongs to an MLP, whatever stands beside it."""
+    return bool(OF_AN_MLP.fullmatch(name.rpartition(".")[2].lower()))
 
 
 def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:

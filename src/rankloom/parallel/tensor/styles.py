@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes, hooks_of, is_hooked
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, tell_local_counts
+from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, of_an_mlp, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
@@ -69,6 +69,10 @@ class Cutting:
     def stream(self) -> Layout:
         """The layout of activations between the split layers."""
         return BY_TOKENS if self.sequence else WHOLE
+
+    def words_in(self, parent: str) -> dict[str, str]:
+        """The words of the modules that stand directly in this one."""
+        return {name: word for name, word in self.words.items() if name.rpartition(".")[0] == parent}
 
     def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
         """This rank's part of a parameter; a tied one is cut once, and shared again."""
@@ -202,23 +206,25 @@ def column(site: Site, *, gathers: bool = False) -> None:
     if gathers:
         length, spans = padded(features, ranks)
     else:
-        siblings = [n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent]
-        heads = heads_of(cutting.model.get_submodule(site.parent), site.parent, siblings)
+        siblings = {name: n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent}
+        attention = [n for name, n in siblings.items() if not of_an_mlp(name)]
+        is_beside = of_an_mlp(site.name) and (attention or "packed_qkv_colwise" in cutting.words_in(site.parent).values())
+        heads = None if is_beside else heads_of(cutting.model.get_submodule(site.parent), site.parent, attention or [*siblings.values()])
         if heads:
             spans, is_partial = heads.spans(features, ranks)
             cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
-            _expect_one_matrix(site, features, siblings)
+            _expect_one_matrix(site, features, len(siblings))
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
     _cut_outputs(site, transposed, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
 
 
-def _expect_one_matrix(site: Site, features: int, siblings: list[int]) -> None:
+def _expect_one_matrix(site: Site, features: int, siblings: int) -> None:
     """Raise ConfigError for gate and up fused in one matrix: then the row-cut layer after it takes half its features."""
-    words, model = site.cutting.words, site.cutting.model
-    behind = [name for name, word in words.items() if word == "rowwise" and name.rpartition(".")[0] == site.parent]
-    for name in behind if len(siblings) == 1 else ():
+    model = site.cutting.model
+    behind = [name for name, word in site.cutting.words_in(site.parent).items() if word == "rowwise"]
+    for name in behind if siblings == 1 else ():
         takes = _in_features(model.get_submodule(name))
         if takes and features == 2 * takes:
             raise ConfigError(f"{site.name} has {features} output features, and {name} takes {takes}: cut as one matrix, two fused ones "

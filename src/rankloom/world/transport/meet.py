@@ -2,7 +2,7 @@
 
 The memory is a memfd: it has no name, so no other program can find it by accident, and nothing is left when the last process ends,
 however it ends. The others open it through /proc/<pid>/fd, which the kernel allows to the same user only. Once all have
-mapped it, the descriptor is closed. /dev/shm is not used: it is often tiny.
+mapped it, the descriptor is closed; the mapping keeps one of its own. /dev/shm is not used: it is often tiny.
 """
 
 import contextlib
