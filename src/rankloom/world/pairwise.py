@@ -17,7 +17,8 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport.operands import untouched
 
-TAG = 1 << 30   # of the messages here, and above; messages of one tag arrive in the order of sending, so a size needs one tag only
+SIZES = 1 << 28
+TAG = (1 << 31) - SIZES   # and above: of the messages here. Those of one tag arrive in the order of sending, so a size needs one tag only
 
 
 def start_gather(pg: dist.ProcessGroup, rank: int, mine: Tensor, slices: Sequence[Tensor]) -> list[Any]:
@@ -60,4 +61,4 @@ def _exchange(pg: dist.ProcessGroup, rank: int, outgoing: Sequence[Tensor], inco
 
 def _tag(x: Tensor) -> int:
     """By size: gloo ends the process when a message is longer than what it is received in. So ranks that differ in size wait instead."""
-    return TAG + x.nbytes % TAG
+    return TAG + x.nbytes % SIZES
