@@ -15,6 +15,7 @@ import rankloom as rl
 from rankloom import GPT, GPTConfig
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
+from token_rows import token_batches
 
 AXES = ("pipe", "replicate", "shard", "context", "tensor", "expert")
 SCHEDULES = ("gpipe", "1f1b")
@@ -61,14 +62,7 @@ def has_experts(mesh: rl.Mesh, stage: int) -> bool:
 
 
 def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Three global batches whose rows hold different numbers of tokens."""
-    draw, batches = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        tokens = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
-        targets = tokens[:, 1:].clone()
-        targets[torch.arange(ROWS)[:, None] + torch.arange(TOKENS) > TOKENS + 5] = -100
-        batches.append((tokens[:, :-1].contiguous(), targets))
-    return batches
+    return token_batches(ROWS, TOKENS, VOCAB, beyond=5)
 
 
 def adamw(params):

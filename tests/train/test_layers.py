@@ -18,6 +18,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.parallel.pipeline.cut import Stage, make_stages
 from rankloom.train.layers import layer_pieces
+from token_rows import token_batches
 
 BOUND = 1e-12
 ROWS, TOKENS, VOCAB = 8, 12, 40
@@ -56,14 +57,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Three global batches whose rows hold different numbers of tokens."""
-    draw, found = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        tokens = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
-        targets = tokens[:, 1:].clone()
-        targets[torch.arange(ROWS)[:, None] + torch.arange(TOKENS) > TOKENS + 3] = -100
-        found.append((tokens[:, :-1].contiguous(), targets))
-    return found
+    return token_batches(ROWS, TOKENS, VOCAB)
 
 
 def adamw(params):

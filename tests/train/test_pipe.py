@@ -17,6 +17,7 @@ from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context import own_tokens
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
 from rankloom.train.batches import map_tensors
+from token_rows import token_batches
 
 BOUND = 1e-12
 ROWS, TOKENS, VOCAB = 8, 12, 40
@@ -53,17 +54,6 @@ def gpt(**options):
     return rl.GPT(config, seed=2, dtype=torch.float64)
 
 
-def token_batches():
-    """Three global batches whose rows hold different numbers of tokens."""
-    draw, found = torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        tokens = torch.randint(0, VOCAB, (ROWS, TOKENS + 1), generator=draw)
-        targets = tokens[:, 1:].clone()
-        targets[torch.arange(ROWS)[:, None] + torch.arange(TOKENS) > TOKENS + 3] = -100
-        found.append((tokens[:, :-1].contiguous(), targets))
-    return found
-
-
 def of_logits(model, batch):
     """As anybody would write it for one process, with a term that needs the logits themselves."""
     tokens, targets = batch
@@ -85,14 +75,14 @@ def targets_by_position(model, batch):
 @pytest.mark.parametrize("loss", [of_logits, of_targets, targets_by_position])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_our_gpt_in_stages_takes_any_loss_of_one_process(loss, tie):
-    expect_equal(rl.Mesh(pipe=2), gpt(tie=tie), loss, token_batches())
+    expect_equal(rl.Mesh(pipe=2), gpt(tie=tie), loss, token_batches(ROWS, TOKENS, VOCAB))
 
 
 @pytest.mark.parametrize(("mesh", "words"), [
     (rl.Mesh(pipe=2, tensor=2), {"stage": 1}), (rl.Mesh(pipe=2, tensor=2), {"tensor_plan": gpt().tp_sequence_plan}),
     (rl.Mesh(pipe=2, shard=2), {"stage": 3}), (rl.Mesh(pipe=2), {"pipe": "zb-v"})], ids=["tensor", "tokens", "shard", "zb-v"])
 def test_so_it_does_on_other_axes(mesh, words):
-    expect_equal(mesh, gpt(), of_logits, token_batches(), **words)
+    expect_equal(mesh, gpt(), of_logits, token_batches(ROWS, TOKENS, VOCAB), **words)
 
 
 def test_with_context_ranks_a_loss_of_a_stage_sees_this_rank_s_tokens_and_targets():
@@ -103,13 +93,13 @@ def test_with_context_ranks_a_loss_of_a_stage_sees_this_rank_s_tokens_and_target
             seen.append(tuple(batch[1].shape))
         return model(batch[0], targets=batch[1])
 
-    expect_equal(rl.Mesh(pipe=2, context=2), gpt(), loss, token_batches())
+    expect_equal(rl.Mesh(pipe=2, context=2), gpt(), loss, token_batches(ROWS, TOKENS, VOCAB))
     assert set(seen[-8:]) == {(ROWS // 2, TOKENS // 2), (ROWS, TOKENS // 2)}   # of two ranks: the last micro-batches, and an evaluation
 
 
 def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to_cut_them():
     with pytest.raises(ValueError, match="batch_size") as caught:
-        rl.simulate(rl.Mesh(context=2), lambda world: trained(world, gpt(), of_logits, token_batches()))
+        rl.simulate(rl.Mesh(context=2), lambda world: trained(world, gpt(), of_logits, token_batches(ROWS, TOKENS, VOCAB)))
     (note,) = (note for note in caught.value.__notes__ if "context" in note)
     assert note.startswith("with 2 context ranks") and "own_tokens(targets, world.group('context'))" in note
 
@@ -118,7 +108,7 @@ def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
 
     def body(world):
-        return trained(world, gpt(), partial(of_own_logits, group=world.group("context")), token_batches())
+        return trained(world, gpt(), partial(of_own_logits, group=world.group("context")), token_batches(ROWS, TOKENS, VOCAB))
 
     (truth,) = rl.simulate(1, body)
     for numbers, _ in rl.simulate(rl.Mesh(context=2), body):
@@ -156,7 +146,7 @@ def of_the_tokens_here(model, batch):
     ids=["last", "last, stages", "mean", "next", "all"])
 def test_with_context_ranks_a_loss_that_is_no_sum_over_tokens_is_refused_before_the_first_step(mesh, loss, says):
     with pytest.raises(rl.LossError, match=f"each computes the loss of its own tokens, but this is no sum over tokens: .*{says}"):
-        rl.simulate(mesh, lambda world: trained(world, gpt(), loss, token_batches()))
+        rl.simulate(mesh, lambda world: trained(world, gpt(), loss, token_batches(ROWS, TOKENS, VOCAB)))
 
 
 def of_weighted_tokens(model, batch):
@@ -170,12 +160,12 @@ def of_weighted_tokens(model, batch):
                                             (rl.Mesh(pipe=2, context=2), of_weighted_tokens)],
                          ids=["here", "here, stages", "all, stages", "weights"])
 def test_and_one_that_is_trains_as_in_one_process(mesh, loss):
-    expect_equal(mesh, gpt(), loss, token_batches())
+    expect_equal(mesh, gpt(), loss, token_batches(ROWS, TOKENS, VOCAB))
 
 
 def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():
     documents = (torch.arange(TOKENS) >= TOKENS // 3).long().expand(ROWS, -1).contiguous()
-    batches = [((tokens, documents), targets) for tokens, targets in token_batches()]
+    batches = [((tokens, documents), targets) for tokens, targets in token_batches(ROWS, TOKENS, VOCAB)]
 
     def loss(model, batch):
         (tokens, documents), targets = batch
@@ -186,7 +176,7 @@ def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():
 
 
 def test_the_auxiliary_losses_of_experts_belong_to_any_loss():
-    expect_equal(rl.Mesh(pipe=2), gpt(moe=MoEConfig(experts=4, top_k=2, ffn=16)), of_logits, token_batches())
+    expect_equal(rl.Mesh(pipe=2), gpt(moe=MoEConfig(experts=4, top_k=2, ffn=16)), of_logits, token_batches(ROWS, TOKENS, VOCAB))
 
 
 @pytest.mark.parametrize(("loss", "reason"), [
@@ -195,7 +185,7 @@ def test_the_auxiliary_losses_of_experts_belong_to_any_loss():
     (lambda model, batch: (model(batch[0], batch[1])[0] + model(batch[0]).sum(), 1), "called the model 2 times")])
 def test_a_loss_that_calls_our_gpt_with_something_else_is_refused(loss, reason):
     with pytest.raises(rl.LossError, match=reason):
-        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, gpt(), loss, token_batches()))
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, gpt(), loss, token_batches(ROWS, TOKENS, VOCAB)))
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(pipe=2, context=2), rl.Mesh(pipe=2, tensor=2)], ids=str)
@@ -205,7 +195,7 @@ def test_a_loss_that_returns_a_mean_is_refused_in_stages_too(mesh):
         return total / count, count
 
     with pytest.raises(rl.LossError, match="seems to return their mean, not their sum"):
-        rl.simulate(mesh, lambda world: trained(world, gpt(), mean, token_batches()))
+        rl.simulate(mesh, lambda world: trained(world, gpt(), mean, token_batches(ROWS, TOKENS, VOCAB)))
 
 
 class Halved(rl.GPT):
@@ -218,7 +208,7 @@ class Halved(rl.GPT):
 def test_a_gpt_with_a_forward_of_its_own_is_cut_by_what_it_does():
     model = Halved(gpt(tie=False).config, seed=2, dtype=torch.float64)
     with pytest.raises(rl.ConfigError, match="Halved"):   # its stages would need the matrix of the head
-        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_targets, token_batches()))
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_targets, token_batches(ROWS, TOKENS, VOCAB)))
 
 
 # ------------------------------------------------------------------ models of no tokens

@@ -29,7 +29,7 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
-from rankloom.parallel.wrapping import AUTO, Policy
+from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import CLIP_EPSILON, norm_of
 from rankloom.shard.unit import Fill, Formats
@@ -213,7 +213,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
     for name, dtype in (("compute", compute), ("reduce", reduce)):
         expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
-    if next(model.parameters(), None) is None:
+    if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone = replicas or group.alone()
     expect_counts(ahead=ahead)
