@@ -11,6 +11,7 @@ import torch.distributed as dist
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+from rankloom.base.tensors import bytes_of
 from rankloom.world.group import Handle
 
 RANKS = [1, 2, 3, 4]
@@ -324,11 +325,70 @@ def test_tags_that_gloo_has_not_or_that_gathers_use_are_refused(tag):
 def test_a_message_to_oneself_is_refused_where_gloo_carries_it():
     def body(world):
         x, here = torch.zeros(2), world.rank
-        for call in (lambda: world.send(x, here), lambda: world.recv(x, here), lambda: world.exchange(x, here, x, here)):
+        for call in (lambda: world.send(x, here), lambda: world.recv(x, here), lambda: world.exchange(x, here, x.clone(), 1 - here)):
             with pytest.raises(rl.ConfigError, match=f"rank {here}: .* a message to this rank itself"):
                 call()
 
     rl.simulate(2, body, backend="gloo")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_rank_may_exchange_with_itself_as_in_a_ring_of_one(p, backend):
+    def body(world):
+        x, here = torch.arange(6.0), world.rank
+        into, beside = torch.zeros(6), torch.zeros(6)
+        assert world.exchange(x, here, into, here) is into
+        assert world.exchange(x, here, beside, here, async_op=True).wait() is beside
+        world.exchange(x[:4], here, x[2:], here)   # overlapping: as if the whole had left before anything arrives
+        return into.tolist(), beside.tolist(), x.tolist()
+
+    whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert rl.simulate(p, body, backend=backend) == [(whole, whole, [0.0, 1.0, 0.0, 1.0, 2.0, 3.0])] * p
+
+
+def test_what_a_rank_sends_to_itself_must_fit():
+    def body(world):
+        for into in (torch.zeros(5), torch.zeros(6, dtype=torch.int32)):
+            with pytest.raises(rl.ShapeMismatch, match=rf"rank 0: ring .*\(6,\) .* receives it as \({len(into)},\) of {into.dtype}"):
+                world.exchange(torch.zeros(6), 0, into, 0, label="ring")
+
+    rl.simulate(1, body)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+          torch.complex128, torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+          torch.uint64]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_collective_that_only_moves_elements_takes_every_dtype(backend):
+    """gloo's own have no 16-bit integers, float8 or complex numbers."""
+    def body(world):
+        other, here, wrong = 1 - world.rank, slice(2 * world.rank, 2 * world.rank + 2), []
+        uneven = ([3, 1], [1, 3])[world.rank]
+        for dtype in DTYPES:
+            highest = 1 if dtype == torch.bool else 255
+            first, second = of_each = [torch.arange(start, start + 4 * dtype.itemsize).bitwise_and(highest).to(torch.uint8).view(dtype)
+                                       for start in (0, 41)]
+            mine = of_each[world.rank]
+            moved = {
+                "broadcast": (world.broadcast(mine.clone(), 1), second),
+                "scalar": (world.broadcast(mine[0].clone()), first[0]),
+                "all_gather": (world.all_gather(mine), joined(first, second)),
+                "all_to_all": (world.all_to_all(mine), joined(first[here], second[here])),
+                "uneven": (world.all_to_all(mine, send_rows=uneven, recv_rows=uneven),
+                           (joined(first[:3], second[:1]), joined(first[3:], second[1:]))[world.rank]),
+                "exchange": (world.exchange(mine, other, torch.empty_like(mine), other), of_each[other])}
+            wrong += [(dtype, name) for name, (got, expected) in moved.items()
+                      if got.dtype != dtype or not torch.equal(bytes_of(got), bytes_of(expected))]
+        return wrong
+
+    assert rl.simulate(2, body, backend=backend) == [[], []]
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)   # torch cannot join all dtypes
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])

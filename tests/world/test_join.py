@@ -99,6 +99,17 @@ def test_a_port_in_use_is_said_to_be_in_use(monkeypatch):
             rl.init(timeout=2, device="cpu")
 
 
+@pytest.mark.parametrize("cause", [RuntimeError("can't start new thread"), OSError(11, "Resource temporarily unavailable")])
+def test_a_limit_of_threads_is_no_lost_rank(monkeypatch, cause):
+    def refuse(thread):
+        raise cause
+
+    launched(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with pytest.raises(rl.ConfigError, match=r"rank 0 of 2: this host starts no more threads .*\(ulimit -u\)"):
+        rl.init(timeout=2, device="cpu")
+
+
 def test_a_service_that_takes_the_connection_and_says_nothing_is_rank_lost_within_the_time_out(monkeypatch):
     """torch itself waits for it without end."""
     monkeypatch.setattr("rankloom.world.join.SLACK", 0.1)

@@ -60,7 +60,8 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
         named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes)}
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
     if not found:
-        sought = " or ".join(kind.__name__ for kind in classes) or "blocks that stand in a list beside others of their class"
+        sought = (" or ".join(kind.__name__ for kind in classes)
+                  or "blocks that stand in a list beside others of their class, and have modules inside")
         raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks: rl.prepare(..., units=(Block,))")
     return found
 

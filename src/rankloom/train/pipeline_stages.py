@@ -21,6 +21,7 @@ from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
+from rankloom.base.tensors import as_bytes
 from rankloom.checkpoint.manifest import Part
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
@@ -28,7 +29,6 @@ from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
-from rankloom.parallel.pipeline.messages import as_bytes
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
@@ -289,7 +289,7 @@ class PipelinePlacement(SplitPlacement):
         here = None if value is None else value.to(self.group.device)
         if goal is None:
             sent = torch.empty_like(like, device=self.group.device) if here is None else here
-            self.pipe.broadcast(as_bytes(sent), root, label="values of a stage")
+            self.pipe.broadcast(sent, root, label="values of a stage")
             return sent.cpu()
         if self.pipe.rank == root != goal.pipe and here is not None:
             self.pipe.send(as_bytes(here), goal.pipe, label="values of a stage")

@@ -22,10 +22,11 @@ from torch._C import _distributed_c10d as c10d
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch
 from rankloom.base.quantities import seconds
+from rankloom.base.tensors import as_bytes
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.ledger import Ledger as Ledger
-from rankloom.world.pairwise import add_in_order, expect_message, start_dealing, start_gather
+from rankloom.world.pairwise import add_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.codes import SUM
@@ -155,7 +156,7 @@ class Group:
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = self._peer(root), 0, async_op
         return self._collect(f"broadcast(from {root})", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
-                             start=lambda pg: pg.broadcast([x], options), finish=lambda: x)
+                             start=lambda pg: pg.broadcast([self._moved(x)], options), finish=lambda: x)
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
         """Concatenate all ranks' `x` in rank order. [n, ...] on each -> [p*n, ...]   sent: n(p-1)
@@ -219,7 +220,7 @@ class Group:
         options.asyncOp = async_op
         # Uneven shares differ between ranks on purpose, so debug mode compares only the shape of a row.
         return self._collect("all_to_all", x, label, async_op, bill=bill, shape=tuple(x.shape[1:]), finish=lambda: mine,
-                             start=lambda pg: pg.alltoall_base(mine, untouched(x, mine), *splits, options))
+                             start=lambda pg: pg.alltoall_base(*map(self._moved, (mine, untouched(x, mine))), *splits, options))
 
     def barrier(self, *, label: str = "") -> None:
         """Return when every rank has called this."""
@@ -275,31 +276,27 @@ class Group:
         return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Send `out` to one rank while receiving `into` from another (or the same). Cannot deadlock, in whatever order ranks call it."""
+        """Send `out` to one rank while receiving `into` from another, or the same, or itself. No order of calls can deadlock."""
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
-        self._connected(label or "exchange")   # no local name: a traceback would keep the connection open
-        self._peer(to, tag)   # before anything is started
-        expect_movable(out, self.device, self.where(label or "exchange"))
-        out = untouched(out, into)   # arriving bytes must not overwrite `out` before it is sent
+        label = label or "exchange"
+        for x in (out, into):
+            expect_movable(x, self.device, self.where(label))
+        source = untouched(out, into)   # arriving bytes must not overwrite `out` before it is sent
+        if to == frm == self.rank and not self.lends_memory:
+            keep(source, into, self.where(label))
+            return Handle(self, label, (), lambda: into) if async_op else into
+        peers = self._peer(to, tag), self._peer(frm, tag)   # before anything is started
+        self._connected(label)   # no local name: a traceback would keep the connection open
         if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
-            both = self._exchange_coalesced(out, to, into, frm, label)
+            self.ledger.enter(out.nbytes, 1)
+            works = self._started(label, lambda pg: start_in_one(pg, source, into, *peers))
         else:
             received = self.recv(into, frm, tag=tag, label=label, async_op=True)
-            sent = self.send(out, to, tag=tag, label=label, async_op=True)
-            both = self._keep(Handle(self, label or "exchange", [*(received.works or ()), *(sent.works or ())], lambda: into))
+            sent = self.send(source, to, tag=tag, label=label, async_op=True)
+            works = [*(received.works or ()), *(sent.works or ())]
+        both = self._keep(Handle(self, label, works, lambda: into))
         return both if async_op else both.wait()
-
-    def _exchange_coalesced(self, out: Tensor, to: int, into: Tensor, frm: int, label: str) -> Handle:
-        # NCCL runs sends and receives in the order of its stream: two opposite sends would wait for each other.
-        expect_movable(into, self.device, self.where(label))
-        pg, device = self._connected(label), into.device   # a local name is fine here: `close` aborts NCCL in any case
-        self.ledger.add(Bill(sent=out.nbytes, messages=1))
-        pg._start_coalescing(device)
-        pg.recv([into], self._peer(frm), 0)
-        pg.send([out], self._peer(to), 0)
-        work = pg._end_coalescing(device)
-        return self._keep(Handle(self, label, [work] if work is not None else [], lambda: into))
 
     # ------------------------------------------------------------------ values that are not tensors
 
@@ -368,6 +365,9 @@ class Group:
         if self._process_group is None:   # another thread has closed the group meanwhile
             handle.works = None
         return handle
+
+    def _moved(self, x: Tensor) -> Tensor:
+        return x if self.lends_memory else as_bytes(x)   # gloo and NCCL do not know every dtype; our backend compares them
 
     def _output(self, out: Tensor | None, x: Tensor, shape: tuple[int, ...], label: str) -> Tensor:
         """`out`, if it fits, or a new tensor. In a group of one rank: `out` with a copy of the input, or the input itself."""

@@ -93,6 +93,9 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"rank {place.rank} of {place.size}: port {port} is in use on this host, so ranks cannot meet there: set "
                               "MASTER_PORT to another") from error
+        if "start new thread" in str(error) or "Resource temporarily unavailable" in str(error):
+            raise ConfigError(f"rank {place.rank} of {place.size}: this host starts no more threads ({str(error).splitlines()[0]}): raise "
+                              "the limit of the user (ulimit -u) or of the container (pids.max), or use fewer ranks") from error
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"in {time.monotonic() - begin:.1f} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.world.transport.operands import untouched
 
 SIZES = 1 << 28
@@ -41,6 +41,23 @@ def add_in_order(mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tenso
     for piece in theirs[max(rank, 1):]:
         total.add_(piece)
     return total
+
+
+def start_in_one(pg: dist.ProcessGroup, out: Tensor, into: Tensor, to: int, frm: int) -> list[Any]:
+    """Start a send and a receive as one call: NCCL makes calls in the order of its stream, so opposite sends would wait for each other."""
+    pg._start_coalescing(out.device)
+    pg.recv([into], frm, 0)
+    pg.send([out], to, 0)
+    work = pg._end_coalescing(out.device)
+    return [work] if work is not None else []
+
+
+def keep(out: Tensor, into: Tensor, where: str) -> None:
+    """What a rank sends to itself, which gloo cannot carry. raises: ShapeMismatch"""
+    if (out.shape, out.dtype) != (into.shape, into.dtype):
+        raise ShapeMismatch(f"{where}: a tensor of shape {tuple(out.shape)} of {out.dtype} is sent to this rank itself, "
+                            f"which receives it as {tuple(into.shape)} of {into.dtype}; expected the same")
+    into.detach().copy_(out)
 
 
 def expect_message(peer: int, rank: int, tag: int, where: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.tensors import as_bytes
 from rankloom.parallel.pipeline.actions import Action, Schedule, needs
 from rankloom.world.group import Group, Handle
 
@@ -223,11 +224,6 @@ def _second_connection(group: Group) -> Group:
 def _receiver(sent: Action) -> Action:
     """The receive at the other end."""
     return Action(f"RECV_{sent.kind[-1]}", sent.stage + (1 if sent.kind == "SEND_F" else -1), sent.microbatch)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """The same memory as bytes: backends refuse some dtypes, NCCL for example complex numbers and 16-bit integers. x: contiguous"""
-    return x.detach().view(-1).view(torch.uint8)
 
 
 def _shape(value: Tensor | None) -> Shape | None:
