@@ -99,8 +99,8 @@ def limit(rate: str) -> None:
         run("tc", "-n", host(number), "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", BURST, "latency", "50ms")
 
 
-def launch(ranks_per_host: int, arguments: list[str]) -> dict:
-    """Run this script's worker on both hosts; what rank 0 found. All are ended when one fails."""
+def launch(ranks_per_host: int, arguments: list[str], script: str = __file__) -> dict:
+    """Run the worker of a script on both hosts; what rank 0 found. All are ended when one fails."""
     size = 2 * ranks_per_host
     with tempfile.TemporaryDirectory() as folder:
         out, started = Path(folder) / "out.json", []
@@ -109,7 +109,7 @@ def launch(ranks_per_host: int, arguments: list[str]) -> dict:
                      "GROUP_RANK": rank // ranks_per_host, "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
             # On a leash, so that a killed benchmark leaves no ranks behind that would keep the namespaces.
             inside = [sys.executable, str(LEASH), str(os.getpid()), "ip", "netns", "exec", host(rank // ranks_per_host)]
-            command = [*inside, sys.executable, __file__, "--worker", "--out", str(out), *arguments]
+            command = [*inside, sys.executable, script, "--worker", "--out", str(out), *arguments]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()}))
         try:
             while any(process.poll() is None for process in started) and not any(process.poll() for process in started):

@@ -618,7 +618,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
 
 @pytest.mark.parametrize(("asked", "says"), [
     ({"stage": True}, "stage=True is none of 0"), ({"stage": 4}, "stage=4"), ({"accumulate": 0}, "accumulate=0, expected"),
-    ({"stage": 1, "compress": "int8"}, "compress='int8' has no meaning at stage 1, only at stage 0"),
+    ({"stage": 1, "all_reduce": "ring"}, "all_reduce='ring' has no meaning at stage 1, only at stage 0"),
     ({"units": 5}, "units=5 has no meaning at stage 0, only at stage 1 and 2 and 3"), ({"stage": 2, "ahead": 2}, "ahead=2 has no meaning"),
     ({"accumulate": True}, "accumulate=True"), ({"accumulate": 1.5}, "accumulate=1.5"), ({"clip": 0}, "clip=0, expected a norm above 0"),
     ({"clip": -1.0}, "clip=-1.0"), ({"clip": True}, "clip=True, expected a norm above 0"),
@@ -663,7 +663,7 @@ def test_what_gathers_and_reduces_within_a_step_is_refused_with_pipe_ranks_where
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipe"])
 @pytest.mark.parametrize(("asked", "says"), [
     ({"deterministic": True}, "deterministic=8 holds bits equal along the data axes only"),
-    ({"compress": "int8"}, "compress='int8' is for data parallel alone"), ({"all_reduce": "ring"}, "='ring' is for data parallel alone")])
+    ({"all_reduce": "ring"}, "='ring' is for data parallel alone")])
 def test_what_only_the_data_axes_have_is_refused_on_a_mesh_with_others(axis, asked, says):
     def body(world):
         with pytest.raises(rl.ConfigError, match=says):

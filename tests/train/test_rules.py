@@ -39,7 +39,7 @@ def test_options_conflict_with_others_and_with_axes(asked, where, expected):
 
 
 @pytest.mark.parametrize(("flags", "options", "reason"), [
-    (["--train.stage=1", "--mesh.shard=2", "--comm.compress=int8"], {"stage": 1, "compress": "int8"},
+    (["--train.stage=1", "--mesh.shard=2", "--comm.all_reduce=ring"], {"stage": 1, "all_reduce": "ring"},
      "has no meaning at stage 1, only at stage 0"),
     (["--train.deterministic=true", "--comm.all_reduce=ring"], {"deterministic": True, "all_reduce": "ring"},
      "has no meaning with deterministic: it adds in an order of its own"),

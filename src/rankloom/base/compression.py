@@ -4,9 +4,9 @@ import re
 
 from rankloom.base.errors import ConfigError, did_you_mean
 
-EXACT, POWERSGD = "none", "powersgd"
+EXACT, TOPK, POWERSGD = "none", "topk", "powersgd"
 BACKEND, HIERARCHICAL = "backend", "hierarchical"   # the values of `all_reduce` that go with compression
-NAMES = (EXACT, "bf16", "fp16", "int8", "int4", "1bit", "topk", POWERSGD)
+NAMES = (EXACT, "bf16", "fp16", "int8", "int4", "1bit", TOPK, POWERSGD)
 
 
 def split_compression(text: str) -> tuple[str, int | None]:
@@ -40,6 +40,16 @@ def expect_compression(name: str, all_reduce: str) -> None:
     if kind == POWERSGD and all_reduce == HIERARCHICAL:
         raise ConfigError(f"compress={name!r} needs whole matrices, but all_reduce='hierarchical' sends slices between nodes; "
                           "leave all_reduce out, or choose another compression")
+
+
+def why_not_for_slices(name: str, replicas: bool) -> str | None:
+    """Why a compression cannot sum gradients of which each rank keeps a slice, or None. replicas: whether slices have replicas"""
+    kind, _ = split_compression(name)
+    if kind == POWERSGD:
+        return "needs whole matrices, but ranks along the axis shard keep slices of gradients: use stage 0, or int8 or int4"
+    if kind == TOPK and not replicas:
+        return "has no reduce-scatter, which sums the slices of the axis shard: use stage 0, int8 or int4, or an axis replicate"
+    return None
 
 
 def expect_exact_steps(after: int, compress: str) -> None:

@@ -1,4 +1,7 @@
-"""A tensor's bytes, to hash, compare and send them; and how often it was written."""
+"""A tensor's bytes, to hash, compare and send them, and for C code; and how often it was written."""
+
+import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,17 @@ def version_of(x: Tensor) -> int:
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of `x` as bytes [..., itemsize]: backends refuse some dtypes, gloo for example 16-bit integers. x: contiguous, [...]"""
     return x.detach().unsqueeze(-1).view(torch.uint8)
+
+
+def memory_of(x: Tensor) -> Any:
+    """The memory of `x` for C code. A storage whose `numpy()` was asked for can never be resized again, so this does not ask.
+
+    x: contiguous, on the CPU
+    """
+    assert x.is_contiguous() and x.is_cpu, "C code reads elements in order"
+    memory: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+    memory.owner = x   # lives as long as what C code holds
+    return memory
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -9,29 +9,31 @@
     powersgd:16          ... of rank 16: ab / 16(a+b) for a matrix [a, b]
 
 All keep the compression error and add it to the next values of the buffer (error feedback). So each buffer has its own object.
+Those of comm/blockwise.py have a reduce-scatter, too: comm/scatter.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from rankloom.base.compression import EXACT, HIERARCHICAL, POWERSGD, expect_compression, expect_exact_steps, split_compression
+from rankloom.base.compression import EXACT, HIERARCHICAL, POWERSGD, TOPK, expect_compression, expect_exact_steps, split_compression
 from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import BufferParts, PowerSGD
-from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
+from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats, Format
+from rankloom.comm.scatter import CompressedScatter
 from rankloom.comm.sparse import TopK
 from rankloom.comm.two_levels import TwoLevels
+from rankloom.world.group import Group
 
+_FORMATS: dict[str, Format] = {
+    "bf16": Floats(torch.bfloat16), "fp16": Floats(torch.float16), "int8": INT8, "int4": INT4, "1bit": ONE_BIT}
 _COMPRESSED: dict[str, Callable[[BufferParts], Compressed]] = {
-    "bf16": lambda parts: Blockwise(Floats(torch.bfloat16)),
-    "fp16": lambda parts: Blockwise(Floats(torch.float16)),
-    "int8": lambda parts: Blockwise(INT8),
-    "int4": lambda parts: Blockwise(INT4),
-    "1bit": lambda parts: Blockwise(ONE_BIT),
-    "topk": lambda parts: TopK(),
+    **{name: lambda parts, form=form: Blockwise(form) for name, form in _FORMATS.items()},   # type: ignore[misc]
+    TOPK: lambda parts: TopK(),
     POWERSGD: PowerSGD,
 }
 
@@ -63,7 +65,7 @@ class Summing:
         expect_exact_steps(after, compress)
         self.compress, self._in_two_levels, self._after, self._exact_steps = compress, all_reduce == HIERARCHICAL, after, after
         self.factor, self._exact = factor, all_reduce_named(all_reduce)
-        self._lossy: list[Compressed] = []
+        self._lossy: list[Compressed | CompressedScatter] = []
 
     @property
     def is_compressed(self) -> bool:
@@ -80,6 +82,23 @@ class Summing:
         """Whether this step's sums are exact."""
         return not self.is_compressed or self._exact_steps > 0
 
+    def weigh(self, items: Tensor, scale: float, groups: Sequence[Group]) -> None:
+        """Before a step's sums: set the factor that turns gradients into means over the items of the step, without the loss scale.
+
+        The error of this step's compression is added to the next step, which may have another count and loss scale; means can be
+        added, sums cannot. And a sum may be too large for fp16.
+        items:  how many this rank has counted, fp64      groups: those over which they are summed
+        scale:  the factor that the losses were multiplied by
+        sent:   all-reduce of one fp64 over each group, which the caller waits for; nothing in exact steps
+        """
+        self.factor = 1.0
+        if not self.is_exact_now and any(group.size > 1 for group in groups):
+            items = items.clone()
+            for group in groups:
+                group.all_reduce(items, label="items of the step")
+            divisor = scale * items.item()
+            self.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step without items
+
     def end_step(self) -> None:
         """Every rank calls this after every step, when all sums are done. So all start to compress in the same step."""
         self._exact_steps = max(0, self._exact_steps - 1)
@@ -92,8 +111,15 @@ class Summing:
         """A new compressed all-reduce for one buffer over the whole group; None if this run does not compress."""
         if not self.is_compressed:
             return None
-        self._lossy.append(compressed_all_reduce(self.compress, parts))
-        return self._lossy[-1]
+        self._lossy.append(made := compressed_all_reduce(self.compress, parts))
+        return made
+
+    def scatter(self) -> CompressedScatter | None:
+        """A new compressed reduce-scatter for one buffer; None if this run does not compress, or not in blocks."""
+        if (form := _FORMATS.get(self.compress)) is None:
+            return None
+        self._lossy.append(made := CompressedScatter(form))
+        return made
 
     def algorithm(self, parts: BufferParts) -> AllReduce | None:
         """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie"""

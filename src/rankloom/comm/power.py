@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill, all_reduce_bill
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.rng import stream
+from rankloom.base.tensors import memory_of
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.world.group import Group
 
@@ -64,7 +64,7 @@ class Matrix:
         """kept = M = x + error. Returns M Q^T [a, r], times a factor that is equal on all ranks."""
         p, q = torch.empty_like(self.p), self.q / self.q.abs().amax().clamp(min=SMALL)   # so that no product overflows
         if NATIVE and x.device.type == "cpu" and len(q) <= IN_C:
-            _lowrank.absorb(*_arrays(x, self.kept, self.p, self.own, q, p), *self.kept.shape, len(q))
+            _lowrank.absorb(*map(memory_of, (x, self.kept, self.p, self.own, q, p)), *self.kept.shape, len(q))
             return p
         self.kept.addmm_(self.p, self.own, alpha=-1).add_(x)
         return torch.mm(self.kept, q.t(), out=p)
@@ -73,7 +73,7 @@ class Matrix:
         """p: the sum of P over all ranks. Returns `own`, whose sum over all ranks is the next Q."""
         self.p = orthonormal(p)
         if NATIVE and p.device.type == "cpu" and len(self.q) <= IN_C:
-            _lowrank.combine(*_arrays(self.kept, self.p, self.own), *self.kept.shape, len(self.q))
+            _lowrank.combine(*map(memory_of, (self.kept, self.p, self.own)), *self.kept.shape, len(self.q))
         else:
             torch.mm(self.p.t(), self.kept, out=self.own)
         return self.own
@@ -81,7 +81,7 @@ class Matrix:
     def spread(self, x: Tensor) -> None:
         """x = P Q. C and torch add the terms in the same order, so they give the same bits."""
         if NATIVE and x.device.type == "cpu":
-            _lowrank.spread(*_arrays(self.p, self.q, x), *x.shape, len(self.q))
+            _lowrank.spread(*map(memory_of, (self.p, self.q, x)), *x.shape, len(self.q))
             return
         torch.mul(self.p[:, :1], self.q[:1], out=x)
         for column, row in zip(self.p.t()[1:], self.q[1:]):
@@ -111,7 +111,7 @@ def orthonormal(p: Tensor) -> Tensor:
     rows = p.t() / p.abs().amax(0).clamp(min=SMALL)[:, None]   # so that squares neither overflow nor underflow
     rows = rows.contiguous()
     if NATIVE:
-        _lowrank.orthonormalise(*_arrays(rows, torch.empty_like(rows[0])), *rows.shape)
+        _lowrank.orthonormalise(memory_of(rows), memory_of(torch.empty_like(rows[0])), *rows.shape)
     else:
         _gram_schmidt_twice(rows)
     return rows.t().contiguous()
@@ -215,7 +215,3 @@ def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix
 def first_directions(start: int, rank: int, b: int) -> Tensor:
     """A random Q [r, b] for the matrix at `start`: the same on all ranks."""
     return torch.randn(rank, b, generator=stream(0, "powersgd", start), dtype=torch.float32)
-
-
-def _arrays(*tensors: Tensor) -> list[Any]:
-    return [tensor.detach().numpy() for tensor in tensors]

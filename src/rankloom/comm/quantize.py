@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rankloom.base.tensors import memory_of
+
 try:
     from rankloom.comm import _quantize  # type: ignore[attr-defined]
 except ImportError:   # there was no compiler when this was installed
@@ -81,7 +83,7 @@ class Blocks:
     def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
         """See Format."""
         if NATIVE and x.device.type == "cpu":
-            _quantize.quantise(self.bits, _array(x), _array(error), _array(out))
+            _quantize.quantise(self.bits, memory_of(x), _memory(error), memory_of(out))
             return
         left = _encode(_padded(x if error is None else x + error, self.block), x.numel(), self.bits, out)
         if error is not None:
@@ -91,7 +93,7 @@ class Blocks:
     def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
         """See Format."""
         if NATIVE and inbox.device.type == "cpu":
-            _quantize.fold(self.bits, _array(inbox), inbox.shape[0], _array(error), _array(out))
+            _quantize.fold(self.bits, memory_of(inbox), inbox.shape[0], _memory(error), memory_of(out))
             return
         total = torch.zeros(out.shape[0], self.block, dtype=torch.float32, device=out.device)
         for records in inbox:
@@ -101,7 +103,7 @@ class Blocks:
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
         """See Format."""
         if NATIVE and x.device.type == "cpu":
-            _quantize.dequantise(self.bits, _array(wire), _array(x))
+            _quantize.dequantise(self.bits, memory_of(wire), memory_of(x))
             return
         x.copy_((_decode(wire, self.bits) + 0.0).view(-1)[: x.numel()])   # -0.0 becomes 0.0, as in C
 
@@ -152,8 +154,8 @@ class Floats:
         x.copy_(wire.view(self.dtype).view(-1)[: x.numel()])
 
 
-def _array(x: Tensor | None) -> Any:
-    return None if x is None else x.detach().numpy()
+def _memory(x: Tensor | None) -> Any:
+    return None if x is None else memory_of(x)
 
 
 # ---------------------------------------------------------------------- the same in torch

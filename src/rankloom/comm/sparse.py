@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill, all_gather_bill
+from rankloom.base.tensors import memory_of
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.world.group import Group
 
@@ -75,7 +76,7 @@ def absorb(x: Tensor, error: Tensor, k: int) -> Tensor:
     bound = sample.topk(min(len(sample), int(MARGIN * k / step) + 1), sorted=False).values.min().item()
     if NATIVE and x.device.type == "cpu":
         found = torch.empty(len(x) + 1, dtype=torch.int32)
-        likely = found[: _sparse.absorb(x.numpy(), error.numpy(), bound, found.numpy())]
+        likely = found[: _sparse.absorb(memory_of(x), memory_of(error), bound, memory_of(found))]
     else:
         likely = (_magnitude(x.add_(error)) >= bound).nonzero().view(-1)
     if len(likely) < k:

@@ -37,11 +37,11 @@ from rankloom.base.hooks import hook_gradient
 from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
+from rankloom.comm.worker import start_beside, worker_beside
 from rankloom.parallel.agree import max_of_flags_and_sum
 from rankloom.parallel.arrivals import Arrivals
 from rankloom.parallel.bucket import Bucket
 from rankloom.parallel.embedding_gradients import EmbeddingGradients
-from rankloom.parallel.worker import worker_beside
 from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 
@@ -78,7 +78,7 @@ class GradientReducer:
         self._home: dict[str, Bucket] = {}
         self._arrivals = Arrivals(params)   # gradients of this rank alone, outside buckets; in the first backward all
         self._launched = 0
-        self._worker = worker_beside(group) if self.summing.in_python and group.device.type == "cpu" and group.size > 1 else None
+        self._worker = worker_beside(group) if self.summing.in_python else None
         for name, param in params.items():
             hook_gradient(param, self._land, name)
 
@@ -178,10 +178,7 @@ class GradientReducer:
         algorithm = self.summing.now(bucket.algorithm)
         if algorithm is None:
             return self.group.all_reduce(bucket.flat, label=label, async_op=True).wait   # type: ignore[no-any-return]
-        if self._worker is not None:
-            return self._worker.submit(partial(algorithm, bucket.flat, self._worker.group))
-        algorithm(bucket.flat, self.group)
-        return lambda: None   # its kernels are queued on the GPU, and the stream keeps their order
+        return start_beside(self._worker, partial(algorithm, bucket.flat), self.group)
 
     # ------------------------------------------------------------------ at the end of backward
 

@@ -53,8 +53,14 @@ class ModelSplit:
 
     def copies(self, name: str) -> int:
         """How many ranks of the tensor and expert axes, this one included, hold the same elements."""
-        alike = len(self.held[name].same(self.tensor.rank, self.tensor.size)) if self.tensor.size > 1 else 1
-        return alike * (1 if name in self.experts else self.expert.size)
+        return self._tensor_copies(name) * (1 if name in self.experts else self.expert.size)
+
+    def is_repeated(self, name: str) -> bool:
+        """Whether other ranks of the tensor axis hold the same elements: each computes their whole gradient, or they add it up."""
+        return self._tensor_copies(name) > 1
+
+    def _tensor_copies(self, name: str) -> int:
+        return len(self.held[name].same(self.tensor.rank, self.tensor.size)) if self.tensor.size > 1 else 1
 
     @torch.no_grad()
     def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:

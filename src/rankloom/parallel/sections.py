@@ -20,6 +20,7 @@ from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
+from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
 
@@ -198,13 +199,14 @@ class Kind(NamedTuple):
     trainable: bool
     is_whole: bool    # must not be cut
     is_expert: bool   # summed over other replicas
+    is_copied: bool   # see `ShardingStrategy.copied`
     is_float8: bool
 
 
 def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
                keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
                host: Host | None = None, fill: Fill | None = None, float8: Float8Consumers = NO_CONSUMERS,
-               experts: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
+               experts: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
     """One unit for each kind of parameter in the section.
 
     Frozen parameters are in units only where the whole is not kept.
@@ -215,7 +217,8 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, f
             form = formats(name, param)
             if not param.requires_grad:   # it is never updated
                 form = Formats(form.compute, form.compute, form.compute)
-            kinds.setdefault(Kind(form, param.requires_grad, name in whole, name in experts, name in float8), {})[name] = param
+            kind = Kind(form, param.requires_grad, name in whole, name in experts, name in copied, name in float8)
+            kinds.setdefault(kind, {})[name] = param
     label = section or "root"
     return [(partial(Float8Unit, readers=float8) if kind.is_float8 else Unit)(
                 label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, host=host, fill=fill,
@@ -223,14 +226,14 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, f
             for at, (kind, members) in enumerate(kinds.items())]
 
 
-def make_gradients(sections: Sequence[Section], replicas_of: Callable[[Unit], Group], *, keep: bool, frames: Frames,
+def make_gradients(sections: Sequence[Section], sums_of: Callable[[Unit], UnitSums], *, keep: bool, frames: Frames,
                    scale: float) -> BufferPool:
     """Give every trainable unit its gradient; returns the pool of their buffers."""
     trainable = [unit for section in sections for unit in section.units if unit.trainable]
     pool = BufferPool([] if keep else trainable, frames)
     kept = _one_buffer_each(trainable) if keep else {}
     for section in sections:
-        section.gradients = [Gradient(unit, replicas_of(unit), pool, kept=kept.get(unit), scale=scale)
+        section.gradients = [Gradient(sums_of(unit), pool, kept=kept.get(unit), scale=scale)
                              for unit in section.units if unit.trainable]
     return pool
 

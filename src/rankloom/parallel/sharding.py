@@ -38,6 +38,7 @@ from rankloom.parallel.sections import Section, inside_of_transform, is_over, ma
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
+from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
@@ -93,15 +94,16 @@ class Sharding:
     keep_gradients: gradients stay whole until a step's last backward (stage 1)
     frames:         memory that wholes share in turn
     scale:          factor of summed gradients
+    sums_of:        the collectives for the gradient of a unit
     experts:        parameters that are summed over other replicas
     """
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
-                 gathering: Gathering, frames: Frames, scale: float = 1.0, experts: ExpertReplicas | None = None):
+                 gathering: Gathering, frames: Frames, sums_of: Callable[[Unit], UnitSums], scale: float = 1.0,
+                 experts: ExpertReplicas | None = None):
         self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
         self.units = [unit for section in self.sections for unit in section.units]
-        self.pool = make_gradients(sections, experts.replicas_of(replicas) if experts else lambda unit: replicas, keep=keep_gradients,
-                                   frames=frames, scale=scale)
+        self.pool = make_gradients(sections, sums_of, keep=keep_gradients, frames=frames, scale=scale)
         self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
         self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)

@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
+from rankloom.base.compression import BACKEND, EXACT
+from rankloom.base.cost import Bill, all_gather_bill
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
+from rankloom.comm.compress import Summing
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
@@ -37,6 +39,7 @@ from rankloom.shard.float8_unit import Float8Consumers
 from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
+from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Fill, Formats, LayOut
 from rankloom.world.group import Group
 
@@ -59,6 +62,9 @@ class ShardingStrategy:
     reduces_once:     gradients are dropped before every step, and reduced in its last backward only
     experts:          parameters that are summed over other replicas than the rest
     float8:           weights gathered in eight bits, and the layers that multiply by each (shard/float8_unit.py)
+    summing:          whether and how gradients are compressed (shard/sums.py); these are reduced once a step at every stage
+    copied:           of a compressed run: parameters of which ranks beside group and replicas hold copies. Their gradients are summed
+                      exactly, as copies in different units would be rounded differently
     """
 
     stage: int
@@ -73,6 +79,8 @@ class ShardingStrategy:
     reduces_once: bool = True
     experts: ExpertReplicas | None = None
     float8: Float8Consumers = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+    summing: Summing = field(default_factory=lambda: Summing(BACKEND, EXACT))
 
 
 def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:
@@ -100,15 +108,17 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     for name, members in {"": [], **members_of}.items():   # the root begins a pass, even without parameters
         units = make_units(name, {member: params[member] for member in members}, group, strategy.formats, keep=strategy.stage < 3,
                            whole=whole, lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=strategy.float8,
-                           experts=strategy.experts.names if strategy.experts else frozenset())
+                           experts=strategy.experts.names if strategy.experts else frozenset(), copied=strategy.copied)
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     keep_gradients = _keeps_whole_gradients(strategy, group, canonical)
     _choose_what_accumulates_whole(sections, strategy, keep_all=keep_gradients)
     reshards = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
     gathering = Gathering(reshards, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
+    replicas_of = strategy.experts.replicas_of(replicas) if strategy.experts else lambda unit: replicas
+    sums_of = lambda unit: UnitSums(unit, replicas_of(unit), strategy.summing, exact=bool(strategy.copied & unit.params.keys()))
     return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, experts=strategy.experts, frames=frames,
-                    gathering=gathering)
+                    gathering=gathering, sums_of=sums_of)
 
 
 def _keeps_whole_gradients(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:
@@ -128,16 +138,16 @@ def _neighbours(group: Group, n: bool | int) -> Group | None:
 
 def _choose_what_accumulates_whole(sections: list[Section], strategy: ShardingStrategy, keep_all: bool) -> None:
     """Sections whose whole gradients fit `gradient_memory` are reduced once a step, the others in every backward."""
-    left = strategy.gradient_memory
+    left, compresses = strategy.gradient_memory, strategy.summing.is_compressed
     for section in sections:
         size = sum(unit.layout.total * unit.formats.reduce.itemsize for unit in section.units if unit.trainable)
-        section.reduced_each_time = size > left and not keep_all
+        section.reduced_each_time = size > left and not keep_all and not compresses
         left -= 0 if section.reduced_each_time else size
 
 
 def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
     """What this rank sends in a step of `backwards` micro-batches, for parameters and gradients, padding included."""
-    total, replicas = Bill(), {gradient.unit: gradient.replicas for gradient in sharding.gradients()}
+    total = Bill()
     for section in sharding.sections:
         reductions = backwards if section.reduced_each_time else 1
         for unit in section.units:
@@ -147,8 +157,6 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
             gathers = 0 if unit.common else 1 if unit.stays else backwards
             near = sharding.gathering.near.size if sharding.gathering.near else p
             total += unit.publish_bill() + all_gather_bill(n // p, p) * gathers + all_gather_bill(n // near, near) * again
-            if unit.trainable:
-                total += scatter_bill(unit.layout.total * unit.formats.reduce.itemsize, p) * reductions
-                slice_bytes = unit.layout.total * unit.formats.reduce.itemsize // p
-                total += all_reduce_bill(slice_bytes, replicas[unit].size) * reductions
+        for gradient in section.gradients:
+            total += gradient.sums.bill() * reductions
     return total

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
+from rankloom.shard.sums import Arrival, UnitSums
 from rankloom.shard.unit import Unit
-from rankloom.world.group import Group, Handle
 
 IN_TURN = 2   # one buffer is being filled while the other is being reduced
 
@@ -85,7 +85,7 @@ def size_of(unit: Unit) -> tuple[int, torch.dtype]:
 class Gradient:
     """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
 
-    replicas: the ranks that own the same slice
+    sums:     its collectives
     pool:     lends the whole buffer, unless
     kept:     the unit has one of its own (stage 1)
     scale:    factor of the sum (1 / ranks for a mean)
@@ -93,15 +93,15 @@ class Gradient:
               reduction, where ranks share no memory; n/p for the slice (if not kept)
     """
 
-    def __init__(self, unit: Unit, replicas: Group, pool: BufferPool, *, kept: Window | None = None, scale: float = 1.0):
-        self.unit, self.replicas, self.pool, self.scale = unit, replicas, pool, scale
+    def __init__(self, sums: UnitSums, pool: BufferPool, *, kept: Window | None = None, scale: float = 1.0):
+        self.unit, self.sums, self.pool, self.scale = sums.unit, sums, pool, scale
         self._kept, self._buffer = kept, kept
         self._arriving: Window | None = None   # receives other ranks' terms of this rank's slice
         self._apart: Window | None = None      # memory of the slice, unless that is a view of the whole
         self.landed: set[str] = set()     # parameters whose gradient has landed since the last reduction
         self.used: set[str] = set()       # parameters with a gradient since the last zero_grad
         self._agreed = False              # whether `used` is that of all ranks, or only this rank's
-        self._pending: list[Handle] = []
+        self._pending: list[Arrival] = []
 
     @property
     def whole(self) -> Tensor | None:
@@ -152,22 +152,21 @@ class Gradient:
         self._stand_in()
         assert self.whole is not None, "a unit without parameters"
         place, room = self._place(), self._room_for_arrivals()
-        self._pending = [self.unit.group.reduce_scatter(self.whole, out=place, scratch=room.tensor if room else None,
-                                                        label=self._label, async_op=True)]
+        self._pending = [self.sums.start_scatter(self.whole, place, room.tensor if room else None, self._label)]
         self.pool.depart(self)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Wait for the sum over the shard axis, then start the sum over the replicas. A collective."""
         if len(self._pending) == 1:
-            received = self._pending[0].wait()
-            self._pending.append(self.replicas.all_reduce(received, label=f"{self._label}, replicas", async_op=True))
+            received = self._pending[0]()
+            self._pending.append(self.sums.start_all_reduce(received, f"{self._label}, replicas"))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the sum, and add it to the slice."""
         self.advance()
-        received = self._pending[1].wait()
+        received = self._pending[1]()
         if self._arriving is not None:
             self._arriving.close()
         self.pool.arrive(self)
@@ -201,6 +200,16 @@ class Gradient:
         for name in self.unit.owners.keys() - self.used:
             if not self._is_foreign(name):
                 self.unit.owners[name].grad = None
+        if self.sums.is_compressed and self.slice is not None:
+            self._clear_strays(self.slice)
+
+    def _clear_strays(self, mine: Tensor) -> None:
+        """Zero what compression wrote where there is no gradient: between tensors, and in parameters that no rank used."""
+        first, last = self.unit.layout.span(self.unit.group.rank)
+        for start, end in ((max(first, start), min(last, end)) for start, end in self.unit.layout.gaps()):
+            mine[start - first : max(start, end) - first].zero_()
+        for name in self.unit.owners.keys() - self.used:
+            self.unit.slice_view(mine, name).zero_()
 
     def local(self) -> dict[str, Tensor]:
         """What has landed on this rank, by name."""
@@ -256,7 +265,7 @@ class Gradient:
 
     def _room_for_arrivals(self) -> Window | None:
         group = self.unit.group
-        if group.size == 1 or group.device.type != "cpu" or group.lends_memory:
+        if group.size == 1 or group.device.type != "cpu" or group.lends_memory or not self.sums.scatters_exactly:
             return None
         if self._arriving is None:
             self._arriving = self.pool.frames.window(self.unit.layout.total // group.size * (group.size - 1), self.unit.formats.reduce)

@@ -63,6 +63,9 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     if split is not None and split.experts:
         experts = ExpertReplicas(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
         strategy = replace(strategy, experts=experts)
+    if split is not None and strategy.summing.is_compressed:
+        elsewhere = stages.shared if stages else frozenset[str]()
+        strategy = replace(strategy, copied=elsewhere | {name for name, _ in model.named_parameters() if split.is_repeated(name)})
     in_no_unit = lambda param: strategy.stage < 3 and not param.requires_grad
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
     if values is not None:
@@ -74,7 +77,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
                      canonical=bool(settings.logical_shards), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
-    placement = _placement_of(model, sharding, world, settings, split, stages, stage=strategy.stage)
+    placement = _placement_of(model, sharding, world, settings, split, stages, strategy=strategy)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     return placement, optimizer
 
@@ -96,12 +99,15 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
 
 
 def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
-                  stages: LocalStages | None, *, stage: int) -> Placement:
+                  stages: LocalStages | None, *, strategy: ShardingStrategy) -> Placement:
     """The placement for the axes, beside shard, that cut the model: none; tensor and expert; or pipe too."""
     if split is None:
-        return (CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement)(model, sharding, world)
-    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or stage))   # axes along which ranks hold different elements
-    return SplitPlacement(model, sharding, holding, split) if stages is None else PipelinePlacement(sharding, holding, split, stages)
+        kind = CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement
+        return kind(model, sharding, world, summing=strategy.summing)
+    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or strategy.stage))   # along which ranks hold other elements
+    if stages is None:
+        return SplitPlacement(model, sharding, holding, split, summing=strategy.summing)
+    return PipelinePlacement(sharding, holding, split, stages, summing=strategy.summing)
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:

@@ -23,6 +23,7 @@ from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
 from rankloom.base.tensors import as_bytes
 from rankloom.checkpoint.manifest import Part
+from rankloom.comm.compress import Summing
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
 from rankloom.parallel.context import Context
@@ -204,8 +205,8 @@ class PipelinePlacement(SplitPlacement):
     parameters, which are summed over stages.
     """
 
-    def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages):
-        super().__init__(local.body, sharding, everyone, split)
+    def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages, *, summing: Summing):
+        super().__init__(local.body, sharding, everyone, split, summing=summing)
         self.local = local
         elsewhere = torch.empty(0, dtype=torch.float32, device=sharding.group.device)
         self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}
@@ -330,6 +331,7 @@ class PipelineEngine(Engine):
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = self._run_schedule(batch)
+        self.placement.begin_last_backward(totals[1], self.scale.value)
         self.placement.collect()
         return self._finish(totals)
 

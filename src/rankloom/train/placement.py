@@ -169,18 +169,9 @@ class ReplicatedPlacement:
         self._reducer.add_shard(index, totals)
 
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
-        """With compression: set the factor that turns gradients into means over the items of the step, without the loss scale.
-
-        The error of this step's compression is added to the next step, which may have another count and loss scale; means can be
-        added, sums cannot. And a sum may be too large for fp16.
-        sent:   all-reduce of one fp64, which the last backward waits for; nothing in exact steps
-        """
-        summing = self._reducer.summing
-        summing.factor = 1.0
-        if self._world.size > 1 and not summing.is_exact_now:
-            with self._waiting():
-                divisor = scale * self._world.all_reduce(items.clone(), label="items of the step").item()
-            summing.factor = 1.0 / divisor if divisor > 0 else 1.0   # the engine refuses a step without items
+        """See `Summing.weigh`."""
+        with self._waiting():
+            self._reducer.summing.weigh(items, scale, [self._world])
 
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Wait for the buckets."""

@@ -22,7 +22,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.base.modes import with_memory
 from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT
+from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.context import RING
 from rankloom.parallel.equal_start import expect_same_tensors, make_replicas_equal
@@ -74,15 +74,16 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     stage:           what is sharded over the mesh axis `shard` (a mesh without named axes: over all ranks): 0 nothing (DDP), 1 optimizer
                      state, 2 gradients too, 3 parameters too (FSDP). Along the axis `replicate` everything is replicated
     accumulate:      micro-batches per step. Stages 0 and 1 reduce gradients once per step, stages 2 and 3 once per micro-batch (but see
-                     gradient_memory)
+                     gradient_memory; compressed gradients once)
     clip:            the largest global gradient norm
     precision:       "fp32", "fp64", "bf16", "fp16", "fp8", or a `Precision`. Left out, the model keeps its dtypes
     deterministic:   the same bits on any number of ranks. True: the batch is cut into 8 logical shards; or give their number
     seed:            seed of dropout, and of initial values where `prepare` draws them
     schedule:        a function: step (from 0) -> learning rate of the first parameter group. The others keep their ratio to it
     all_reduce:      stage 0: "backend", "ring", or a registered name
-    compress:        stage 0: how gradients are sent: "none", "bf16", "int8", "int4", "1bit", "topk", "powersgd" or "powersgd:16"
-    compress_after:  stage 0: how many first steps send exact gradients; counted again after a resume
+    compress:        how gradients are sent: "none", "bf16", "int8", "int4", "1bit", "topk", "powersgd" or "powersgd:16". From stage 1 on,
+                     and where the mesh splits the model: see shard/sums.py
+    compress_after:  how many first steps send exact gradients; counted again after a resume
     units:           stages 1 to 3: which parameters are gathered and reduced together: "auto" (each repeated block), a module class or a
                      tuple of classes, a number of parameters, or a function of (name, module). At every stage, classes also say what is
                      a block for recompute, offload_activations and compile
@@ -141,7 +142,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
         placement, made = place_whole(model, world, settings, optimizer, fill, **summing)
     else:
         strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
-                                    float8=float8.readers(model))
+                                    float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
         placement, made = place_cut(model, world, settings, optimizer, strategy, fill=fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
     return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,

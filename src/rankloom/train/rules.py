@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from rankloom.base.compression import BACKEND, EXACT
+from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 
 HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
-    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0,)), "compress_after": (0, (0,)),
+    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0, 1, 2, 3)), "compress_after": (0, (0, 1, 2, 3)),
     "units": ("auto", (1, 2, 3)), "offload": (False, (1, 2, 3)),
     "gradient_memory": (0, (2, 3)), "reshard_after_forward": (True, (3,)), "ahead": (1, (3,))}
 WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
@@ -23,7 +23,8 @@ class Conflict(NamedTuple):
     reason: str
 
 
-def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int, shared: bool = False) -> Iterator[Conflict]:
+def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int, shared: bool = False,
+              slices: bool = False, replicas: bool = False) -> Iterator[Conflict]:
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
     asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
@@ -31,6 +32,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
     split:      whether the mesh has ranks along other axes than replicate and shard
     pipe_ranks: number of ranks along the axis pipe
     shared:     whether ranks share the work of a block: those along context, tensor and expert
+    slices:     whether several ranks keep slices of the summed gradients, and `replicas`, whether slices are summed over others
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
@@ -42,10 +44,15 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
     if shared and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
+    compress = asked.get("compress", EXACT)
+    if slices and (reason := why_not_for_slices(compress, replicas)):
+        yield Conflict("compress", reason)
+    if compress != EXACT and asked.get("gradient_memory"):
+        yield Conflict("gradient_memory", f"has no meaning with compress={compress!r}: gradients are then reduced once a step")
     for option, (default, stages) in HAS_EFFECT.items():
         if option not in asked or repr(asked[option]) == repr(default):   # 1 == True, but asks for something else
             continue
-        if option in NOT_DETERMINISTIC and split:
+        if option == "all_reduce" and split:
             yield Conflict(option, "is for data parallel alone: not on a mesh with other axes than replicate and shard")
         if option in NOT_DETERMINISTIC and deterministic:
             yield Conflict(option, f"has no meaning with deterministic: {NOT_DETERMINISTIC[option]}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
 from rankloom.checkpoint.manifest import Part
-from rankloom.comm.compress import EXACT
+from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.same_bits import TOTALS, ShardFolds
@@ -29,10 +29,10 @@ from rankloom.world.group import Group
 
 
 class ShardedPlacement:
-    """Stages 1 to 3: see parallel/zero.py."""
+    """Stages 1 to 3: see parallel/zero.py. summing: how its gradients are summed"""
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
-        self.model, self.sharding, self._everyone = model, sharding, everyone
+    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
+        self.model, self.sharding, self._everyone, self._summing = model, sharding, everyone, summing
         sharding.syncing = None   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
@@ -94,23 +94,25 @@ class ShardedPlacement:
         raise AssertionError("logical shards need canonical gradients")
 
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
-        """Nothing to do: gradients are summed without compression."""
+        """See `Summing.weigh`."""
+        self._summing.weigh(items, scale, (self.sharding.group, self.sharding.replicas))
 
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
         summed, alike = self.sharding.agree(totals, mark)
         assert summed is not None, "no totals"
+        self._summing.end_step()
         return summed, alike
 
     @property
     def factor(self) -> float:
-        """Gradients are summed without a factor."""
-        return 1.0
+        """See `begin_last_backward`."""
+        return self._summing.factor
 
     @property
     def compress(self) -> str:
-        """Nothing is compressed."""
-        return EXACT
+        """The name that was given to `prepare`."""
+        return self._summing.compress
 
     def norm(self) -> Tensor:
         """The norm over the slices of all ranks."""
@@ -148,6 +150,7 @@ class ShardedPlacement:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces."""
+        self._summing.begin_anew()
         load_values(self.model, self.sharding, state, self._groups())
 
     def parts(self) -> list[Part]:
@@ -170,9 +173,10 @@ class ShardedPlacement:
 
     @contextmanager
     def rewritten(self) -> Iterator[None]:
-        """Wait until nothing reads the old slices; publish the new ones afterwards."""
+        """Wait until nothing reads the old slices; publish the new ones afterwards, and drop the error that compression has kept."""
         self.sharding.wait_for_readers()
         yield
+        self._summing.begin_anew()
         self.sharding.publish()
 
     def pieces(self) -> dict[str, OwnedRun]:
@@ -199,8 +203,8 @@ class CanonicalShardedPlacement(ShardedPlacement):
     memory: all parameters during a step, and up to log2(logical shards) + 1 copies of all gradients, at every stage
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group):
-        super().__init__(model, sharding, everyone)
+    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
+        super().__init__(model, sharding, everyone, summing=summing)
         self._folds = ShardFolds(0)
 
     def begin_shards(self, shards: int) -> None:
@@ -233,8 +237,8 @@ class SplitPlacement(ShardedPlacement):
     everyone: the ranks that hold different elements: along `PART_AXES` (split_model.py)
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit):
-        super().__init__(model, sharding, everyone)
+    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit, *, summing: Summing):
+        super().__init__(model, sharding, everyone, summing=summing)
         self.split = split
         guide_layers(model, sharding.guide)
 
@@ -318,6 +322,7 @@ class SplitPlacement(ShardedPlacement):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces of its parts."""
+        self._summing.begin_anew()
         load_values(self.model, self.sharding, state, self._groups(), self.split)
 
     def part(self, name: str, value: Any) -> Any:

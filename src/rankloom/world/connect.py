@@ -214,5 +214,5 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     if home.backend == SHARED and home.device.type == "cuda":   # the router itself keeps the directions of messages apart (nccl.py)
         return group
     if ranks not in home._twins:
-        home._twins[ranks] = home._connect(ranks, group.name, "twin", group.ledger)
+        home._twins[ranks] = home._connect(ranks, group.name, "twin", Ledger(whole=group.ledger))
     return home._twins[ranks]

@@ -73,7 +73,7 @@ class Group:
 
     `rank` and `ranks` are by default those of the process group; `ranks` are numbers in the world, for error messages. `device` is where
     this rank's tensors are; `one_host`: no byte leaves this host; `topology` says which ranks share a node, by default all of them;
-    `twin()` gives a second connection of the same ranks, whose calls do not queue with those of this one; both share one `ledger`.
+    `twin()` gives a second connection of the same ranks, whose calls do not queue with those of this one; what it sends is in both ledgers.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,

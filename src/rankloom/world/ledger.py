@@ -7,12 +7,17 @@ from rankloom.base.cost import Bill
 
 @dataclass(slots=True)
 class Ledger:
-    """What one rank has sent to one group so far, and how long it was blocked waiting for it."""
+    """What one rank has sent to one group so far, and how long it was blocked waiting for it.
+
+    whole: of a second connection of the same ranks: the ledger of the first, into which all that is sent is entered, too. Waiting is not:
+           it is another thread that waits for the second
+    """
 
     messages: int = 0
     bytes: int = 0
     calls: int = 0
     waited: float = 0.0   # seconds blocked in wait(); on CUDA a wait only orders streams, so this stays near 0
+    whole: "Ledger | None" = None
 
     def add(self, bill: Bill) -> None:
         """Add the bill of one call."""
@@ -23,3 +28,5 @@ class Ledger:
         self.calls += 1
         self.messages += messages
         self.bytes += sent
+        if self.whole is not None:
+            self.whole.enter(sent, messages)

@@ -1,4 +1,4 @@
-"""A thread that runs all-reduces written in Python while backward goes on in the main thread.
+"""A thread that runs collectives written in Python while backward goes on in the main thread.
 
 Backward may run collectives too: for a loss over the rows of all ranks, for a SyncBatchNorm. Which thread is first is random, and
 differs between ranks. So the worker has a connection of its own.
@@ -7,6 +7,7 @@ differs between ranks. So the worker has a connection of its own.
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -17,7 +18,7 @@ Job = Callable[[], Any]
 
 
 class Worker:
-    """Runs jobs in one thread, in the order of `submit`: all-reduces over `group`, which is used for nothing else.
+    """Runs jobs in one thread, in the order of `submit`: collectives over `group`, which is used for nothing else.
 
     A daemon thread, unlike that of an executor: if it waits for a lost rank, it must not keep the program from ending.
     """
@@ -38,16 +39,29 @@ class Worker:
 _WORKERS: weakref.WeakKeyDictionary[Group, weakref.ref[Worker]] = weakref.WeakKeyDictionary()
 
 
-def worker_beside(group: Group) -> Worker:
-    """The worker of `group`, the same for all callers; it lives as long as a caller holds it. A collective.
+def worker_beside(group: Group) -> Worker | None:
+    """The worker of `group`, the same for all callers; it lives as long as a caller holds it. None on a GPU, or alone. A collective.
 
     A process group that the user made has no second connection: the worker uses the first, and backward must not use it.
     """
+    if group.device.type != "cpu" or group.size == 1:
+        return None
     worker = found() if (found := _WORKERS.get(group)) else None
     if worker is None:
         worker = Worker(group.twin() if group.twin else group)
         _WORKERS[group] = weakref.ref(worker)
     return worker
+
+
+def start_beside(worker: Worker | None, job: Callable[[Group], Any], group: Group) -> Callable[[], Any]:
+    """Start a collective that is written in Python, over the ranks of `group`. Returns a function that waits for its result.
+
+    Without a worker it runs at once: on a GPU its kernels are queued, and the stream keeps their order.
+    """
+    if worker is not None:
+        return worker.submit(partial(job, worker.group))
+    result = job(group)
+    return lambda: result
 
 
 def _run(jobs: SimpleQueue) -> None:
