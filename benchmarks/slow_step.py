@@ -34,7 +34,7 @@ def worker(args: argparse.Namespace) -> None:
         for compress in COMPRESS:
             engine = rl.prepare(rl.GPT(preset(args.model, seq_len=TOKENS), seed=0), loss=language_model_loss, world=world, stage=stage,
                                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), compress=compress)
-            tokens = torch.randint(0, 1000, (1, TOKENS + 1), generator=torch.Generator().manual_seed(world.rank))
+            tokens = torch.randint(0, 1000, (1, TOKENS + 1), generator=torch.Generator().manual_seed(engine.group.rank))
             steps[f"{name}: {compress}"] = partial(engine.step, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
     for name, times in take_turns(steps, args.repeat, world.barrier).items():
         found[name] = times["wall"]
