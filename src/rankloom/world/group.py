@@ -290,13 +290,11 @@ class Group:
         self._connected(label)   # no local name: a traceback would keep the connection open
         if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
             self.ledger.enter(out.nbytes, 1)
-            works = self._started(label, lambda pg: start_in_one(pg, source, into, *peers))
-        else:
-            received = self.recv(into, frm, tag=tag, label=label, async_op=True)
-            sent = self.send(source, to, tag=tag, label=label, async_op=True)
-            works = [*(received.works or ()), *(sent.works or ())]
-        both = self._keep(Handle(self, label, works, lambda: into))
-        return both if async_op else both.wait()
+            return self._launch(label, async_op, lambda pg: start_in_one(pg, source, into, *peers), lambda: into)
+        received = self.recv(into, frm, tag=tag, label=label, async_op=True)
+        sent = self.send(source, to, tag=tag, label=label, async_op=True)
+        both = self._keep(Handle(self, label, [*(received.works or ()), *(sent.works or ())], lambda: into))
+        return both if async_op else both.wait()   # no local name for the works either
 
     # ------------------------------------------------------------------ values that are not tensors
 
