@@ -136,6 +136,13 @@ def why_not() -> str | None:
     return f"network namespaces are not permitted here: {made.stderr.strip()}" if made.returncode else None
 
 
+def end_unless_permitted() -> None:
+    """Say why, and end here, where this machine cannot make the hosts."""
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        raise SystemExit
+
+
 # ---------------------------------------------------------------------- what one rank does
 
 
@@ -206,9 +213,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", default="1,2")
     parser.add_argument("--keep", default="slow_link", help="name of the files in benchmarks/results")
     args = parser.read()
-    if reason := why_not():
-        print(f"skipped: {reason}")
-        return
+    end_unless_permitted()
     where, rows = machine(), []
     with two_hosts():
         for rate in args.rates.split(","):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from common import Words, keep, machine, median_ms, median_ratio, show, take_turns
-from slow_link import launch, limit, two_hosts, why_not
+from slow_link import end_unless_permitted, launch, limit, two_hosts
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -50,9 +50,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ranks-per-host", type=int, help="left out: 1, then 2")
     args = parser.read()
-    if reason := why_not():
-        print(f"skipped: {reason}")
-        return
+    end_unless_permitted()
     where, rows = machine(), []
     with two_hosts():
         limit(args.rate)

@@ -127,6 +127,17 @@ def test_a_state_begins_without_what_the_engine_that_loads_it_remembers_of_other
     assert all(rl.simulate(mesh, body))
 
 
+def test_a_state_that_is_refused_takes_nothing_away_of_what_is_remembered():
+    def body(world):
+        tried, plain = (trained(world, 2, 3, compress="1bit") for _ in range(2))
+        with pytest.raises(rl.ModelMismatch):
+            tried.placement.load({"other": torch.zeros(1)})
+        return [[engine.step(batch(world, step)).loss for step in range(4)] for engine in (tried, plain)]
+
+    for tried, plain in rl.simulate(rl.Mesh(shard=2), body):
+        assert tried == plain
+
+
 class Parts(nn.Module):
     """Sizes that leave gaps in a flat buffer, and a matrix that is not used in every step."""
 

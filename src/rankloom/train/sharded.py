@@ -150,8 +150,8 @@ class ShardedPlacement:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces."""
-        self._summing.begin_anew()
         load_values(self.model, self.sharding, state, self._groups())
+        self._summing.begin_anew()
 
     def parts(self) -> list[Part]:
         """Slices of units, and whole tensors that are in no unit."""
@@ -322,8 +322,8 @@ class SplitPlacement(ShardedPlacement):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces of its parts."""
-        self._summing.begin_anew()
         load_values(self.model, self.sharding, state, self._groups(), self.split)
+        self._summing.begin_anew()
 
     def part(self, name: str, value: Any) -> Any:
         """Cut a tensor of the parameter's shape to this rank's part. A value of an unknown parameter is returned, and refused later."""
