@@ -66,6 +66,7 @@ def test_the_collectives_of_a_part_are_those_of_a_group(async_op):
             "gather": ask(part.all_gather, base[:2].clone()),
             "gather numbers": ask(part.all_gather, torch.tensor(rank)),
             "scatter": ask(part.reduce_scatter, base),
+            "scatter a mean": ask(part.reduce_scatter, base.double(), "mean"),
             "scatter into": ask(part.reduce_scatter, base, out=out),
             "deal": ask(part.all_to_all, base),
             "deal unevenly": ask(part.all_to_all, torch.full((p,), rank), send_rows=[p, *[0] * (p - 1)],
@@ -82,6 +83,7 @@ def test_the_collectives_of_a_part_are_those_of_a_group(async_op):
         expected = {
             "sum": total, "mean": total.double() / p, "broadcast": bases[1], "gather": torch.cat([base[:2] for base in bases]),
             "gather numbers": torch.arange(p), "scatter": total.chunk(p)[me], "scatter into": total.chunk(p)[me],
+            "scatter a mean": total.chunk(p)[me].double() / p,
             "deal": torch.cat([base.chunk(p)[me] for base in bases]),
             "deal unevenly": torch.arange(p).repeat_interleave(p) if me == 0 else torch.zeros(0, dtype=torch.int64),
         }
@@ -125,6 +127,8 @@ def test_a_part_refuses_what_it_cannot_do_by_name():
         part = Subgroup(world, (0, 1))
         with pytest.raises(rl.ConfigError, match="op 'max' is not one of sum, mean"):
             part.all_reduce(torch.zeros(1), "max")
+        with pytest.raises(rl.ConfigError, match="op 'max' is not one of sum, mean"):
+            part.reduce_scatter(torch.zeros(2), "max")
         with pytest.raises(rl.ConfigError, match="the mean of torch.int64"):
             part.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
         with pytest.raises(rl.ConfigError, match="there is no rank 2 in a group of 2"):

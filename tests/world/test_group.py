@@ -68,18 +68,27 @@ def test_asynchronous_collectives_give_the_same_and_may_be_waited_for_in_any_ord
 
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize(("op", "reference"), [("max", torch.amax), ("min", torch.amin), ("product", torch.prod), ("mean", torch.mean)])
-def test_all_reduce_knows_other_operations(p, op, reference):
-    everybody = torch.stack([tensor_of(rank, 3, torch.float64) for rank in range(p)])
-    for mine in rl.simulate(p, lambda w: w.all_reduce(tensor_of(w.rank, 3, torch.float64), op)):
-        torch.testing.assert_close(mine, reference(everybody, 0), rtol=1e-15, atol=0)   # the mean is rounded once
-
-
-def test_waiting_twice_for_a_mean_divides_once():
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_all_reduce_and_reduce_scatter_know_other_operations(p, op, reference, backend):
     def body(world):
-        handle = world.all_reduce(torch.full((2,), 3.0), "mean", async_op=True)
+        x, out = tensor_of(world.rank, 3 * p, torch.float64), torch.empty(3, 2, dtype=torch.float64)
+        scattered = [world.reduce_scatter(x, op), world.reduce_scatter(x, op, async_op=True).wait(), world.reduce_scatter(x, op, out=out)]
+        assert torch.equal(x, tensor_of(world.rank, 3 * p, torch.float64))
+        return world.all_reduce(x, op), scattered
+
+    whole = reference(torch.stack([tensor_of(rank, 3 * p, torch.float64) for rank in range(p)]), 0)
+    for rank, (mine, scattered) in enumerate(rl.simulate(p, body, backend=backend)):
+        for got, expected_rows in ((mine, whole), *((rows, whole[3 * rank: 3 * rank + 3]) for rows in scattered)):
+            torch.testing.assert_close(got, expected_rows, rtol=1e-15, atol=0)   # the mean is rounded once
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_waiting_twice_for_a_mean_divides_once(name):
+    def body(world):
+        handle = COLLECTIVES[name](world, torch.full((3,), 3.0), op="mean", async_op=True)
         return [handle.wait().tolist(), handle.wait().tolist()]
 
-    assert rl.simulate(3, body) == [[[3.0, 3.0]] * 2] * 3
+    assert rl.simulate(3, body) == [[[3.0] * (3 if name == "all_reduce" else 1)] * 2] * 3
 
 
 def test_all_reduce_and_broadcast_work_in_place_and_the_others_leave_their_argument_alone():
@@ -265,6 +274,15 @@ def test_all_gather_object_gathers_any_json_value_in_rank_order(p):
     assert rl.simulate(p, lambda w: w.all_gather_object(values[w.rank])) == [values[:p]] * p
 
 
+def test_a_barrier_may_be_entered_and_waited_for_later():
+    def body(world):
+        entered = world.barrier(async_op=True)
+        world.all_reduce(torch.ones(1))
+        return entered.wait() is entered.wait() and world.barrier() is None
+
+    assert rl.simulate(3, body) == [True] * 3
+
+
 def test_a_barrier_holds_everybody_until_the_last_one_comes():
     def body(world):
         time.sleep(0.15 * (world.rank == 1))
@@ -419,10 +437,11 @@ def test_shares_that_do_not_add_up_are_refused(shares):
 
 def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():
     def body(world):
-        with pytest.raises(rl.ConfigError, match=r"op 'avg' is not one of mean, sum"):
-            world.all_reduce(torch.zeros(1), "avg")
-        with pytest.raises(rl.ConfigError, match=r"mean of torch.int64"):
-            world.all_reduce(torch.zeros(1, dtype=torch.int64), "mean")
+        for name in ("all_reduce", "reduce_scatter"):
+            with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: {name} .*op 'avg' is not one of mean, sum"):
+                COLLECTIVES[name](world, torch.zeros(2), op="avg")
+            with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: {name} .*mean of torch.int64"):
+                COLLECTIVES[name](world, torch.zeros(2, dtype=torch.int64), op="mean")
 
     for p in (1, 2):   # what is wrong on two ranks is wrong on one
         rl.simulate(p, body)
@@ -433,6 +452,13 @@ def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():
 def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(name, dtype):
     with pytest.raises(rl.ShapeMismatch, match=rf"{name}.* the backend cannot carry this dtype .*view\(torch.uint8\)"):
         rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4).to(dtype)))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_the_largest_of_complex_numbers_is_refused(name, backend):
+    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.*complex"):
+        rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4, dtype=torch.complex64), op="max"), backend=backend)
 
 
 def test_an_error_that_is_no_other_ranks_stays_what_it_is_with_a_note_that_names_rank_and_label():

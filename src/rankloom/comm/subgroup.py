@@ -14,7 +14,7 @@ from rankloom.comm.all_to_all import pairwise_all_to_all
 from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
-from rankloom.world.transport.operands import divided
+from rankloom.world.transport.operands import completed, reduction
 
 
 class Subgroup(Group):
@@ -47,12 +47,8 @@ class Subgroup(Group):
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
         """Sum or mean of `x` over the subgroup, in place, by the ring."""
-        if op not in ("sum", "mean"):
-            raise ConfigError(f"{self.where(label or 'all_reduce')}: op {op!r} is not one of sum, mean; gather, then combine")
-        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-            raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
-        total = ring_all_reduce(x, self)
-        return self._done(divided(total, self.size) if op == "mean" else total, label, async_op)
+        self._expect_sum(op, x, label or "all_reduce")
+        return self._done(completed(ring_all_reduce(x, self), op, self.size), label, async_op)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with rank `root`'s, along a binomial tree."""
@@ -64,20 +60,27 @@ class Subgroup(Group):
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         return self._done(ring_all_gather(rows, self, out=whole) if self.size > 1 else whole, label, async_op)
 
-    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
+    def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:
-        """The sum over ranks of this rank's slice of `x`, by the ring; `scratch` is not used. [p*n, ...] on each -> [n, ...]"""
+        """Sum or mean of this rank's slice of `x`, by the ring; `scratch` is not used. [p*n, ...] on each -> [n, ...]"""
+        self._expect_sum(op, x, label or "reduce_scatter")
         mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
         if self.size > 1:
             total = ring_reduce_scatter(x, self)
             mine = total if out is None else mine.copy_(total)
-        return self._done(mine, label, async_op)
+        return self._done(completed(mine, op, self.size), label, async_op)
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
         """Send rows of `x` to every rank, pairwise; returns the rows sent to this rank."""
         dealt = pairwise_all_to_all(x, self, send_rows=send_rows, recv_rows=recv_rows, out=out)
         return self._done(dealt, label, async_op)
+
+    def _expect_sum(self, op: str, x: Tensor, label: str) -> None:
+        if op not in ("sum", "mean"):
+            raise ConfigError(f"{self.where(label)}: op {op!r} is not one of sum, mean; gather, then combine")
+        if refusal := reduction(op, x.dtype)[-1]:
+            raise ConfigError(f"{self.where(label)}: {refusal}")
 
     def _done(self, result: Tensor, label: str, async_op: bool) -> Any:
         return Handle(self, label, (), lambda: result) if async_op else result

@@ -26,16 +26,12 @@ from rankloom.base.tensors import as_bytes
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.ledger import Ledger as Ledger
-from rankloom.world.pairwise import add_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
+from rankloom.world.pairwise import combine_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
-from rankloom.world.transport.codes import SUM
-from rankloom.world.transport.operands import OPS, divided, expect_movable, expect_operand, expect_rank, expect_tag, untouched
+from rankloom.world.transport.operands import completed, expect_movable, expect_operand, expect_rank, expect_tag, reduction, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
-
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-SHARED_OPS = {name: OPS[op] for name, op in REDUCE_OPS.items()} | {"mean": SUM}   # by the kernel's numbers
 
 
 class Handle:
@@ -139,17 +135,15 @@ class Group:
 
         x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p
         """
-        if op not in SHARED_OPS:
-            raise ConfigError(f"all_reduce: op {op!r} is not one of mean, {', '.join(REDUCE_OPS)}")
-        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-            raise ConfigError(f"{self.where(label or 'all_reduce')}: the mean of {x.dtype} is not of that dtype; sum it, then divide")
-        if self._at_once and not async_op and self._at_once.all_reduce(x, SHARED_OPS[op], label):
-            return divided(x, self.size) if op == "mean" else x
+        torchs, kernels, refusal = reduction(op, x.dtype)
+        if refusal:
+            raise ConfigError(f"{self.where(label or 'all_reduce')}: {refusal}")
+        if self._at_once and not async_op and self._at_once.all_reduce(x, kernels, label):
+            return completed(x, op, self.size)
         options = c10d.AllreduceOptions()
-        options.reduceOp, options.asyncOp = REDUCE_OPS["sum" if op == "mean" else op], async_op   # type: ignore[assignment]
-        finish = (lambda: divided(x, self.size)) if op == "mean" else (lambda: x)
+        options.reduceOp, options.asyncOp = torchs, async_op
         return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
-                             start=lambda pg: pg.allreduce([x], options), finish=finish)
+                             start=lambda pg: pg.allreduce([x], options), finish=lambda: completed(x, op, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with that of rank `root`. x: any shape, the same on all ranks."""
@@ -176,27 +170,30 @@ class Group:
         return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
                              start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
 
-    def reduce_scatter(self, x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
+    def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:
-        """The sum over ranks of this rank's slice of `x`. [p*n, ...] on each -> [n, ...]   sent: n(p-1)
+        """Combine this rank's slice of `x` over the ranks. [p*n, ...] on each -> [n, ...]   op: see `all_reduce`   sent: n(p-1)
 
         `x` is not changed, except where `out` overlaps it.
         scratch: where the others' slices arrive, if they must (world/pairwise.py), [n(p-1), ...]; by default new memory
         """
-        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, out, label)) is not None:
-            return mine
+        torchs, kernels, refusal = reduction(op, x.dtype)
+        if refusal:
+            raise ConfigError(f"{self.where(label or 'reduce_scatter')}: {refusal}")
+        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernels, out, label)) is not None:
+            return completed(mine, op, self.size)
         n, bill = self._equal_rows(x, "reduce_scatter"), scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
             slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
-            return self._collect("reduce_scatter", x, label, async_op, bill=bill,
+            return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
                                  start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
-                                 finish=lambda: add_in_order(slices[self.rank], theirs, self.rank, mine))
+                                 finish=lambda: combine_in_order(op, slices[self.rank], theirs, self.rank, mine))
         options = c10d.ReduceScatterOptions()
-        options.asyncOp = async_op
-        return self._collect("reduce_scatter", x, label, async_op, bill=bill,
-                             start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: mine)
+        options.reduceOp, options.asyncOp = torchs, async_op
+        return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
+                             start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: completed(mine, op, self.size))
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
@@ -222,11 +219,14 @@ class Group:
         return self._collect("all_to_all", x, label, async_op, bill=bill, shape=tuple(x.shape[1:]), finish=lambda: mine,
                              start=lambda pg: pg.alltoall_base(*map(self._moved, (mine, untouched(x, mine))), *splits, options))
 
-    def barrier(self, *, label: str = "") -> None:
-        """Return when every rank has called this."""
-        self.all_reduce(torch.zeros(1, device=self.device), label=label or "barrier")
+    def barrier(self, *, label: str = "", async_op: bool = False) -> Any:
+        """Return when every rank has called this; with `async_op`, the handle's `wait` does (on CUDA it holds the stream only)."""
+        arrived = self.all_reduce(torch.zeros(1, device=self.device), label=label or "barrier", async_op=async_op)
+        if async_op:
+            return arrived
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        return None
 
     def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros to communicate from; every rank of the group must ask for the same.

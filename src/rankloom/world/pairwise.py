@@ -7,7 +7,7 @@ Here everything arrives in its final place, or next to what it is added to. Meas
 sent: n(p-1)/p elements by each rank, in p-1 messages, where n is the whole size: the least possible
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
-from rankloom.world.transport.operands import untouched
+from rankloom.world.transport.operands import completed, untouched
 
+COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 SIZES = 1 << 28
 TAG = (1 << 31) - SIZES   # and above: of the messages here. Those of one tag arrive in the order of sending, so a size needs one tag only
 
@@ -33,14 +35,15 @@ def start_dealing(pg: dist.ProcessGroup, rank: int, slices: Sequence[Tensor], th
     return _exchange(pg, rank, slices, [*theirs[:rank], slices[rank], *theirs[rank:]])
 
 
-def add_in_order(mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
-    """Write the sum, added in rank order, to `total`, which may be `mine`. Same bits on every machine. Overwrites `theirs`."""
+def combine_in_order(op: str, mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
+    """Write the sum, or as `op` says, made in rank order, to `total`, maybe `mine`. Same bits on every machine. Overwrites `theirs`."""
+    combine = COMBINE[op]
     for piece in theirs[1:rank]:
-        theirs[0].add_(piece)
-    torch.add(theirs[0], mine, out=total)
+        combine(theirs[0], piece, out=theirs[0])
+    combine(theirs[0], mine, out=total)
     for piece in theirs[max(rank, 1):]:
-        total.add_(piece)
-    return total
+        combine(total, piece, out=total)
+    return completed(total, op, len(theirs) + 1)
 
 
 def start_in_one(pg: dist.ProcessGroup, out: Tensor, into: Tensor, to: int, frm: int) -> list[Any]:

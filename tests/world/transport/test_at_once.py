@@ -13,6 +13,8 @@ CALLS = {
     "all_gather": lambda world, x: world.all_gather(x),
     "all_gather into": lambda world, x: world.all_gather(x, out=x.new_zeros(P * x.shape[0], *x.shape[1:])),
     "reduce_scatter": lambda world, x: world.reduce_scatter(x),
+    "reduce_scatter, largest": lambda world, x: world.reduce_scatter(x, "max"),
+    "reduce_scatter, mean": lambda world, x: world.reduce_scatter(x, "mean"),
     "reduce_scatter into": lambda world, x: world.reduce_scatter(x, out=x.new_zeros(x.shape[0] // P, *x.shape[1:])),
     "all_to_all": lambda world, x: world.all_to_all(x),
     "all_to_all into": lambda world, x: world.all_to_all(x, out=torch.zeros_like(x)),

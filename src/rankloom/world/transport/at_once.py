@@ -44,12 +44,12 @@ class AtOnce:
         whole, nbytes = _shaped(x, out, (shape[0] * self._size, *shape[1:])), x.nbytes
         return self._move(ALL_GATHER, x, whole, nbytes, -self._rank * nbytes, label)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
-        """The sum over ranks of this rank's slice of `x`, which may be `out`. x: [p*n, ...]  out: [n, ...]"""
+    def reduce_scatter(self, x: Tensor, op: int, out: Tensor | None, label: str) -> Tensor | None:
+        """Combine this rank's slice of `x` over the ranks; the slice may be `out`. x: [p*n, ...]  out: [n, ...]"""
         if not (shape := x.shape) or shape[0] % self._size:
             return None
         mine, nbytes = _shaped(x, out, (shape[0] // self._size, *shape[1:])), x.nbytes // self._size
-        return self._move(REDUCE_SCATTER, x, mine, nbytes, self._rank * nbytes, label)
+        return self._move(REDUCE_SCATTER, x, mine, nbytes, self._rank * nbytes, label, op=op)
 
     def all_to_all(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
@@ -58,7 +58,7 @@ class AtOnce:
         nbytes = x.nbytes
         return self._move(ALL_TO_ALL, x, _shaped(x, out, shape), nbytes // self._size, nbytes, label)
 
-    def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str) -> Tensor | None:
+    def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str, *, op: int = SUM) -> Tensor | None:
         """From `x` to `out`, if possible; a share of `nbytes` goes to each other rank.
 
         home: the distance from `x` to `out` at which they may overlap, because only this rank reads or writes what they share
@@ -70,7 +70,7 @@ class AtOnce:
         behind = target - source
         if not (behind >= x.nbytes or -behind >= out.nbytes or behind == home) or (nbytes and not (source and target)):
             return None
-        self._call(kind, number, SUM, (source, target, nbytes), label)
+        self._call(kind, number, op, (source, target, nbytes), label)
         self._ledger.enter(nbytes * (self._size - 1), self._size - 1)
         return out
 

@@ -23,6 +23,7 @@ NUMBERS = {dtype: code for code, dtype in enumerate((
 BYTES = NUMBERS[torch.uint8]
 _Op: Any = dist.ReduceOp.RedOpType
 OPS = {_Op.SUM: SUM, _Op.AVG: AVG, _Op.PRODUCT: PRODUCT, _Op.MIN: MIN, _Op.MAX: MAX, _Op.BAND: BAND, _Op.BOR: BOR, _Op.BXOR: BXOR}
+REDUCTIONS = {"mean": _Op.SUM, "sum": _Op.SUM, "max": _Op.MAX, "min": _Op.MIN, "product": _Op.PRODUCT}   # a mean is a sum, then `completed`
 _BITWISE = (_Op.BAND, _Op.BOR, _Op.BXOR)
 _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
 _OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}
@@ -49,9 +50,22 @@ def expects_gradient(x: Tensor) -> bool:
     return x.grad_fn is not None and x.numel() > 1 and torch.is_grad_enabled()
 
 
-def divided(total: Tensor, count: int) -> Tensor:
-    """`total`, divided in place; it may be a parameter."""
-    total.detach().div_(count)
+@cache   # torch's enums are slow to look up
+def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
+    """For the name of a reduction: torch's operation, the kernel's, and what is wrong with it for this dtype, or None."""
+    refusal = None
+    if op not in REDUCTIONS:
+        refusal = f"op {op!r} is not one of {', '.join(REDUCTIONS)}"
+    elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        refusal = f"the mean of {dtype} is not of that dtype; sum it, then divide"
+    known = REDUCTIONS.get(op, _Op.SUM)
+    return known, OPS[known], refusal
+
+
+def completed(total: Tensor, op: str, count: int) -> Tensor:
+    """`total`, as `reduction` gave it over `count` ranks; a mean is divided now, in place. It may be a parameter."""
+    if op == "mean":
+        total.detach().div_(count)
     return total
 
 
