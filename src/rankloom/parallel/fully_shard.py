@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_type
 from rankloom.base.names import full_name
+from rankloom.comm.compress import Summing
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
@@ -42,10 +44,10 @@ class FullySharded(nn.Module):
     `parameters()` are this rank's slices, under the names of the plain model; `state_dict()` is whole, and a collective.
     """
 
-    def __init__(self, module: nn.Module, sharding: Sharding, compute: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, sharding: Sharding, summing: Summing, compute: torch.dtype | None = None):
         super().__init__()
         self.module = module
-        self._sharding = sharding
+        self._sharding, self._summing = sharding, summing
         self._replica_guards = [ReplicaGuard(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._owners = sharding.owners()
         self._params = {name: param for unit in sharding.units for name, param in unit.params.items()}
@@ -147,9 +149,11 @@ class FullySharded(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's slices from a whole state dict. raises: ModelMismatch, with nothing changed, when it is another model's
 
+        The error that compression has kept of earlier gradients is dropped.
         strict, assign: torch's arguments, ignored: names must match, and values are copied
         """
         load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
+        self._summing.begin_anew()
         for guard in self._replica_guards:
             guard.buffers.forget_changes()   # loading is no change by a forward
         return nn.modules.module._IncompatibleKeys([], [])
@@ -178,6 +182,7 @@ class FullySharded(nn.Module):
     def _finish(self) -> None:
         if self._sharding.syncing:
             self._sharding.agree()
+            self._summing.end_step()
             for guard in self._replica_guards:
                 guard.buffers.average_changed()
             for guard in self._replica_guards:
@@ -192,8 +197,8 @@ def _forget_missing(sharded: FullySharded, keys: Any) -> None:
 
 
 def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None, units: Policy = AUTO,
-                compute: torch.dtype | None = None, reduce: torch.dtype | None = None, reshard_after_forward: bool | int = True,
-                ahead: int = 1, fill: Fill | None = None) -> FullySharded:
+                compute: torch.dtype | None = None, reduce: torch.dtype | None = None, compress: str = EXACT, compress_after: int = 0,
+                reshard_after_forward: bool | int = True, ahead: int = 1, fill: Fill | None = None) -> FullySharded:
     """Shard `model` over `group` for a loop of your own; see the head of this file. The model's own parameters are cut.
 
     A mean over ranks is right only if every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
@@ -201,6 +206,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     units:          which modules are gathered at once (parallel/wrapping.py)
     compute:        dtype of forward, backward and gathers, to which the model's inputs are cast too; left out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model
+    compress:       a name of comm/compress.py: gradients are sent in fewer bytes, and sums are approximate. With `replicas` between those
+                    only, else between the ranks of `group`
+    compress_after: how many first backward passes that reduce send exact gradients
     reshard_after_forward: True releases parameters after forward; False keeps them until backward: fewer gathers, more memory; a number n
                     keeps 1/n of them on each of n neighbours
     ahead:          how many modules are gathered ahead of use
@@ -215,7 +223,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
     if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
-    alone = replicas or group.alone()
+    alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
+    if refusal := why_not_for_slices(compress, replicas=alone.size > 1):
+        raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
@@ -233,11 +243,11 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
     strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
-                                scale=1.0 / (group.size * alone.size), reduces_once=False)
+                                scale=1.0 / (group.size * alone.size), reduces_once=False, summing=summing)
     sharding = shard(model, group, alone, strategy, fill=first)
     if first is not None:
         found = group.all_gather_object(first.make.problem, label="initial values")
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")
     for section in sharding.sections:
         section.reduced_each_time = False   # `no_sync` is for accumulating without communication
-    return FullySharded(model, sharding, compute)
+    return FullySharded(model, sharding, summing, compute)
