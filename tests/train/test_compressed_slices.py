@@ -1,5 +1,6 @@
 """Compressed gradients at every stage and on every axis: near the exact run, equal copies, fewer bytes, nothing accepted and ignored."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.tensors import bytes_of
+from rankloom.comm.compress import Summing
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.zero import step_bill
@@ -125,6 +127,31 @@ def test_a_state_begins_without_what_the_engine_that_loads_it_remembers_of_other
         return losses[0] == losses[1]
 
     assert all(rl.simulate(mesh, body))
+
+
+def remembered(summing: Summing) -> int:
+    """Bytes of all tensors that its compressions reach, and nothing else."""
+    reached, found = list(summing._lossy), {}
+    while reached:
+        thing = reached.pop()
+        if isinstance(thing, torch.Tensor):
+            found[id(thing)] = thing.nbytes
+        elif isinstance(thing, dict | list | tuple) or type(thing).__module__.startswith("rankloom.comm"):
+            reached += [part for part in gc.get_referents(thing) if not callable(part)]
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(("compress", "mesh", "stage"), [
+    ("int8", rl.Mesh(replicate=2), 0), ("topk", rl.Mesh(replicate=2), 0), ("powersgd:2", rl.Mesh(replicate=2), 0), *(
+        ("1bit", *data) for data in DATA), ("int4", *SPLIT[0]), ("topk", rl.Mesh(replicate=2, shard=2), 3)], ids=str)
+def test_what_compression_remembers_is_told_with_the_gradients_that_a_rank_holds(compress, mesh, stage):
+    def body(world):
+        exact, lossy = (trained(world, stage, 1, compress=name) for name in ("none", compress))
+        summing = lossy.placement._summing if stage or mesh.tensor > 1 else lossy.placement._reducer.summing
+        return lossy.held().gradients - exact.held().gradients, remembered(summing)
+
+    for told, found in rl.simulate(mesh, body):
+        assert told == found > 0
 
 
 def test_a_state_that_is_refused_takes_nothing_away_of_what_is_remembered():

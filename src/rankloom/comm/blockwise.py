@@ -73,6 +73,10 @@ class Blockwise(Compressed):
         """Values in a piece: a number that cuts every piece but the last in chunks of whole blocks."""
         return max(1, self._piece // (p * self.form.block)) * p * self.form.block
 
+    def held(self) -> int:
+        """Bytes kept between steps."""
+        return sum(error.nbytes for error in (self._own, self._sums) if error is not None)
+
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
         for error in (self._own, self._sums):

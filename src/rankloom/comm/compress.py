@@ -130,6 +130,10 @@ class Summing:
             return lossy
         return TwoLevels(lossy) if isinstance(lossy, Blockwise) else in_two_levels(between=lossy)
 
+    def held(self) -> int:
+        """Bytes that compression keeps between steps, for all buffers."""
+        return sum(lossy.held() for lossy in self._lossy)
+
     def begin_anew(self) -> None:
         """Another run continues on these buffers: forget the errors, and start with its exact steps."""
         for lossy in self._lossy:

@@ -46,6 +46,10 @@ class Compressed(ABC):
         return x
 
     @abstractmethod
+    def held(self) -> int:
+        """Bytes kept between steps."""
+
+    @abstractmethod
     def rescale(self, factor: float) -> None:
         """Multiply the error, when the unit of the values has changed: by a new loss scale, for instance."""
 

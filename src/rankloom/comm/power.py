@@ -191,6 +191,10 @@ class PowerSGD(Compressed):
         if not second.isfinite().all():   # the sum overflowed, so Q is of no use for the next step
             self._matrices = []
 
+    def held(self) -> int:
+        """Bytes kept between steps."""
+        return sum(x.nbytes for matrix in self._matrices for x in (matrix.kept, matrix.p, matrix.own, matrix.q))
+
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
         for matrix in self._matrices:

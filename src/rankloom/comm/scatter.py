@@ -73,6 +73,10 @@ class CompressedScatter:
         """Values of a slice in a piece: whole blocks."""
         return self._piece or max(1, PIECE_BYTES // (p * self.form.record)) * self.form.block
 
+    def held(self) -> int:
+        """Bytes kept between steps."""
+        return 0 if self._errors is None else self._errors.nbytes
+
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
         if self._errors is not None:

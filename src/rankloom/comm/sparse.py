@@ -52,6 +52,10 @@ class TopK(Compressed):
         for where, what in group.all_gather(message, label=LABEL).view(group.size, 2, -1):
             values.index_add_(0, where, what.view(torch.float32))
 
+    def held(self) -> int:
+        """Bytes kept between steps."""
+        return 0 if self._error is None else self._error.nbytes
+
     def rescale(self, factor: float) -> None:
         """Multiply the error."""
         if self._error is not None:

@@ -60,6 +60,10 @@ class TwoLevels(Compressed):
         yield
         arrived()
 
+    def held(self) -> int:
+        """Bytes kept between steps."""
+        return self.between.held()
+
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
         self.between.rescale(factor)

@@ -20,7 +20,7 @@ class Held:
 
     parameters: int   # those that this rank owns, whole or slices, with masters
     gathered: int     # whole parameters in addition to these
-    gradients: int    # whole ones, slices, and buffers that are reduced
+    gradients: int    # whole ones, slices, buffers that are reduced, and the errors that compression keeps of them
     optimizer: int    # its state
 
 

@@ -265,4 +265,5 @@ class ReplicatedPlacement:
     def held(self) -> tuple[int, int, int]:
         """All parameters, all gradients."""
         tensors = {id(t): t for t in (*self.model.parameters(), *self.owners.values())}
-        return sum(t.nbytes for t in tensors.values()), 0, sum(flat.nbytes for flat in self._reducer.flat_gradients())
+        gradients = sum(flat.nbytes for flat in self._reducer.flat_gradients()) + self._reducer.summing.held()
+        return sum(t.nbytes for t in tensors.values()), 0, gradients

@@ -191,7 +191,7 @@ class ShardedPlacement:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""
         units, cut = [unit.held() for unit in self.sharding.units], units_of(self.sharding)
         rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
-        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held()
+        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held() + self._summing.held()
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
 
 
