@@ -21,6 +21,7 @@ from rankloom.base.compression import EXACT, HIERARCHICAL, POWERSGD, TOPK, expec
 from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import AllReduce, all_reduce_named, in_two_levels
+from rankloom.comm.late import LateSums
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import BufferParts, PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats, Format
@@ -66,6 +67,7 @@ class Summing:
         self.compress, self._in_two_levels, self._after, self._exact_steps = compress, all_reduce == HIERARCHICAL, after, after
         self.factor, self._exact = factor, all_reduce_named(all_reduce)
         self._lossy: list[Compressed | CompressedScatter] = []
+        self._late: list[LateSums] = []
 
     @property
     def is_compressed(self) -> bool:
@@ -121,6 +123,11 @@ class Summing:
         self._lossy.append(made := CompressedScatter(form))
         return made
 
+    def late(self) -> LateSums:
+        """For one buffer: where its compressed sums wait while no rank uses their parameters."""
+        self._late.append(made := LateSums())
+        return made
+
     def algorithm(self, parts: BufferParts) -> AllReduce | None:
         """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie"""
         lossy = self.lossy(parts)
@@ -132,10 +139,12 @@ class Summing:
 
     def held(self) -> int:
         """Bytes that compression keeps between steps, for all buffers."""
-        return sum(lossy.held() for lossy in self._lossy)
+        return sum(kept.held() for kept in (*self._lossy, *self._late))
 
     def begin_anew(self) -> None:
         """Another run continues on these buffers: forget the errors, and start with its exact steps."""
         for lossy in self._lossy:
             lossy.rescale(0.0)
+        for late in self._late:
+            late.forget()
         self._exact_steps = self._after

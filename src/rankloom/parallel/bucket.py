@@ -32,6 +32,7 @@ class Bucket:
         self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
         self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
         self.open()
+        self._late = summing.late()
         self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots])
         self.waiting_for = set(owners)
         self.wait: Callable[[], Any] | None = None   # waits for the all-reduce, while that is in flight
@@ -107,10 +108,11 @@ class Bucket:
         _multiply(view, scale)
 
     def clear_strays(self) -> None:
-        """Zero what compression wrote where there is no gradient: between tensors, and in parameters that no rank used."""
-        unused = [view for name, view in self.views.items() if self.owners[name].grad is None]
-        if self.gaps or unused:
-            torch._foreach_zero_(self.gaps + unused)
+        """Take away what compression wrote where there is no gradient: between tensors, and in unused parameters (comm/late.py)."""
+        for gap in self.gaps:
+            gap.zero_()
+        for name, view in self.views.items():
+            self._late.settle(name, view, used=self.owners[name].grad is not None)
 
 
 def _multiply(x: Tensor, factor: float) -> None:

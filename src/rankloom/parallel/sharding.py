@@ -159,10 +159,10 @@ class Sharding:
         (differ, high, low, *flags), totals = max_of_flags_and_sum([float(most != -least), *facts], totals, self.replicas)
         self._calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
-        for gradient in self.gradients():
-            gradient.keep_used(anywhere)
         for host in {unit.host for unit in self.units if unit.host}:
             host.wait()
+        for gradient in self.gradients():
+            gradient.keep_used(anywhere)
         return totals, high == -low
 
     def wait_for_readers(self) -> None:

@@ -204,12 +204,13 @@ class Gradient:
             self._clear_strays(self.slice)
 
     def _clear_strays(self, mine: Tensor) -> None:
-        """Zero what compression wrote where there is no gradient: between tensors, and in parameters that no rank used."""
+        """Take away what compression wrote where there is no gradient: between tensors, and in unused parameters (comm/late.py)."""
         first, last = self.unit.layout.span(self.unit.group.rank)
         for start, end in ((max(first, start), min(last, end)) for start, end in self.unit.layout.gaps()):
             mine[start - first : max(start, end) - first].zero_()
-        for name in self.unit.owners.keys() - self.used:
-            self.unit.slice_view(mine, name).zero_()
+        for name in self.unit.owners:
+            if not self._is_foreign(name):
+                self.sums.late.settle(name, self.unit.slice_view(mine, name), used=name in self.used)
 
     def local(self) -> dict[str, Tensor]:
         """What has landed on this rank, by name."""
