@@ -5,11 +5,11 @@
     recompute(model, "24 GiB")       each block keeps as much as fits, decided by budget.py from measurements of the first micro-batch
 
 A recomputed forward sees the same state as the first one. Keyed dropout draws the masks of the first run's step, micro-batch and
-call. torch's own generators are set back meanwhile. Buffers that the block changes have their earlier values, and are not changed
-twice (block_buffers.py); so do lists and dicts among its arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps
-the inputs and runs the block again; the rest is here. Not restored: other state that a forward changes (plain attributes, buffers of
-modules around the block), and torch's own generator where several ranks share it, as those of `simulate` do. Not repeated correctly:
-`F.rrelu`, called as a function (`nn.RReLU` is).
+call. torch's own generators are set back meanwhile, and so are Python's, numpy's, and those that the block has as attributes (draws.py).
+Buffers that the block changes have their earlier values, and are not changed twice (block_buffers.py); so do lists and dicts among
+its arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is
+here. Not restored: other state that a forward changes (plain attributes, generators elsewhere, buffers of modules around the block), and
+generators that several ranks share, as those of `simulate` do. Not repeated correctly: `F.rrelu`, called as a function (`nn.RReLU` is).
 
 A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less. Where
 a compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
@@ -39,6 +39,7 @@ from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
+from rankloom.train.draws import OF_EVERY_MODULE, Draws
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -73,7 +74,7 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
 def _exchanges(thing: Any) -> bool:
     """Whether a module, or an argument of a block, exchanges activations with other ranks: it, its hooks or attributes have a group."""
     mine = vars(thing) if isinstance(thing, nn.Module) else {"": thing}
-    hooks = [hook for name, hooked in mine.items() if "hook" in name and hooked for hook in hooked.values()]
+    hooks = [hook for name, hooked in mine.items() if "hook" in name and isinstance(hooked, dict) for hook in hooked.values()]
     groups = [getattr(value, "group", value) for value in (*mine.values(), *hooks)]
     return any(isinstance(group, Group) and group.size > 1 for group in groups)
 
@@ -242,6 +243,7 @@ class RecomputedForward(Wrapped):
         out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
                          context_fn=lambda: (around, replay))
         replay.buffers = self._changed(before)
+        replay.draws.forget_unchanged()
         if choice != FULL:
             around.forget(out)   # the caller may change it
         return out
@@ -300,7 +302,7 @@ class Replay:
         self._before = before
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
-        self._block, self.buffers = block, Values()
+        self._block, self.buffers, self.draws = block, Values(), Draws(block)
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
         self._undo = ExitStack()
@@ -314,6 +316,7 @@ class Replay:
         for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
             self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls)
             _set(key, step, rows, here, dict(calls))
+        self.draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
             self._undo.enter_context(self._reuse)
@@ -348,13 +351,10 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     return BlockCost("", {SELECTIVE: kept[NONE], **kept}, {NONE: 0, SELECTIVE: cheap, FULL: work}, work)
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-
-
 def _kind(name: str, forward: RecomputedForward, args: Any, kwargs: Any) -> Any:
     """What the cost of a forward depends on. Blocks of the same kind are measured once."""
     given, places = tree_flatten((args, kwargs))
-    modules = [(inner, type(m), *(_traits(item, name) for item in vars(m).items() if item[0] not in _OF_EVERY_MODULE))
+    modules = [(inner, type(m), *(_traits(item, name) for item in vars(m).items() if item[0] not in OF_EVERY_MODULE))
                for inner, m in forward.block.named_modules()]
     tensors = [(inner, _traits(t, name)) for inner, t in (*forward.block.named_parameters(), *forward.block.named_buffers())]
     plain = getattr(forward.plain, "__func__", forward.plain)

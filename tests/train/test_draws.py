@@ -1,0 +1,83 @@
+"""A block that draws from other generators than torch's own, and is recomputed: the same draws again, and generators go on undisturbed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradients import expect_equal, gradients
+from rankloom.train.recompute import recompute
+
+DRAWS = {
+    "random": lambda block: random.gauss(0, 1),   # both keep a second number for later
+    "numpy.random": lambda block: np.random.randn(),   # noqa: NPY002   # what users call
+    "random.Random": lambda block: block.python.random(), "numpy's generator": lambda block: block.numpy.random(),
+    "torch.Generator": lambda block: torch.rand((), generator=block.torch).item(),
+}
+
+
+class Drawing(nn.Module):
+    """Its strength is drawn anew in every call."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.linear, self.source = nn.Linear(6, 6), source
+        self.inner = nn.Module()
+        self.inner.python, self.inner.numpy, self.inner.torch = random.Random(2), np.random.default_rng(2), torch.Generator().manual_seed(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x) * DRAWS[self.source](self.inner))
+
+
+def trained(policy: str, source: str) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """Losses, gradients, and what every generator gives afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drawing(source) for _ in range(3)))
+    recompute(model, policy, blocks=(Drawing,))
+    random.seed(5)
+    np.random.seed(5)   # noqa: NPY002
+    losses = []
+    for _ in range(3):
+        loss = model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model), [draw(block.inner) for block in model for draw in DRAWS.values()]
+
+
+@pytest.mark.parametrize("source", DRAWS)
+@pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
+def test_gradients_are_the_same_bits_whatever_a_block_draws_from_and_generators_go_on_where_they_would(policy, source):
+    (losses, grads, after), (wanted, reference, then) = trained(policy, source), trained("none", source)
+    assert losses == wanted and after == then
+    expect_equal(grads, reference)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_is_drawn_between_forward_and_backward_stays_drawn(draws):
+    """A block that does not draw leaves the generators alone."""
+    model = nn.Sequential(*(Drawing("random" if draws else "torch.Generator") for _ in range(2)))
+    recompute(model, "full", blocks=(Drawing,))
+    loss = model(torch.ones(4, 6)).sum()
+    random.seed(9)
+    loss.backward()
+    assert random.random() == random.Random(9).random()
+
+
+@pytest.mark.parametrize("kind", ["backward", "backward_pre"])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_model_with_hooks_of_its_backward_and_attributes_called_hooks_may_be_recomputed(policy, kind):
+    def run(policy):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(*(Drawing("torch.Generator") for _ in range(2))), []
+        for block in model:
+            block.use_hooks = True
+            getattr(block.linear, f"register_full_{kind}_hook")(lambda module, *grads: seen.append(grads[-1][0].clone()))
+        recompute(model, policy, blocks=(Drawing,))
+        model(torch.linspace(-1, 1, 24).view(4, 6)).sum().backward()
+        return gradients(model), seen
+
+    (grads, seen), (wanted, expected) = run(policy), run("none")
+    expect_equal(grads, wanted)
+    assert len(seen) == 2 and all(map(torch.equal, seen, expected))
