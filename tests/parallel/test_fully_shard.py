@@ -8,7 +8,9 @@ import copy
 import io
 import math
 import time
+from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -421,6 +423,49 @@ class TakesTuple(Net):
         return block(x)[0]
 
 
+class Held:
+    """An object of the user's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class GivesObjects(Block):
+    """An object in a namespace in a deque."""
+
+    def forward(self, x):
+        return deque([SimpleNamespace(held=Held(super().forward(x)), name="y")])
+
+
+class TakesObjects(Net):
+    """Only what is deepest inside is used."""
+
+    def __init__(self):
+        super().__init__(GivesObjects)
+
+    def call(self, block, x):
+        return block(x)[0].held.value
+
+
+class GivesDistribution(Block):
+    """A normal distribution around its result."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+class TakesDistribution(Net):
+    """Its mean is used."""
+
+    def __init__(self):
+        super().__init__(GivesDistribution)
+
+    def call(self, block, x):
+        return block(x).mean
+
+
 class OneNotUsed(Net):
     """The middle block runs for nothing."""
 
@@ -505,6 +550,7 @@ class Normed(Block):
 MODELS = {
     "checkpoint": Recomputed, "reentrant checkpoint": RecomputedOldWay, "checkpoint inside": lambda: Net(RecomputedInside),
     "reentrant checkpoint inside": lambda: Net(RecomputedInsideOldWay), "dataclass": TakesDataclass, "tuple": TakesTuple,
+    "objects": TakesObjects, "distribution": TakesDistribution,
     "unused block": OneNotUsed, "skipped block": Skips, "block at times": Sometimes,
     "root without parameters": Chain, "alike in size": Alike,
     "frozen first": FrozenFirst, "frozen within": FrozenWithin, "buffers": lambda: Net(Normed),
@@ -641,7 +687,7 @@ def test_two_sharded_models_in_one_backward_equal_plain_torch():
                 torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("order", [2.0, 1, 3.5, math.inf])
+@pytest.mark.parametrize("order", [2.0, 1, 3.5, math.inf, "inf"])
 def test_the_gradient_norm_and_clipping_are_those_of_plain_torch(order):
     plain = made()
     mean_square(plain, inputs()).backward()
@@ -653,6 +699,8 @@ def test_the_gradient_norm_and_clipping_are_those_of_plain_torch(order):
         found = model.clip_grad_norm_(0.1, norm_type=order)
         with pytest.raises(ConfigError, match=r"norm_type=0\): expected a number above 0"):
             model.clip_grad_norm_(0.1, norm_type=0)
+        with pytest.raises(ConfigError, match=r"clip_grad_norm_\(-1.0\): expected a norm of 0 or more"):
+            model.clip_grad_norm_(-1.0)
         after = model.clip_grad_norm_(1.0, order)
         next(p.grad for p in model.parameters() if p.grad is not None).mul_(math.nan if world.rank == world.size - 1 else 1.0)
         return found, after, model.clip_grad_norm_(1.0, order)
@@ -869,6 +917,17 @@ def test_a_backward_that_comes_to_parameters_while_they_are_away_is_an_error_and
             loss.backward()
 
     rl.simulate(2, body, backend="gloo")
+
+
+def test_slices_come_in_the_order_of_the_plain_models_parameters():
+    names = [name for name, _ in made().named_parameters()]
+    assert rl.simulate(2, lambda world: [name for name, _ in rl.fully_shard(made(), world).named_parameters()]) == [names] * 2
+
+
+@pytest.mark.parametrize("options", [{"reduce": torch.int32}, {"compute": torch.int8}, {"compute": torch.float8_e4m3fn}], ids=str)
+def test_a_dtype_to_compute_or_sum_in_is_one_of_floating_numbers(options):
+    with pytest.raises(ConfigError, match=rf"{next(iter(options))}=torch.* expected a dtype of floating numbers in 16 bits or more"):
+        rl.simulate(1, lambda world: rl.fully_shard(made(), world, **options))
 
 
 def test_slices_keep_the_attributes_of_their_parameters():

@@ -242,3 +242,16 @@ def test_rows_that_lie_right_already_do_not_travel():
         return world.ledger.calls - before
 
     assert rl.simulate(2, body) == [1, 1]   # only how many rows everybody holds
+
+
+@pytest.mark.parametrize("batch", [torch.ones(4, 2), (torch.ones(4, 2), torch.ones(4)), {"x": torch.ones(4, 2)},
+                                   UserDict(x=torch.ones(4, 2))], ids=["tensor", "tuple", "dict", "mapping"])
+def test_one_batch_in_place_of_several_to_evaluate_is_refused(batch):
+    def body(world):
+        engine = rl.prepare(torch.nn.Linear(2, 1), loss=lambda model, batch: (model(batch).sum(), len(batch)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        with pytest.raises(rl.BatchError, match=rf"rank {world.rank}: evaluate.* {type(batch).__name__}: give them in a list"):
+            engine.evaluate(batch)
+        return engine.evaluate([torch.ones(4, 2)]).count, engine.evaluate(iter([torch.ones(4, 2)] * 2)).count
+
+    assert rl.simulate(2, body) == [(8, 16)] * 2

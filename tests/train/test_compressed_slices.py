@@ -237,3 +237,21 @@ def test_config_files_refuse_the_same_with_the_same_reasons(tmp_path):
         load(*sharded, "--comm.compress=topk")
     assert load(*sharded, "--comm.compress=topk", "--mesh.replicate=2").comm.compress == "topk"
     assert load(*sharded, "--comm.compress=int8", "--mesh.pipe=2").comm.compress == "int8"
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(pipe=2)], ids=str)
+def test_ranks_that_only_split_the_model_have_nothing_to_compress(mesh):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="compress='int8' has nothing to compress where ranks only split the model"):
+            trained(world, 0, compress="int8")
+        return True
+
+    assert rl.simulate(mesh, body) == [True] * 2
+
+
+def test_a_file_with_such_a_mesh_is_refused_before_a_rank_starts(tmp_path):
+    (tmp_path / "train.toml").write_text("[train]\nglobal_batch_size = 8\n"
+                                         "[mesh]\npipe = 2\nreplicate = 1\nshard = 1\n[comm]\ncompress = 'int8'\n")
+    with pytest.raises(rl.ConfigError, match=r"\[comm\] compress = \"int8\" has nothing to compress"):
+        load_config(tmp_path / "train.toml")
+    assert load_config(tmp_path / "train.toml", ["--mesh.shard", "2"]).comm.compress == "int8"

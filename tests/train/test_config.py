@@ -149,6 +149,12 @@ def test_spaces_between_the_keys_of_a_section_do_no_harm(file, words):
     assert found == [("mesh", "pipe", "2"), ("mesh", "tensor", "2"), ("train", "steps", "5")]
 
 
+@pytest.mark.parametrize("words", [["--mesh", "pipe=2,tensor=2,pipe=3"], ["--mesh=pipe=2", "pipe=3"]], ids=" ".join)
+def test_a_key_that_stands_twice_in_one_list_is_refused(words):
+    with pytest.raises(ConfigError, match="--mesh: pipe is given twice in '"):
+        parse_overrides(words)
+
+
 @pytest.mark.parametrize("flags", [
     ["--comm.compress=int8"], ["--comm.all_reduce=ring"], ["--mesh.tensor=2", "--model.preset=1M"], ["--mesh.pipe=2"],
     ["--train.accumulate=2"], ["--train.threads=2"], ["--mesh.context=2", "--mesh.replicate=16"]], ids=" ".join)

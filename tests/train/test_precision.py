@@ -284,12 +284,12 @@ def test_an_error_about_formats_names_the_buffers_that_have_another(name):
                for note in error.value.__notes__)
 
 
-@pytest.mark.parametrize("name", SIXTEEN)
-def test_an_engine_with_masters_is_not_copied_and_its_model_may_be(name):
+@pytest.mark.parametrize("name", ["fp32", *SIXTEEN])
+def test_an_engine_is_not_copied_and_its_model_may_be(name):
     """The copy's gradients had gone nowhere: it trained nothing, and nobody said so."""
     def body(world):
         engine, _ = train(world, name, steps=1)
-        with pytest.raises(UnitError, match="an engine with master weights cannot be copied.*engine.full_state_dict"):
+        with pytest.raises(UnitError, match="an engine cannot be copied.*engine.full_state_dict"):
             copy.deepcopy(engine)
         x = make_batches(1)[0]
         loss, twin = loss_sum(engine.model, x)[0], copy.deepcopy(engine.model)
@@ -311,6 +311,20 @@ def test_a_format_is_a_dtype_and_patterns_stand_in_a_tuple():
         Precision("mine", compute="bf16")
     with pytest.raises(rl.ConfigError, match="full='\\*norm\\*' is of type str, expected patterns"):
         Precision("mine", full="*norm*")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("field", ["compute", "master", "reduce", "output"])
+def test_a_format_has_floating_numbers_in_16_bits_or_more(field, dtype):
+    """Sums in whole numbers lost what is below 1, and said nothing."""
+    with pytest.raises(rl.ConfigError, match=rf"{field}={dtype}, expected a dtype of floating numbers in 16 bits or more"):
+        Precision("mine", **{field: dtype})
+
+
+def test_a_dtype_without_its_keyword_is_no_name():
+    """It was ignored, where it stands first in FSDP2's policy."""
+    with pytest.raises(rl.ConfigError, match=r"name is of type dtype, expected a name; dtypes go by keyword"):
+        Precision(torch.bfloat16)
 
 
 # ---------------------------------------------------------------- the loss scale

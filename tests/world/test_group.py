@@ -82,6 +82,11 @@ def test_all_reduce_and_reduce_scatter_know_other_operations(p, op, reference, b
             torch.testing.assert_close(got, expected_rows, rtol=1e-15, atol=0)   # the mean is rounded once
 
 
+def test_the_mean_of_one_rank_is_what_it_has_in_every_dtype_of_floating_numbers():
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.complex64):
+        assert rl.simulate(1, lambda w, dtype=dtype: w.all_reduce(torch.ones(3).to(dtype), "mean").float().tolist()) == [[1.0] * 3]
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 def test_waiting_twice_for_a_mean_divides_once(name):
     def body(world):
@@ -450,7 +455,7 @@ def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():
 @pytest.mark.parametrize(("name", "dtype"), [("all_reduce", torch.int16), ("all_reduce", torch.float8_e4m3fn),
                                              ("reduce_scatter", torch.float8_e4m3fn)])
 def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(name, dtype):
-    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.* the backend cannot carry this dtype .*view\(torch.uint8\)"):
+    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.* the backend cannot add or compare this dtype .*convert it, as by x.float\(\)"):
         rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4).to(dtype)))
 
 

@@ -1,10 +1,21 @@
-"""A tensor's bytes, to hash, compare and send them, and for C code; and how often it was written."""
+"""A tensor's bytes, to hash, compare and send them, and for C code; how often it was written; dtypes to compute in."""
 
 import ctypes
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_type
+
+
+def expect_number_format(what: str, dtype: Any) -> None:
+    """Raise ConfigError unless it is None, or a dtype of floating numbers in 16 bits or more."""
+    expect_type(what, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+        raise ConfigError(f"{what}={dtype}, expected a dtype of floating numbers in 16 bits or more, such as torch.bfloat16")
 
 
 def version_of(x: Tensor) -> int:

@@ -12,7 +12,6 @@ the global count.
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import NoneType
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.base.errors import ConfigError, UnitError
-from rankloom.base.expect import expect_type
 from rankloom.base.names import full_name
+from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
@@ -49,8 +48,8 @@ class FullySharded(nn.Module):
         self.module = module
         self._sharding, self._summing = sharding, summing
         self._replica_guards = [ReplicaGuard(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
-        self._owners = sharding.owners()
-        self._params = {name: param for unit in sharding.units for name, param in unit.params.items()}
+        self._params, owners = {name: param for unit in sharding.units for name, param in unit.params.items()}, sharding.owners()
+        self._owners = {name: owners[name] for name, _ in module.named_parameters() if name in owners}   # in the model's own order
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
         self._frozen: set[str] = set()   # slices that have been frozen since
         self._compute = compute
@@ -111,19 +110,22 @@ class FullySharded(nn.Module):
         """Backward passes inside only accumulate, in whole gradients; the first one outside reduces the sum."""
         return self._sharding.sync(False)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.
 
         torch's own function of this name would see this rank's slices only.
-        norm_type: 2, another power above 0, or infinity: the largest magnitude
+        norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
-        if not norm_type > 0:
+        power = float(norm_type)
+        if not power > 0:
             raise ConfigError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
+        if not max_norm >= 0:
+            raise ConfigError(f"clip_grad_norm_({max_norm!r}): expected a norm of 0 or more")
         group, grads = self._sharding.group, [owner.grad for owner in self._owners.values() if owner.grad is not None]
-        norms = [norm_of(grad, norm_type) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
-        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type).view(1)
+        norms = [norm_of(grad, power) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
+        mine = torch.linalg.vector_norm(torch.stack(norms), power).view(1)
         # Not an all-reduce: gloo's maximum may miss a NaN.
-        norm = torch.linalg.vector_norm(group.all_gather(mine, label="gradient norm"), norm_type)
+        norm = torch.linalg.vector_norm(group.all_gather(mine, label="gradient norm"), power)
         factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.dtype))
@@ -220,7 +222,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_model_and_group(model, group)
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
     for name, dtype in (("compute", compute), ("reduce", reduce)):
-        expect_type(name, dtype, (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
+        expect_number_format(name, dtype)
     if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)

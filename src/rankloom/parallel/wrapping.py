@@ -5,12 +5,13 @@ belongs to the innermost section that contains every module using it; so a weigh
 Decisions only: no tensor is touched here.
 """
 
-import dataclasses
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError
@@ -20,6 +21,7 @@ Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool] 
 ROOT = ""
 # Modules that are never called: containers, and the output layer of torch's attention, which only reads its weight.
 NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
+_WITHOUT_TENSORS = (nn.Module, type, str, bytes, int, float, NoneType, torch.dtype, torch.device, FunctionType, ModuleType)
 
 
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
@@ -116,14 +118,23 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """All tensors in an output, nested in tuples, lists, dicts and dataclasses."""
-    if isinstance(value, nn.Module | str):
-        return
-    if hasattr(value, "requires_grad"):
-        yield value
-    elif isinstance(value, Mapping):   # so are the dataclasses of `transformers`
-        yield from (tensor for part in value.values() for tensor in tensors_in(part))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for part in value for tensor in tensors_in(part))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from (tensor for field in dataclasses.fields(value) for tensor in tensors_in(getattr(value, field.name)))
+    """All tensors in an output: in containers, and in attributes of objects (dataclasses, `torch.distributions`), nested in any way."""
+    left, seen = [value], {}   # what was seen stays alive: another object could get its id
+    while left:
+        value = left.pop()
+        if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if hasattr(value, "requires_grad"):
+            yield value
+        else:
+            left += reversed(_parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):   # so are the dataclasses of `transformers`
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]

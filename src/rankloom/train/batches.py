@@ -7,7 +7,7 @@ Anything else goes unchanged into every micro-batch. Micro-batches of unequal le
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,13 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
     if not nested or len(batch) != accumulate:
         return batch
     return MicroBatches(batch) if accumulate > 1 else batch[0]
+
+
+def expect_batches(batches: Any, rank: int) -> None:
+    """Raise BatchError when what is to be evaluated is one batch, as a step takes it: a tensor, a mapping, or a tuple of tensors."""
+    if isinstance(batches, Tensor | Mapping) or (isinstance(batches, tuple) and batches and all(isinstance(x, Tensor) for x in batches)):
+        raise BatchError(f"rank {rank}: evaluate(batches) takes several batches, and this is one, a {type(batches).__name__}: give them in "
+                         "a list, evaluate([batch])")
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:

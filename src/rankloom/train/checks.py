@@ -116,7 +116,7 @@ def check_options(world: World, settings: Settings, stage: int, asked: Mapping[s
     slices = bool(stage) and (world.mesh.shard if world.axes_named else world.size) > 1
     replicas = world.axes_named and any(world.mesh.sizes()[axis] > 1 for axis in TOKEN_AXES if axis != "shard")
     for option, reason in conflicts(asked, stage=stage, split=is_split(world), pipe_ranks=world.mesh.pipe, slices=slices,
-                                    replicas=replicas):
+                                    replicas=replicas, sums=replicas or world.mesh.shard > 1 or not is_split(world)):
         raise ConfigError(f"{option}={asked[option]!r} {reason}; leave it out")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
 

@@ -7,6 +7,7 @@ No torch here: reading a config takes milliseconds.
 import re
 import tomllib
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
         section, dot, key = flag.removeprefix("--").rpartition(".")
         more = list(takewhile(lambda next_: not next_.startswith("--"), rest))
         if flag.startswith("--") and not dot and (several := _several(" ".join([*([text] if equals else []), *more]))):
+            if twice := [name for name, times in Counter(name for name, _ in several).items() if times > 1]:
+                raise ConfigError(f"{flag}: {twice[0]} is given twice in {' '.join([text, *more]).strip()!r}")
             found += [Override(f"{flag}.{name}", key, name, value) for name, value in several]
             rest = rest[len(more):]
             continue

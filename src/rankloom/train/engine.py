@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, LossError
+from rankloom.base.errors import ConfigError, LossError, UnitError
 from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
@@ -35,7 +35,7 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
-from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors
+from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, expect_batches, laid_out_anew, map_tensors
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
@@ -171,6 +171,7 @@ class Engine:
         Ranks may bring different numbers of batches, or none.
         """
         begin = time.perf_counter()
+        expect_batches(batches, self.world_rank)
         with evaluating(self.model):
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]
@@ -188,6 +189,10 @@ class Engine:
             return total, count
         everyone = self.group.all_gather_object([loss[:2].tolist() for loss in losses], label="evaluation")
         return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
+
+    def __deepcopy__(self, memo: Any) -> "Engine":
+        raise UnitError("an engine cannot be copied: the hooks that move its model's gradients are not copied with it. Prepare another "
+                        "model, and give its engine what `engine.full_state_dict()` gives")
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, dict[str, Any]]:
         """The whole training state under the plain model's names: {"model": ..., "optimizer": {"state", "param_groups", "run"}}.

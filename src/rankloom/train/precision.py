@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
 from math import log2
-from types import NoneType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
+from rankloom.base.tensors import expect_number_format
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
@@ -58,8 +58,9 @@ class Precision:
     float8: Recipe | None = None
 
     def __post_init__(self) -> None:
+        expect_type("name", self.name, str, "a name; dtypes go by keyword, as in Precision(compute=torch.bfloat16)")
         for name in ("compute", "master", "reduce", "output"):
-            expect_type(name, getattr(self, name), (torch.dtype, NoneType), "a torch dtype, such as torch.bfloat16")
+            expect_number_format(name, getattr(self, name))
         expect_type("full", self.full, (tuple, list), "patterns of module names, in a tuple")
 
 
@@ -175,14 +176,6 @@ class MasterWeights:
         for name in rounded:
             watch(self.params[name])
         self._rounded = {name: self._mark(name) for name in rounded}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeights":   # the copies' gradients would go nowhere
-        if self._rounded:
-            raise UnitError("an engine with master weights cannot be copied: what moves gradients from the model to its masters is not "
-                            "copied with it. Prepare another model, and give its engine what `engine.full_state_dict()` gives")
-        twin = memo[id(self)] = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
 
     def _mark(self, name: str) -> tuple[int, int]:
         """A mark that changes when the parameter is written, or its memory replaced."""

@@ -24,7 +24,7 @@ class Conflict(NamedTuple):
 
 
 def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int, shared: bool = False,
-              slices: bool = False, replicas: bool = False) -> Iterator[Conflict]:
+              slices: bool = False, replicas: bool = False, sums: bool = True) -> Iterator[Conflict]:
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
     asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
@@ -33,6 +33,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
     pipe_ranks: number of ranks along the axis pipe
     shared:     whether ranks share the work of a block: those along context, tensor and expert
     slices:     whether several ranks keep slices of the summed gradients, and `replicas`, whether slices are summed over others
+    sums:       whether there are gradients to be summed over ranks; False where several ranks only split the model
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
@@ -45,6 +46,8 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
     if shared and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
     compress = asked.get("compress", EXACT)
+    if compress != EXACT and not sums:
+        yield Conflict("compress", "has nothing to compress where ranks only split the model: no gradient is summed over ranks")
     if slices and (reason := why_not_for_slices(compress, replicas)):
         yield Conflict("compress", reason)
     if compress != EXACT and asked.get("gradient_memory"):

@@ -336,10 +336,10 @@ class Config(ConfigSection):
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
         shared = self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
         values = {option: value for option, (_, value) in asked.items()}
-        mesh, stage = self.mesh, self.train.stage
+        mesh, stage, split = self.mesh, self.train.stage, shared or self.mesh.pipe > 1
         replicas = (mesh.replicate or 1) * mesh.context * mesh.expert > 1
-        for option, reason in conflicts(values, stage=stage, split=shared or mesh.pipe > 1, pipe_ranks=mesh.pipe, shared=shared,
-                                        slices=bool(stage) and mesh.shard != 1, replicas=replicas):
+        for option, reason in conflicts(values, stage=stage, split=split, pipe_ranks=mesh.pipe, shared=shared, replicas=replicas,
+                                        slices=bool(stage) and mesh.shard != 1, sums=replicas or mesh.shard != 1 or not split):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 

@@ -168,7 +168,7 @@ class Group:
         options = c10d.AllgatherOptions()
         options.asyncOp = async_op
         return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
-                             start=lambda pg: pg._allgather_base(whole, rows, options), finish=lambda: whole)
+                             start=lambda pg: pg._allgather_base(*map(self._moved, (whole, rows)), options), finish=lambda: whole)
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:

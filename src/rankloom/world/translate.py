@@ -45,7 +45,8 @@ class TranslatedErrors:
             return CollectiveTimeout(f"{where} did not finish within its timeout of {self._timeout:g} s: "
                                      f"a rank is slow, stopped, or skipped this call.{who}")
         if "scalar type" in text or "complex" in text or "not implemented for" in text:
-            return ShapeMismatch(f"{where}: the backend cannot carry this dtype ({text}); send x.view(torch.uint8), or convert it")
+            return ShapeMismatch(f"{where}: the backend cannot add or compare this dtype ({text}); convert it, as by x.float() or "
+                                 "x.int(), or gather, then combine")
         if GLOO.match(text) or isinstance(error, dist.DistError):
             plain = GLOO.sub("", text).split(". ")[0]   # without advice that may follow
             return RankLost(f"{where} lost its connection to another rank, which has ended or failed: {plain}")

@@ -64,7 +64,7 @@ def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
 
 def completed(total: Tensor, op: str, count: int) -> Tensor:
     """`total`, as `reduction` gave it over `count` ranks; a mean is divided now, in place. It may be a parameter."""
-    if op == "mean":
+    if op == "mean" and count > 1:
         total.detach().div_(count)
     return total
 
