@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
+from rankloom.parallel.wrapping import tensors_in
 
 pytestmark = pytest.mark.gloo
 
@@ -919,9 +920,67 @@ def test_a_backward_that_comes_to_parameters_while_they_are_away_is_an_error_and
     rl.simulate(2, body, backend="gloo")
 
 
+class HeadLast(nn.Module):
+    """What belongs to no block comes after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
 def test_slices_come_in_the_order_of_the_plain_models_parameters():
-    names = [name for name, _ in made().named_parameters()]
-    assert rl.simulate(2, lambda world: [name for name, _ in rl.fully_shard(made(), world).named_parameters()]) == [names] * 2
+    names = [name for name, _ in HeadLast().named_parameters()]
+    found = rl.simulate(2, lambda world: [name for name, _ in rl.fully_shard(made(HeadLast), world).named_parameters()])
+    assert found == [names] * 2
+
+
+class About:
+    """What comes along with a block's output: things with names of their own, and no result."""
+
+    def __init__(self, block: nn.Module):
+        class AnyKey(dict):
+            __getattr__ = dict.__getitem__
+
+        self.weight, self.config, self.me = block.up.weight, AnyKey(width=WIDTH), self
+        self.words = {f"word {at}": at for at in range(3)}
+
+
+class GivesMore(Block):
+    """A dataclass of its result and an object."""
+
+    def forward(self, x):
+        return Pair(super().forward(x), About(self))
+
+
+class TakesMore(Net):
+    """The result is used."""
+
+    def __init__(self):
+        super().__init__(GivesMore)
+
+    def call(self, block, x):
+        return block(x).value
+
+
+def test_objects_that_come_with_an_output_are_none_of_it():
+    expect_as_plain(plainly, TakesMore)
+
+
+class Private:
+    """One slot, with a name of its own."""
+
+    __slots__ = "__value"
+
+    def __init__(self, value):
+        self.__value = value
+
+
+def test_results_are_found_in_slots_whatever_their_names():
+    x = torch.ones(2, requires_grad=True) * 2
+    assert list(tensors_in([Private(x), Held([x, 3])])) == [x, x]
 
 
 @pytest.mark.parametrize("options", [{"reduce": torch.int32}, {"compute": torch.int8}, {"compute": torch.float8_e4m3fn}], ids=str)

@@ -6,6 +6,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.tensors import bytes_of
+from rankloom.comm.subgroup import Subgroup
 
 WIDTH, ROWS, P = 32, 6, 2
 MESHES = pytest.mark.parametrize("mesh", [rl.Mesh(shard=2), rl.Mesh(shard=3), rl.Mesh(replicate=2, shard=2)], ids=str)
@@ -148,3 +149,32 @@ def test_what_cannot_be_compressed_is_refused(mesh, options, text):
         return True
 
     assert rl.simulate(mesh, body) == [True] * mesh.size
+
+
+def test_complex_parameters_are_summed_exactly():
+    """Rounding them as real numbers lost what is imaginary."""
+    class Turning(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(super().forward(x.to(torch.complex64))).square()
+
+    def body(world, compress):
+        torch.manual_seed(0)
+        model = rl.fully_shard(Turning(), world, compress=compress)
+        backward(model, world, 1)
+        return gradients(model)
+
+    exact, near = (rl.simulate(rl.Mesh(shard=P), lambda world, c=c: body(world, c)) for c in ("none", "int8"))
+    assert all(torch.equal(a, b) for a, b in zip(exact, near, strict=True))
+
+
+def test_a_group_without_a_second_connection_compresses_between_its_gathers():
+    """In a thread, both at once over one connection ended the process."""
+    def body(world):
+        part = Subgroup(world, (0, 1))
+        model = rl.fully_shard(net(), part, units=nn.Sequential, compress="int8")
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.3), world, range(6)).isfinite().all().item()
+
+    assert rl.simulate(P, body) == [True] * P

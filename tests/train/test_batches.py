@@ -244,14 +244,34 @@ def test_rows_that_lie_right_already_do_not_travel():
     assert rl.simulate(2, body) == [1, 1]   # only how many rows everybody holds
 
 
-@pytest.mark.parametrize("batch", [torch.ones(4, 2), (torch.ones(4, 2), torch.ones(4)), {"x": torch.ones(4, 2)},
-                                   UserDict(x=torch.ones(4, 2))], ids=["tensor", "tuple", "dict", "mapping"])
-def test_one_batch_in_place_of_several_to_evaluate_is_refused(batch):
-    def body(world):
-        engine = rl.prepare(torch.nn.Linear(2, 1), loss=lambda model, batch: (model(batch).sum(), len(batch)), world=world,
-                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-        with pytest.raises(rl.BatchError, match=rf"rank {world.rank}: evaluate.* {type(batch).__name__}: give them in a list"):
-            engine.evaluate(batch)
-        return engine.evaluate([torch.ones(4, 2)]).count, engine.evaluate(iter([torch.ones(4, 2)] * 2)).count
+def engine_of_pairs(world: rl.World) -> rl.Engine:
+    """Its loss takes a batch (x, y)."""
+    return rl.prepare(torch.nn.Linear(2, 1), world=world,
+                      loss=lambda model, batch: ((model(batch[0]).squeeze(-1) - batch[1]).square().sum(), len(batch[1])),
+                      optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
 
-    assert rl.simulate(2, body) == [(8, 16)] * 2
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(4, 2)}, UserDict(x=torch.ones(4, 2))], ids=["dict", "mapping"])
+def test_a_mapping_in_place_of_several_batches_to_evaluate_is_refused(batch):
+    def body(world):
+        with pytest.raises(rl.BatchError, match=rf"rank {world.rank}: evaluate.* {type(batch).__name__} looks like one"):
+            engine_of_pairs(world).evaluate(batch)
+        return True
+
+    assert rl.simulate(2, body) == [True] * 2
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(4, 2), torch.ones(4)), torch.ones(4, 2)], ids=["tuple", "tensor"])
+def test_where_an_evaluation_of_what_looks_like_one_batch_fails_a_note_says_so(batch):
+    def body(world):
+        with pytest.raises(Exception) as error:   # whatever the loss does with a row
+            engine_of_pairs(world).evaluate(batch)
+        return error.value.__notes__[0]
+
+    assert "looks like one: give them in a list, evaluate([batch])" in rl.simulate(1, body)[0]
+
+
+def test_several_batches_to_evaluate_come_in_any_iterable():
+    pairs = [(torch.ones(4, 2), torch.ones(4))] * 2
+    found = rl.simulate(2, lambda world: [engine_of_pairs(world).evaluate(kind(pairs)).count for kind in (list, tuple, iter)])
+    assert found == [[16, 16, 16]] * 2

@@ -255,3 +255,5 @@ def test_a_file_with_such_a_mesh_is_refused_before_a_rank_starts(tmp_path):
     with pytest.raises(rl.ConfigError, match=r"\[comm\] compress = \"int8\" has nothing to compress"):
         load_config(tmp_path / "train.toml")
     assert load_config(tmp_path / "train.toml", ["--mesh.shard", "2"]).comm.compress == "int8"
+    (tmp_path / "free.toml").write_text("[train]\nglobal_batch_size = 8\n[mesh]\npipe = 2\nshard = 1\n[comm]\ncompress = 'int8'\n")
+    assert load_config(tmp_path / "free.toml").comm.compress == "int8", "replicate gets the ranks that are left"

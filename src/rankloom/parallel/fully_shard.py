@@ -226,7 +226,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
-    if refusal := why_not_for_slices(compress, replicas=alone.size > 1):
+    if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=alone.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):

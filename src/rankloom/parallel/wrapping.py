@@ -5,14 +5,15 @@ belongs to the innermost section that contains every module using it; so a weigh
 Decisions only: no tensor is touched here.
 """
 
+import dataclasses
 import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, ModuleType, NoneType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 
@@ -21,7 +22,7 @@ Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool] 
 ROOT = ""
 # Modules that are never called: containers, and the output layer of torch's attention, which only reads its weight.
 NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
-_WITHOUT_TENSORS = (nn.Module, type, str, bytes, int, float, NoneType, torch.dtype, torch.device, FunctionType, ModuleType)
+_WITHOUT_TENSORS = nn.Module | type | str | bytes | int | float | complex | torch.dtype | torch.device | FunctionType | ModuleType | None
 
 
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
@@ -117,24 +118,49 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
-    """All tensors in an output: in containers, and in attributes of objects (dataclasses, `torch.distributions`), nested in any way."""
-    left, seen = [value], {}   # what was seen stays alive: another object could get its id
-    while left:
-        value = left.pop()
-        if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if hasattr(value, "requires_grad"):
-            yield value
-        else:
-            left += reversed(_parts(value))
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in an output: nested in containers and dataclasses, and results of operations in attributes of other objects.
+
+    Such objects are those of `torch.distributions`, for example. What else they refer to (parameters, a vocabulary) was not returned.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif (parts := _returned_parts(value)) is not None:
+        for part in parts:
+            yield from tensors_in(part)
+    else:
+        yield from _results_in(value, set())
 
 
-def _parts(value: Any) -> list[Any]:
+def _results_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Results of operations in the attributes of an object, and of objects there; lists and tuples of them too."""
+    if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for part in [*value] if isinstance(value, list | tuple) else _attributes(value):
+        if isinstance(part, Tensor):
+            if part.grad_fn is not None:
+                yield part
+        elif not isinstance(part, _WITHOUT_TENSORS | Mapping):
+            yield from _results_in(part, seen)
+
+
+def _returned_parts(value: Any) -> Iterable[Any] | None:
+    """What is in a container or a dataclass; None for other values."""
     if isinstance(value, Mapping):   # so are the dataclasses of `transformers`
-        return list(value.values())
+        return value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if hasattr(value, mangled):
+                yield getattr(value, mangled)

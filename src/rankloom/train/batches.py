@@ -8,6 +8,7 @@ Anything else goes unchanged into every micro-batch. Micro-batches of unequal le
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -42,11 +43,22 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
     return MicroBatches(batch) if accumulate > 1 else batch[0]
 
 
-def expect_batches(batches: Any, rank: int) -> None:
-    """Raise BatchError when what is to be evaluated is one batch, as a step takes it: a tensor, a mapping, or a tuple of tensors."""
-    if isinstance(batches, Tensor | Mapping) or (isinstance(batches, tuple) and batches and all(isinstance(x, Tensor) for x in batches)):
-        raise BatchError(f"rank {rank}: evaluate(batches) takes several batches, and this is one, a {type(batches).__name__}: give them in "
-                         "a list, evaluate([batch])")
+@contextmanager
+def several_batches(batches: Any, rank: int) -> Iterator[None]:
+    """A context for an evaluation. An error inside gets a note if `batches` may be one batch, as a step takes it: a tensor or a tuple.
+
+    raises: BatchError for a mapping, which is one for certain
+    """
+    told = (f"rank {rank}: evaluate(batches) takes several batches, and this {type(batches).__name__} looks like one: give them in a list, "
+            "evaluate([batch])")
+    if isinstance(batches, Mapping):
+        raise BatchError(told)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batches, Tensor | tuple):
+            error.add_note(told)
+        raise
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:

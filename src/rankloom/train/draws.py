@@ -1,17 +1,17 @@
-"""Random numbers that a block draws from elsewhere than torch's own generators, which torch sets back itself when it recomputes.
+"""Generators in attributes of a block's modules. torch sets back its own global ones when it recomputes; these are set back here.
 
-These are Python's `random`, numpy's, and generators in attributes of the block's modules. One that the block reaches otherwise, such as a
-global variable, is not seen.
+Python's `random` and numpy's global generator are not: other threads may draw from them meanwhile (a loader of data), and would
+get numbers twice.
 """
 
 import pickle
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,49 +19,41 @@ OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}   # names of attribute
 
 
 class Source(NamedTuple):
-    """A generator: how to read its state, and how to set it. States can be compared."""
+    """A generator: how to read its state, and how to set it."""
 
     read: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 class Draws:
-    """The states that a block's sources have now.
+    """The states that a block's generators have now."""
 
-    price: some 50 microseconds, 100 more where the program has loaded `numpy.random`, before a forward and after it; where the block
-           draws, 25 KB until backward
-    """
-
-    def __init__(self, block: nn.Module):
-        self._then = [(source, source.read()) for source in _sources(block)]
-
-    def forget_unchanged(self) -> None:
-        """After the forward: only what it has drawn from is to be set back."""
-        self._then = [(source, state) for source, state in self._then if source.read() != state]
+    def __init__(self, sources: Iterable[Source]):
+        self._then = [(source, source.read()) for source in sources]
 
     def set_back(self, undo: ExitStack) -> None:
-        """Set the sources back; `undo` restores their present states."""
+        """Set the generators back; `undo` restores their present states."""
         for source, state in self._then:
             undo.callback(source.set, source.read())
             source.set(state)
 
 
-def _sources(block: nn.Module) -> Iterator[Source]:
-    yield Source(random.getstate, random.setstate)
-    if numpy := sys.modules.get("numpy.random"):   # else nobody draws from it
-        yield _by_bytes(partial(numpy.get_state, legacy=False), numpy.set_state)
+def sources_of(block: nn.Module) -> Iterator[Source]:
+    """The generators of torch, Python and numpy that are attributes of the block's modules; not those in lists, or reached otherwise."""
     for module in block.modules():
         for name, value in vars(module).items():
             if name in OF_EVERY_MODULE:
                 continue
             if isinstance(value, torch.Generator):
-                yield _by_bytes(value.get_state, value.set_state)
-            elif isinstance(value, random.Random):
+                yield Source(value.get_state, value.set_state)
+            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
                 yield Source(value.getstate, value.setstate)
-            elif numpy and isinstance(value, numpy.Generator):
-                yield _by_bytes(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
+            elif isinstance(value, np.random.Generator):
+                yield _pickled(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
+            elif isinstance(value, np.random.RandomState):
+                yield _pickled(value.get_state, value.set_state)
 
 
-def _by_bytes(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:
-    """For states that hold arrays or tensors, which have no plain comparison."""
+def _pickled(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:
+    """For states that are no copies."""
     return Source(lambda: pickle.dumps(read()), lambda state: put(pickle.loads(state)))

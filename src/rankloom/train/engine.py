@@ -35,7 +35,7 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
-from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, expect_batches, laid_out_anew, map_tensors
+from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
@@ -171,8 +171,7 @@ class Engine:
         Ranks may bring different numbers of batches, or none.
         """
         begin = time.perf_counter()
-        expect_batches(batches, self.world_rank)
-        with evaluating(self.model):
+        with evaluating(self.model), several_batches(batches, self.world_rank):
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]
         total, count = self._total(losses)

@@ -5,11 +5,12 @@
     recompute(model, "24 GiB")       each block keeps as much as fits, decided by budget.py from measurements of the first micro-batch
 
 A recomputed forward sees the same state as the first one. Keyed dropout draws the masks of the first run's step, micro-batch and
-call. torch's own generators are set back meanwhile, and so are Python's, numpy's, and those that the block has as attributes (draws.py).
-Buffers that the block changes have their earlier values, and are not changed twice (block_buffers.py); so do lists and dicts among
-its arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is
-here. Not restored: other state that a forward changes (plain attributes, generators elsewhere, buffers of modules around the block), and
-generators that several ranks share, as those of `simulate` do. Not repeated correctly: `F.rrelu`, called as a function (`nn.RReLU` is).
+call. torch's own generators are set back meanwhile, and so are those that the block's modules have as attributes (draws.py). Buffers
+that the block changes have their earlier values, and are not changed twice (block_buffers.py); so do lists and dicts among its
+arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here.
+Not restored: other state that a forward changes (plain attributes, buffers of modules around the block), Python's `random` and numpy's
+global generator, and torch's own where several ranks share it, as those of `simulate` do: draw from a generator of the block, or from
+torch. Not repeated correctly: `F.rrelu`, called as a function (`nn.RReLU` is).
 
 A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less. Where
 a compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
@@ -39,7 +40,7 @@ from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import OF_EVERY_MODULE, Draws
+from rankloom.train.draws import OF_EVERY_MODULE, Draws, Source, sources_of
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -171,6 +172,7 @@ class RecomputedForward(Wrapped):
         self._stops_early = not any(isinstance(module, nn.RReLU) for module in block.modules())
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many products `selective` has to keep
+        self._sources: tuple[Source, ...] | None = None  # generators; None: not known before the first forward
         self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,10 +184,15 @@ class RecomputedForward(Wrapped):
         if self.choice == SELECTIVE and self._in_graph:
             return self._run_in_graph(self._in_graph, args, kwargs)
         if self.choice != UNDECIDED:
-            return self.run(self.inner, self.choice, Replay(self.block), args, kwargs)
-        replay = Replay(self.block, self._decide)
+            return self.run(self.inner, self.choice, self.replay(), args, kwargs)
+        replay = self.replay(self._decide)
         self._measure(replay, args, kwargs)
         return self.run(self.inner, FULL, replay, args, kwargs)
+
+    def replay(self, before: Callable[[], None] = lambda: None) -> "Replay":
+        """The present state of the block. before: called when that is restored"""
+        self._sources = tuple(sources_of(self.block)) if self._sources is None else self._sources
+        return Replay(self.block, Draws(self._sources), before)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
@@ -243,7 +250,6 @@ class RecomputedForward(Wrapped):
         out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
                          context_fn=lambda: (around, replay))
         replay.buffers = self._changed(before)
-        replay.draws.forget_unchanged()
         if choice != FULL:
             around.forget(out)   # the caller may change it
         return out
@@ -298,11 +304,11 @@ class Replay:
     buffers: set after the forward: earlier values of the buffers that it changed
     """
 
-    def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
-        self._before = before
+    def __init__(self, block: nn.Module, draws: Draws, before: Callable[[], None]):
+        self._before, self._draws = before, draws
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
-        self._block, self.buffers, self.draws = block, Values(), Draws(block)
+        self._block, self.buffers = block, Values()
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
         self._undo = ExitStack()
@@ -316,7 +322,7 @@ class Replay:
         for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
             self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls)
             _set(key, step, rows, here, dict(calls))
-        self.draws.set_back(self._undo)
+        self._draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
             self._undo.enter_context(self._reuse)
@@ -340,9 +346,9 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block):
         for choice in forward.choices(args, kwargs):
-            with torch.random.fork_rng(devices=list(devices)), Replay(forward.block), on_copies(forward.block, buffers), Trace() as trace:
+            with torch.random.fork_rng(devices=list(devices)), forward.replay(), on_copies(forward.block, buffers), Trace() as trace:
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
-                out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
+                out = forward.run(forward.plain, choice, forward.replay(), *tried)
             kept[choice] = trace.kept(out)
             del out
             if choice == NONE:

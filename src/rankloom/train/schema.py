@@ -338,8 +338,9 @@ class Config(ConfigSection):
         values = {option: value for option, (_, value) in asked.items()}
         mesh, stage, split = self.mesh, self.train.stage, shared or self.mesh.pipe > 1
         replicas = (mesh.replicate or 1) * mesh.context * mesh.expert > 1
+        sums = replicas or mesh.replicate is None or mesh.shard != 1 or not split   # an axis that is left out may get several ranks
         for option, reason in conflicts(values, stage=stage, split=split, pipe_ranks=mesh.pipe, shared=shared, replicas=replicas,
-                                        slices=bool(stage) and mesh.shard != 1, sums=replicas or mesh.shard != 1 or not split):
+                                        slices=bool(stage) and mesh.shard != 1, sums=sums):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 
