@@ -122,10 +122,10 @@ def train(file: Path, /, *overrides: Overrides) -> None:
 
 def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
     """Start the ranks of a run on this machine, each with this same command, and wait for them."""
-    from rankloom.train.run_folder import claim_run_folder
+    from rankloom.train.run_folder import claim_run_folder, hold
     from rankloom.world.agent import launch_ranks
 
-    run = claim_run_folder(config, datetime.now())
+    hold(run := claim_run_folder(config, datetime.now()))
     deterministic = f"--train.deterministic={config.train.deterministic}".lower()   # also where the overrides exclude the file's
     words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}", deterministic]
     argv, summary = [sys.executable, "-m", "rankloom", "train", str(file), *words], run / "summary.json"

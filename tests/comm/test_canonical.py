@@ -143,3 +143,12 @@ def test_more_ranks_than_leaves_and_a_wrong_number_of_partial_sums_are_refused()
             rl.canonical_all_reduce([torch.zeros(1)] * 5, world, 4)
 
     rl.simulate(3, body)
+
+
+def test_bool_has_no_sum():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="the sum of torch.bool is not of that dtype"):
+            rl.canonical_all_reduce([torch.ones(3, dtype=torch.bool)], world, 2)
+        return True
+
+    assert rl.simulate(2, body) == [True] * 2

@@ -34,9 +34,8 @@ def test_a_config_file_knows_every_name_that_there_is():
 
 
 def test_a_registered_algorithm_is_found_by_its_name(table):
-    mine = lambda x, group: x
-    rl.register_all_reduce("mine", mine)
-    assert all_reduce_named("mine") is mine
+    rl.register_all_reduce("mine", lambda x, group: x.mul_(group))
+    assert all_reduce_named("mine")(x := torch.ones(1), 3) is x and x.item() == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,3 +181,38 @@ def gradients(world, name):
 def test_training_takes_any_name_on_any_topology(name):
     for weight, bias in rl.simulate(4, lambda world: gradients(world, name), topology=Topology.even(2, 2)):
         assert torch.equal(weight, torch.full((7, 30), 3 * 1.5)) and torch.equal(bias, torch.full((7,), 3.0))
+
+
+@pytest.mark.parametrize("way", ["in place", "in place, nothing returned", "returned"])
+def test_a_registered_all_reduce_may_sum_in_place_or_return_the_sum(table, way):
+    def mine(x, group):
+        total = group.all_reduce(x if "in place" in way else x.clone())
+        return None if "nothing" in way else total
+
+    rl.register_all_reduce(f"mine, {way}", mine)
+
+    def body(world):
+        model = rl.data_parallel(torch.nn.Linear(3, 1), world, all_reduce=f"mine, {way}")
+        model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+        return model.module.weight.grad.tolist()
+
+    assert rl.simulate(2, body) == [[[1.5] * 3]] * 2
+
+
+def test_a_registered_all_reduce_that_returns_no_sum_is_an_error(table):
+    rl.register_all_reduce("short", lambda x, group: torch.zeros(2))
+
+    def body(world):
+        model = rl.data_parallel(torch.nn.Linear(3, 1), world, all_reduce="short")
+        with pytest.raises(rl.ShapeMismatch, match=r"short in group 'world': the registered all-reduce returned \(2,\) of torch.float32"):
+            model(torch.ones(1, 3)).sum().backward()
+        return True
+
+    assert rl.simulate(2, body) == [True] * 2
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("x", None), ("", lambda x, group: x), (3, lambda x, group: x)],
+                         ids=["None", "empty", "3"])
+def test_what_is_no_name_or_no_function_is_not_registered(table, name, algorithm):
+    with pytest.raises(rl.ConfigError, match="register_all_reduce"):
+        rl.register_all_reduce(name, algorithm)

@@ -165,3 +165,8 @@ def test_ranks_may_end_their_texts_at_different_tokens(mesh, stage):
         return generate(engine.model, prompts[world.rank], **options, seed=world.rank)
 
     assert all(map(torch.equal, rl.simulate(mesh, body, backend="gloo"), expected))
+
+
+def test_a_stage_of_a_pipeline_cannot_generate_and_says_what_can():
+    with pytest.raises(rl.ConfigError, match=r"generate needs a whole GPT, and this is a Linear: .*full_state_dict"):
+        generate(torch.nn.Linear(2, 2), torch.zeros(1, 1, dtype=torch.int64), max_new_tokens=1)

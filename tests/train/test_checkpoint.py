@@ -1,6 +1,7 @@
 """`engine.save` and `engine.load`: a run goes on from a checkpoint on any mesh as if it had never stopped, and nothing of it is lost,
 written twice, or half there."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -387,18 +388,31 @@ def test_a_folder_that_cannot_be_made_is_told_on_all_ranks(tmp_path):
     rl.simulate(2, body)
 
 
-@pytest.mark.parametrize("folder", ["", None, 3], ids=repr)
+@pytest.mark.parametrize("folder", ["", None, 3, "a\0b"], ids=repr)
 def test_a_folder_that_is_none_is_told_on_all_ranks_in_words(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
 
     def body(world):
         engine = engine_of(world, 0)
         for ask in (engine.save, engine.load):
-            with pytest.raises(ConfigError, match=f"rank 1: the folder of a checkpoint is {folder!r}, expected a path such as 'ckpt'"):
+            with pytest.raises(ConfigError, match=f"rank 1: the folder of a checkpoint is {re.escape(repr(folder))}, expected a path"):
                 ask(folder if world.rank == 1 else tmp_path)
 
     rl.simulate(2, body)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "~nobody-of-this-name/x"], ids=["long", "nobody's"])
+def test_a_folder_where_one_rank_cannot_look_is_told_on_all_ranks(tmp_path, folder):
+    """The others had waited for that rank until the time-out."""
+    def body(world):
+        engine = engine_of(world, 0)
+        for ask in (engine.save, engine.load):
+            with pytest.raises(ConfigError, match=f"rank 1: {folder} cannot be the folder of a checkpoint .*; give another"):
+                ask(folder if world.rank == 1 else tmp_path)
+        return True
+
+    assert rl.simulate(2, body) == [True] * 2
 
 
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_from_before(tmp_path, monkeypatch):

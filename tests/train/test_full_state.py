@@ -389,3 +389,27 @@ def test_a_buffer_is_no_extra_state_whatever_it_is_called(stage):
         return engines[1].model.old_extra_state.tolist()
 
     assert rl.simulate(2, body) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("other", "said"), [("weight", "values"), ("momentum", "values"), ("step", "numbers of the run")])
+def test_ranks_that_load_different_states_all_raise_with_nothing_changed(stage, other, said):
+    """Replicas had parted, or had waited for each other until the time-out."""
+    def body(world):
+        torch.manual_seed(0)
+        engine = rl.prepare(torch.nn.Linear(4, 2), loss=lambda model, x: (model(x).square().sum(), len(x)), world=world, stage=stage,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        engine.step(torch.ones(2, 4))
+        kept = engine.full_state_dict()
+        state = engine.full_state_dict()
+        if world.rank == 1 and other == "weight":
+            state["model"]["weight"][0, 0] += 1
+        elif world.rank == 1 and other == "momentum":
+            state["optimizer"]["state"]["weight"]["momentum_buffer"][0, 0] += 1
+        elif world.rank == 1:
+            del state["optimizer"]["run"]
+        with pytest.raises(rl.ModelMismatch, match=f"rank 1 loads a state with other {said} than rank 0"):
+            engine.load_full_state_dict(state)
+        return torch.equal(engine.full_state_dict()["model"]["weight"], kept["model"]["weight"])
+
+    assert rl.simulate(2, body) == [True] * 2

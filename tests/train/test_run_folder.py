@@ -4,6 +4,8 @@ import json
 import os
 import re
 import resource
+import subprocess
+import sys
 import threading
 from datetime import datetime
 from functools import partial
@@ -59,6 +61,32 @@ def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):
     (path / "metrics.jsonl").write_text("")
     (path / "config.toml").write_text("old")
     assert claim_run_folder(config(tmp_path, "mine"), NOW) == path
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from rankloom.train.run_folder import hold
+try:
+    hold(Path(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_in_which_another_process_begins_a_run_is_refused_until_that_ends(tmp_path):
+    ask = lambda: subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with ask() as first:
+        assert first.stdout.readline() == "held\n"
+        with ask() as second:
+            assert f"ConfigError {tmp_path}: another run is beginning in this folder; give another --run.name" in second.stdout.read()
+        first.stdin.close()
+    with ask() as later:
+        assert later.stdout.readline() == "held\n"
+        later.stdin.close()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "<script>", "a b", "", ".hidden", "a\n", "x" * 101, "\u00e4\u00f6", "-rf", "a\x1b[2J"])

@@ -267,7 +267,7 @@ def test_a_loss_without_another_cause_is_itself_reported():
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_that_rank():
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(rl.ConfigError, match="what the body returned on rank 0, a function, cannot be sent back .*pickle.*return tensors"):
         rl.spawn(1, return_a_lambda)
 
 
@@ -323,3 +323,19 @@ def test_ranks_are_in_the_debug_mode_of_the_moment_though_their_server_is_older(
     assert rl.spawn(2, is_debugged) == [False, False]
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
     assert rl.spawn(2, is_debugged) == [True, True]
+
+
+def spawn_again(world):
+    try:
+        rl.spawn(1, whoami)
+    except rl.ConfigError as error:
+        return str(error)
+
+
+def test_a_spawned_rank_that_spawns_is_told_that_it_cannot():
+    assert rl.spawn(1, spawn_again)[0].startswith("spawn: this process is a rank that spawn has started, and cannot start others")
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones():
+    with pytest.raises(rl.ConfigError, match="device = 'tpu', expected 'cpu' or 'cuda'"):
+        rl.spawn(1, whoami, device="tpu")

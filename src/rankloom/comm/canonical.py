@@ -24,7 +24,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.shares import share
-from rankloom.comm.operands import require_contiguous
+from rankloom.comm.operands import summand
 from rankloom.world.group import Group
 
 
@@ -126,7 +126,7 @@ def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, l
               counts as two elements
     raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
-    p, partials = group.size, [require_contiguous(partial, group, label) for partial in partials]
+    p, partials = group.size, [summand(partial, group, label).view(partial.shape) for partial in partials]
     held = [owned_nodes(owned_leaves(rank, p, leaves), leaves) for rank in range(p)]
     if p > leaves:
         raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")

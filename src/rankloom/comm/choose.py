@@ -8,11 +8,12 @@ same without a message.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.errors import ConfigError, ShapeMismatch, did_you_mean
+from rankloom.base.expect import expect_callable
 from rankloom.base.quantities import show_bytes, show_seconds
 from rankloom.base.topology import Topology
 from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
@@ -100,11 +101,26 @@ _ALGORITHMS: dict[str, AllReduce | None] = {
 def register_all_reduce(name: str, algorithm: AllReduce) -> None:
     """Make `algorithm` known as `name`. Every rank that uses it must call this.
 
-    raises: ConfigError for a name that is in use
+    algorithm: algorithm(x, group) sums the contiguous buffer `x` over the group, in place, or returns the sum as a tensor like it
+    raises:    ConfigError for a name that is in use, and for what is no name or no function
     """
+    if not (isinstance(name, str) and name):
+        raise ConfigError(f"register_all_reduce: the name is {name!r}, expected a text")
+    expect_callable(f"register_all_reduce({name!r}): algorithm", algorithm, "a function of a tensor and a group")
     if name in _ALGORITHMS:
         raise ConfigError(f"there is already an all-reduce named {name!r}")
-    _ALGORITHMS[name] = algorithm
+    _ALGORITHMS[name] = partial(_in_place, name, algorithm)
+
+
+def _in_place(name: str, algorithm: AllReduce, x: Tensor, group: Group) -> Tensor:
+    total = algorithm(x, group)
+    if total is None or total is x:   # a user's function, which may return nothing
+        return x
+    if not isinstance(total, Tensor) or (total.shape, total.dtype) != (x.shape, x.dtype):
+        shown = f"{tuple(total.shape)} of {total.dtype}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise ShapeMismatch(f"{group.where(name)}: the registered all-reduce returned {shown}, expected the sum, {tuple(x.shape)} of "
+                            f"{x.dtype}")
+    return x.copy_(total)
 
 
 def all_reduce_named(name: str) -> AllReduce | None:

@@ -50,6 +50,9 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
 
 
 def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | None) -> None:
+    if not hasattr(model, "config"):
+        raise ConfigError(f"generate needs a whole GPT, and this is a {type(model).__name__}: where pipeline stages hold it, load "
+                          "engine.full_state_dict()[\"model\"] into a GPT")
     if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
         raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
                         "or more (the end-of-text token, when there is no text to start from)")

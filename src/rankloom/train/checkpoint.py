@@ -88,10 +88,20 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
 
 def _folder(world: World, given: Any) -> Path:
     """The path of a checkpoint. raises: ConfigError, on all ranks, when one of them gives none"""
-    is_path = isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and os.fspath(given)
-    problem = None if is_path else f"rank {world.rank}: the folder of a checkpoint is {given!r}, expected a path such as 'ckpt'"
-    world.agree(problem, label="folder of a checkpoint")
-    return Path(given).expanduser()
+    found = list[Path]()
+    world.agree(_problem(lambda: found.append(_path_of(given, world.rank))), label="folder of a checkpoint")
+    return found[0]
+
+
+def _path_of(given: Any, rank: int) -> Path:
+    if not (isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and os.fspath(given)) or "\0" in os.fspath(given):
+        raise ConfigError(f"rank {rank}: the folder of a checkpoint is {given!r}, expected a path such as 'ckpt'")
+    try:
+        path = Path(given).expanduser()
+        path.is_dir()   # where one may not look, nothing can be written or read
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"rank {rank}: {given} cannot be the folder of a checkpoint ({error}); give another") from None
+    return path
 
 
 def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:

@@ -16,10 +16,10 @@ from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
 from rankloom.train.config import write_config
 from rankloom.train.long_work import while_others_wait
-from rankloom.train.run_folder import claim_run_folder, describe_environment, leave_if_empty, write_json
+from rankloom.train.run_folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
-from rankloom.world.launch import restarts
+from rankloom.world.launch import is_launched_here, restarts
 
 SECONDS_BETWEEN_NOTICES = 2.0
 CUT = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
@@ -60,6 +60,8 @@ def open_run(config: Config, world: World) -> Path:
 
 def _begin(config: Config, world: World, again: bool) -> Path:
     path = claim_run_folder(config, datetime.now(), again=again)
+    if not is_launched_here():   # else the launcher holds it
+        hold(path)
     try:
         _write_start(config, world, path)
     except StorageError:

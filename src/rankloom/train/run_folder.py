@@ -15,6 +15,7 @@ time and the preset, with a number if it is taken. A given name gets a number to
 of the first start is there.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -66,6 +67,18 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
     if holds_run(path):
         raise ConfigError(f"{path}: holds a run already; give another --run.name, or remove that folder")
     return path
+
+
+def hold(path: Path) -> None:
+    """Keep other runs out of a run folder until this process ends; call it once for a folder. raises: ConfigError"""
+    descriptor = os.open(path, os.O_RDONLY)   # stays open: closing it would give up the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{path}: another run is beginning in this folder; give another --run.name") from None
+    except OSError:   # a file system without locks
+        os.close(descriptor)
 
 
 def holds_run(path: Path) -> bool:

@@ -5,11 +5,17 @@ data and learning rates follow from the step. The error that compression has kep
 resumes with compression does not give the same bits. On disk the state is a checkpoint: train/checkpoint.py.
 """
 
+import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
+
 from rankloom.base.errors import ConfigError, ModelMismatch
+from rankloom.base.tensors import bytes_of
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers
@@ -64,11 +70,29 @@ def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> 
     world.agree(problem, error=ModelMismatch, label="load a state")
     saved, run = own_parts(state, whole["optimizer"]), NEW_RUN | whole["optimizer"].get("run", {})
     expect_fit(state, saved, run)
+    _expect_one_state(world, whole, run)
     state.float8.drop_casts()   # of a failed step
     placement.load(whole["model"])
     load_optimizer_state(state.optimizer, placement.owners, placement.pieces(), saved, rank=world.rank)
     state.float8.load_state_dict(run["amax"])
     return run
+
+
+def _expect_one_state(world: World, whole: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any]) -> None:
+    """Raise ModelMismatch, on all ranks, when ranks have not been given the same state: replicas would part, or wait for each other."""
+    tensors = {str(path): value for path, value in tree_flatten_with_path([whole["model"], whole["optimizer"].get("state", {})])[0]
+               if isinstance(value, Tensor)}
+    names, sums = sorted(tensors), [zlib.crc32(bytes_of(tensors[path]).cpu().numpy().data) for path in sorted(tensors)]
+    digests = world.all_gather_object([run["step"], run["loss_scale"], _digest(names), _digest(sums)], label="load a state")
+    if len({digest[2] for digest in digests}) > 1:
+        return   # other names do not fit the model of some rank, which says so later
+    if other := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None):
+        what = "values" if digests[other][:2] == digests[0][:2] else "numbers of the run"
+        raise ModelMismatch(f"rank {other} loads a state with other {what} than rank 0: give all ranks what one `full_state_dict()` gave")
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def own_parts(state: TrainingState, optimizer: Mapping[str, Any]) -> dict[str, Any]:

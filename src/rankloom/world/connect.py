@@ -60,6 +60,8 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
     raises: ConfigError when there is no GPU
     """
+    if kind not in ("cpu", "cuda", "meta"):
+        raise ConfigError(f"device = {kind!r}, expected 'cpu' or 'cuda'")
     if kind != "cuda":
         return torch.device(kind)
     if not (gpus := torch.cuda.device_count()):

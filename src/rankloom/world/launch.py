@@ -27,6 +27,11 @@ def debug_mode() -> bool:
     return os.environ.get("RANKLOOM_DEBUG", "0") not in ("", "0")
 
 
+def is_launched_here() -> bool:
+    """Whether the launcher of `rankloom train` has started this rank (world/agent.py)."""
+    return LAUNCHED in os.environ
+
+
 def restarts() -> int:
     """How often torchrun has restarted this job because ranks of this node failed. Other nodes may have another count."""
     return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
@@ -76,7 +81,7 @@ def record_failure(error: BaseException) -> bool:
     Returns whether the launcher will show the error. If so, this rank should not: its output would appear above the real cause.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return bool(file) and write_failure(error, Path(str(file))) and LAUNCHED in os.environ
+    return bool(file) and write_failure(error, Path(str(file))) and is_launched_here()
 
 
 def report_uncaught() -> None:

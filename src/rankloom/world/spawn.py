@@ -47,6 +47,8 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     raises:  ConfigError if `body` cannot be pickled, or if the processes cannot find it
     """
     mesh, patience = as_mesh(ranks), seconds(timeout)
+    if multiprocessing.current_process().daemon:
+        raise ConfigError(f"spawn: this process is a rank that spawn has started, and cannot start others; start all at once, {OR}")
     work = _pickled(body)
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -110,7 +112,7 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
     try:
         body = _found(work)
         world = join(rank)
-        answer = pickle.dumps((True, body(world), ""))
+        answer = _pickled_result(rank, body(world))
     except BaseException as error:   # sent to the parent, which raises it
         answer = _pickled_failure(rank, error)
     pipe.send_bytes(answer)
@@ -146,6 +148,14 @@ def _join(port: int, ranks: int | Mesh, rank: int, *, timeout: float, backend: s
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=seconds(timeout))
     return World(dist.PrefixStore("rankloom", store), rank, ranks, device_for(device, rank), timeout=timeout,
                  local_rank=rank, local_size=as_mesh(ranks).size, debug=debug, backend=backend)
+
+
+def _pickled_result(rank: int, result: Any) -> bytes:
+    try:
+        return pickle.dumps((True, result, ""))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(f"spawn: what the body returned on rank {rank}, a {type(result).__name__}, cannot be sent back ({error}); return "
+                          "tensors, numbers, texts, or lists and dicts of these") from error
 
 
 def _pickled_failure(rank: int, error: BaseException) -> bytes:
