@@ -1,5 +1,6 @@
 """A block that draws from generators of its own, and is recomputed: the same draws again, and the generators go on undisturbed."""
 
+import copy
 import random
 
 import numpy as np
@@ -51,6 +52,22 @@ def test_gradients_are_the_same_bits_whatever_a_block_draws_from_and_generators_
     (losses, grads, after), (wanted, reference, then) = trained(policy, source), trained("none", source)
     assert losses == wanted and after == then
     expect_equal(grads, reference)
+
+
+@pytest.mark.parametrize("source", ["random.Random", "numpy's generator"])
+def test_a_copy_of_a_model_sets_back_its_own_generators(source):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drawing(source) for _ in range(2)))
+    for block in model:
+        del block.inner.torch, block.inner.secret   # they cannot be copied
+    recompute(model, "full", blocks=(Drawing,))
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    model(x).sum().backward()   # now its generators are known
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(x).sum().backward()
+    expect_equal(gradients(twin), gradients(model))
 
 
 def draw_from_the_global_one(*_) -> None:

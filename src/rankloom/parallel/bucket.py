@@ -109,8 +109,8 @@ class Bucket:
 
     def clear_strays(self) -> None:
         """Take away what compression wrote where there is no gradient: between tensors, and in unused parameters (comm/late.py)."""
-        for gap in self.gaps:
-            gap.zero_()
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
         for name, view in self.views.items():
             self._late.settle(name, view, used=self.owners[name].grad is not None)
 

@@ -18,17 +18,22 @@ from torch import nn
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}   # names of attributes
 
 
+Place = tuple[nn.Module, str]
+"""A module, and the name of the attribute in which it has a generator."""
+
+
 class Source(NamedTuple):
-    """A generator: how to read its state, and how to set it."""
+    """How to read the state of a generator, and how to set it."""
 
     read: Callable[[], Any]
     set: Callable[[Any], object]
 
 
 class Draws:
-    """The states that a block's generators have now."""
+    """The states that the generators at some places have now."""
 
-    def __init__(self, sources: Iterable[Source]):
+    def __init__(self, places: Iterable[Place]):
+        sources = [source for module, name in places if (source := _source(getattr(module, name, None)))]
         self._then = [(source, source.read()) for source in sources]
 
     def set_back(self, undo: ExitStack) -> None:
@@ -38,20 +43,24 @@ class Draws:
             source.set(state)
 
 
-def sources_of(block: nn.Module) -> Iterator[Source]:
-    """The generators of torch, Python and numpy that are attributes of the block's modules; not those in lists, or reached otherwise."""
+def generators_of(block: nn.Module) -> Iterator[Place]:
+    """Where the block's modules have generators of torch, Python and numpy: attributes only, no lists of them."""
     for module in block.modules():
         for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE:
-                continue
-            if isinstance(value, torch.Generator):
-                yield Source(value.get_state, value.set_state)
-            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-                yield Source(value.getstate, value.setstate)
-            elif isinstance(value, np.random.Generator):
-                yield _pickled(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
-            elif isinstance(value, np.random.RandomState):
-                yield _pickled(value.get_state, value.set_state)
+            if name not in OF_EVERY_MODULE and _source(value):
+                yield module, name
+
+
+def _source(value: Any) -> Source | None:
+    if isinstance(value, torch.Generator):
+        return Source(value.get_state, value.set_state)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return Source(value.getstate, value.setstate)
+    if isinstance(value, np.random.Generator):
+        return _pickled(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
+    if isinstance(value, np.random.RandomState):
+        return _pickled(value.get_state, value.set_state)
+    return None
 
 
 def _pickled(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:

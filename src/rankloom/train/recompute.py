@@ -40,7 +40,7 @@ from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import OF_EVERY_MODULE, Draws, Source, sources_of
+from rankloom.train.draws import OF_EVERY_MODULE, Draws, Place, generators_of
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -172,7 +172,7 @@ class RecomputedForward(Wrapped):
         self._stops_early = not any(isinstance(module, nn.RReLU) for module in block.modules())
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many products `selective` has to keep
-        self._sources: tuple[Source, ...] | None = None  # generators; None: not known before the first forward
+        self._generators: tuple[Place, ...] | None = None   # None: not known before the first forward
         self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,8 +191,8 @@ class RecomputedForward(Wrapped):
 
     def replay(self, before: Callable[[], None] = lambda: None) -> "Replay":
         """The present state of the block. before: called when that is restored"""
-        self._sources = tuple(sources_of(self.block)) if self._sources is None else self._sources
-        return Replay(self.block, Draws(self._sources), before)
+        self._generators = tuple(generators_of(self.block)) if self._generators is None else self._generators
+        return Replay(self.block, Draws(self._generators), before)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
