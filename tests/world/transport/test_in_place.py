@@ -11,6 +11,7 @@ from conformance.ranks import BACKENDS, Ranks, make_ranks
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import buffers, meet
+from rankloom.world.transport.codes import SUM
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ROWS = [5, 1 << 13, 40_003]   # a slice that is not worth a second meeting, one that is, and one of several windows
@@ -95,8 +96,8 @@ def test_calls_in_place_take_the_short_way_and_calls_whose_tensors_overlap_other
     def body(group, rank):
         whole, at_once = torch.ones(9), group._at_once
         mine, beside = whole[3 * rank:3 * rank + 3], whole[3 * rank - 1:3 * rank + 2] if rank else whole[1:4]
-        taken = [at_once.all_gather(mine, whole, ""), at_once.reduce_scatter(whole, mine, ""), at_once.all_gather(beside, whole, ""),
-                 at_once.reduce_scatter(whole, beside, ""), at_once.all_to_all(whole, whole, "")]
+        taken = [at_once.all_gather(mine, whole, ""), at_once.reduce_scatter(whole, SUM, mine, ""), at_once.all_gather(beside, whole, ""),
+                 at_once.reduce_scatter(whole, SUM, beside, ""), at_once.all_to_all(whole, whole, "")]
         return taken[0] is whole and taken[1] is mine and taken[2:] == [None] * 3
 
     assert on_every_rank(world, body) == [True] * 3
