@@ -137,7 +137,7 @@ def _results_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
         return
     seen.add(id(value))
-    for part in [*value] if isinstance(value, list | tuple) else _attributes(value):
+    for part in value if isinstance(value, list | tuple) else _attributes(value):
         if isinstance(part, Tensor):
             if part.grad_fn is not None:
                 yield part

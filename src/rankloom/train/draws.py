@@ -17,7 +17,6 @@ from torch import nn
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}   # names of attributes
 
-
 Place = tuple[nn.Module, str]
 """A module, and the name of the attribute in which it has a generator."""
 

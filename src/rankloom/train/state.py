@@ -6,7 +6,6 @@ resumes with compression does not give the same bits. On disk the state is a che
 """
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from rankloom.base.errors import ConfigError, ModelMismatch
-from rankloom.base.tensors import bytes_of
+from rankloom.parallel.build import digest
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers
@@ -82,16 +81,17 @@ def _expect_one_state(world: World, whole: Mapping[str, Mapping[str, Any]], run:
     """Raise ModelMismatch, on all ranks, when ranks have not been given the same state: replicas would part, or wait for each other."""
     tensors = {str(path): value for path, value in tree_flatten_with_path([whole["model"], whole["optimizer"].get("state", {})])[0]
                if isinstance(value, Tensor)}
-    names, sums = sorted(tensors), [zlib.crc32(bytes_of(tensors[path]).cpu().numpy().data) for path in sorted(tensors)]
-    digests = world.all_gather_object([run["step"], run["loss_scale"], _digest(names), _digest(sums)], label="load a state")
-    if len({digest[2] for digest in digests}) > 1:
+    names = sorted(tensors)
+    mine = [run["step"], run["loss_scale"], _hash(names), _hash([digest(tensors[name]) for name in names])]
+    everyone = world.all_gather_object(mine, label="load a state")
+    if len({theirs[2] for theirs in everyone}) > 1:
         return   # other names do not fit the model of some rank, which says so later
-    if other := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None):
-        what = "values" if digests[other][:2] == digests[0][:2] else "numbers of the run"
+    if other := next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None):
+        what = "values" if everyone[other][:2] == everyone[0][:2] else "numbers of the run"
         raise ModelMismatch(f"rank {other} loads a state with other {what} than rank 0: give all ranks what one `full_state_dict()` gave")
 
 
-def _digest(values: list[Any]) -> str:
+def _hash(values: list[str]) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
