@@ -82,7 +82,7 @@ def test_a_folder_in_which_another_process_begins_a_run_is_refused_until_that_en
     with ask() as first:
         assert first.stdout.readline() == "held\n"
         with ask() as second:
-            assert f"ConfigError {tmp_path}: another run is beginning in this folder; give another --run.name" in second.stdout.read()
+            assert f"ConfigError {tmp_path}: another run is beginning in this folder; give another --run.name" in second.stdout.readline()
         first.stdin.close()
     with ask() as later:
         assert later.stdout.readline() == "held\n"
