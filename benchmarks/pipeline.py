@@ -9,8 +9,9 @@ variant a turn of three steps, in rotating order, and ratios are taken inside a 
 micro-batches, and setting the gradients to None. Ours sends a gradient before it multiplies the weights' products, as its front
 doors do. Where the model is cut is what our measurement of its pieces says.
 
-The second table sets the bubble that the simulator expects of each schedule, from the measured pieces, beside the one of a recorded
-step. It means something where every rank has a core of its own.
+The second table sets the bubble that the simulator expects of each schedule beside the one of recorded steps. The simulator gets the costs
+of pieces measured alone, and, apart from it, those in recorded steps before and after the one it is compared with, where caches hold what
+other micro-batches left there and all ranks compute at once. It means something where every rank has a core of its own.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from rankloom.models.config import preset
 from rankloom.models.loss import plain_cross_entropy
 from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel.pipeline.cut import balance, make_stages
-from rankloom.parallel.pipeline.measure import measure_message, measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.measure import measure_message, measure_pieces, record_step, recorded_costs, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
@@ -67,7 +68,7 @@ class Bench:
         self.batches = list(zip(self.tokens.chunk(self.count), self.targets.chunk(self.count)))
         self.pieces = pieces_with_logits(self.model)
         self.measured = measure_pieces(self.pieces, self.batches[0], loss, world)
-        self.message = measure_message(torch.zeros(args.rows, args.tokens, self.model.config.width, dtype=dtype), world)
+        self.border = torch.zeros(args.rows, args.tokens, self.model.config.width, dtype=dtype)   # what goes from stage to stage
 
     def cut(self, name: str) -> tuple:
         """A schedule, how many pieces each stage has, and this rank's stages."""
@@ -111,22 +112,28 @@ class Bench:
         return step
 
     def bubbles(self, name: str) -> dict:
-        """What the simulator expects, and what a recorded step shows: medians of nine rounds, each of which measures the pieces anew, for
-        the speed of a machine changes by more than a bubble.
+        """What the simulator expects, and what recorded steps show: medians of nine rounds, for the speed of a machine changes by more
+        than a bubble. Each round expects twice: from its pieces, measured alone, and from the costs in the recorded steps beside its own.
         """
         schedule, sizes, _ = self.cut(name)
         pipeline = self.pipeline(name)
         pipeline.step(self.batches)
-        expected, recorded = [], []
+        steps = [record_step(pipeline, self.batches)]
+        alone, beside = [], []
         for _ in range(9):
-            costs = stage_costs(measure_pieces(self.pieces, self.batches[0], loss, self.world), sizes, self.message)
-            expected.append(simulate_schedule(schedule, costs))
-            recorded.append(record_step(pipeline, self.batches))
+            message = measure_message(self.border, self.world)
+            measured = measure_pieces(self.pieces, self.batches[0], loss, self.world)
+            alone.append(simulate_schedule(schedule, stage_costs(measured, sizes, message)))
+            steps += [record_step(pipeline, self.batches) for _ in range(2)]
+            beside.append(simulate_schedule(schedule, recorded_costs(steps[-3::2], message)))
         self.model.zero_grad(set_to_none=True)
-        took = [median_ms([step.makespan for step in steps]) for steps in (expected, recorded)]
-        bubble, seen = (statistics.median(step.bubble for step in steps) for steps in (expected, recorded))
-        return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)), "simulated ms": took[0], "recorded ms": took[1],
-                "simulated bubble": f"{bubble:.3f}", "recorded bubble": f"{seen:.3f}", "over simulated": f"{seen / bubble:.2f}"}
+        seen = steps[1::2]
+        took = [median_ms([step.makespan for step in some]) for some in (alone, beside, seen)]
+        bubbles = [statistics.median(step.bubble for step in some) for some in (alone, beside, seen)]
+        return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)),
+                "ms by the pieces": took[0], "ms by other steps": took[1], "recorded ms": took[2],
+                "bubble by the pieces": f"{bubbles[0]:.3f}", "bubble by other steps": f"{bubbles[1]:.3f}", "recorded": f"{bubbles[2]:.3f}",
+                "over pieces": f"{bubbles[2] / bubbles[0]:.2f}", "over other steps": f"{bubbles[2] / bubbles[1]:.2f}"}
 
 
 def time_variants(bench: Bench, names: list[str], repeat: int) -> dict:

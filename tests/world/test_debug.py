@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,7 +78,15 @@ def uneven_gather(world):
     world.all_gather(torch.zeros(2 + world.rank))
 
 
-BODIES = [swapped, other_shape, other_dtype, other_call, other_operation, other_root, skipped, uneven_gather]
+def rows_that_do_not_meet(world):
+    """Rank 0 sends two rows to rank 1, which expects one; sums and shapes fit on every rank."""
+    p, at = world.size, world.rank
+    send = [0, 2, *[1] * (p - 2)] if at == 0 else [1] * p
+    receive = [0, *[1] * (p - 1)] if at == 0 else [1] * p
+    world.all_to_all(torch.zeros(sum(send), 2), send_rows=send, recv_rows=receive)
+
+
+BODIES = [swapped, other_shape, other_dtype, other_call, other_operation, other_root, skipped, uneven_gather, rows_that_do_not_meet]
 
 
 @pytest.mark.parametrize("p", [2, 3])
@@ -98,6 +107,22 @@ def test_the_table_shows_what_differs():
     first = swapped.__code__.co_firstlineno
     assert f"rank 0: all_reduce(sum) of float32[3] labelled 'a' at {__file__}:{first + 6}" in said
     assert f"rank 1: all_reduce(sum) of float32[3] labelled 'b' at {__file__}:{first + 3}" in said
+
+
+def test_the_table_shows_the_rows_of_an_all_to_all():
+    said = str(errors_of(2, rows_that_do_not_meet)[1])
+    assert "rank 0: all_to_all of float32[2], sends [0, 2] rows and expects [0, 1], labelled '' at " in said
+    assert "rank 1: all_to_all of float32[2], sends [1, 1] rows and expects [1, 1], labelled '' at " in said
+
+
+@both_backends
+def test_rows_that_meet_may_be_any_whole_numbers_and_some_ranks_may_leave_them_out(backend):
+    def body(world):
+        x = torch.full((4, 1), float(world.rank))
+        shares = {} if world.rank else dict(send_rows=np.array([2, 2]), recv_rows=(2, np.int64(2)))
+        return world.all_to_all(x, **shares).flatten().tolist()
+
+    assert rl.simulate(2, body, backend=backend) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
 def test_nothing_has_moved_when_a_mismatch_is_found():

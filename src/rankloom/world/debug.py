@@ -36,21 +36,29 @@ PATIENCE = 1.0                           # seconds to wait, when a group is clos
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The call that a rank is about to make. Ranks of one group must agree on all of it except the call site."""
+    """The call that a rank is about to make. Ranks of one group must agree on all of it except the call site and the rows."""
 
     op: str
     shape: str
     dtype: str
     label: str
     site: str      # file:line of the calling code
+    rows: tuple[Sequence[int], Sequence[int]] | None = None   # of an all-to-all: how many go to each rank, and come from it
 
     def agrees_with(self, other: "Fingerprint") -> bool:
-        """Whether both ranks make the same call; its call site may differ."""
+        """Whether both ranks make the same call; its call site may differ. See `rows_meet` for the rows."""
         mine, theirs = asdict(self), asdict(other)
         return all(mine[key] == theirs[key] for key in ("op", "shape", "dtype", "label"))
 
     def __str__(self) -> str:
-        return f"{self.op} of {self.dtype}{self.shape} labelled {self.label!r} at {self.site}"
+        dealt = "" if self.rows is None else f", sends {[*self.rows[0]]} rows and expects {[*self.rows[1]]},"
+        return f"{self.op} of {self.dtype}{self.shape}{dealt} labelled {self.label!r} at {self.site}"
+
+
+def rows_meet(calls: Sequence[Fingerprint]) -> bool:
+    """Whether every rank expects from every other as many rows as that one sends."""
+    dealt = [call.rows for call in calls if call.rows is not None]
+    return all(sends[there] == dealt[there][1][here] for here, (sends, _) in enumerate(dealt) for there in range(len(dealt)))
 
 
 class Inspector:
@@ -87,11 +95,11 @@ class Inspector:
         self.calls += 1
         keys = [self._key(rank) for rank in range(len(self.ranks))]
         with self._in_store():
-            self.store.set(keys[self.rank], json.dumps(asdict(mine)))
-            self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
+            for key, value in ((keys[self.rank], asdict(mine)), (f"last/{self.rank}", asdict(mine) | {"call": self.calls})):
+                self.store.set(key, json.dumps(value))
             self._await(keys)
             all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get(keys)]
-        if not all(mine.agrees_with(call) for call in all_calls):
+        if not (all(mine.agrees_with(call) for call in all_calls) and rows_meet(all_calls)):
             table = "\n".join(f"  rank {rank}: {call}" for rank, call in zip(self.ranks, all_calls))
             raise CollectiveMismatch(
                 f"{self._where} is not the same on all ranks:\n{table}\n"

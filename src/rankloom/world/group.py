@@ -12,6 +12,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -201,7 +202,8 @@ class Group:
 
         Returns the rows that all ranks sent to this one, in rank order: [sum(recv_rows), ...]. By default shares are equal.
         """
-        splits: list[list[int]] = [list(recv_rows or []), list(send_rows or [])]   # empty: equal shares
+        send_rows, recv_rows = (None if share is None else [*map(index, share)] for share in (send_rows, recv_rows))   # may be numpy's
+        splits = [recv_rows or [], send_rows or []]   # empty: equal shares
         if send_rows is None and recv_rows is None:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
@@ -215,8 +217,7 @@ class Group:
         bill = Bill((there - send_rows[self.rank]) * (x.nbytes // max(there, 1)), self.size - 1)
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
-        # Uneven shares differ between ranks on purpose, so debug mode compares only the shape of a row.
-        return self._collect("all_to_all", x, label, async_op, bill=bill, shape=tuple(x.shape[1:]), finish=lambda: mine,
+        return self._collect("all_to_all", x, label, async_op, bill=bill, rows=(send_rows, recv_rows), finish=lambda: mine,
                              start=lambda pg: pg.alltoall_base(*map(self._moved, (mine, untouched(x, mine))), *splits, options))
 
     def barrier(self, *, label: str = "", async_op: bool = False) -> Any:
@@ -336,14 +337,15 @@ class Group:
     # ------------------------------------------------------------------ inside
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
-                 finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
-        """Check, enter into the ledger, start: the common part of all collectives."""
+                 finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:
+        """Check, enter into the ledger, start: the common part of all collectives. rows: how many go to each rank, and come from it."""
         if self.size == 1:
             return Handle(self, label, (), finish) if async_op else finish()
         expect_operand(x, self.device, self.where(label or op))
         self._connected(label or op)
         if self._inspector:
-            mine = Fingerprint(op, str(list(x.shape if shape is None else shape)), str(x.dtype).removeprefix("torch."), label, call_site())
+            shape = str(list(x.shape[1:] if rows else x.shape))   # ranks may send different numbers of rows
+            mine = Fingerprint(op, shape, str(x.dtype).removeprefix("torch."), label, call_site(), rows)
             start = self._inspector.checked(mine, start, async_op)
         self.ledger.add(bill)
         return self._launch(label or op, async_op, start, finish)

@@ -41,7 +41,7 @@ class PaperGroup(Group):
         return handle if async_op else handle.wait()
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
-                 finish: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Any:
+                 finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:
         expect_movable(x, self.device, self.where(label or op))
         handle = Handle(self, label, (), finish)
         return handle if async_op else handle.wait()

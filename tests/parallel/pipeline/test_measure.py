@@ -12,13 +12,14 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
 from rankloom.models.pieces import gpt_loss, gpt_pieces
-from rankloom.parallel.pipeline.actions import COMPUTES
+from rankloom.parallel.pipeline.actions import COMPUTES, Schedule, parse_action
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
 from rankloom.parallel.pipeline.draw import as_svg
-from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_message, measure_pieces, record_step, stage_costs
+from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_message, measure_pieces, record_step, recorded_costs, stage_costs
+from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
-from rankloom.parallel.pipeline.schedules import make_schedule
-from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
+from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from rankloom.parallel.pipeline.simulate import Costs, Timeline, TimeSlot, simulate_schedule
 
 
 class Asleep(torch.autograd.Function):
@@ -106,6 +107,27 @@ def test_bytes_are_counted_once_and_without_parameters():
 def test_costs_of_stages_are_sums_of_those_of_their_pieces():
     measured = [MeasuredPiece(1, 2, 3, 0, 0), MeasuredPiece(10, 20, 30, 0, 0), MeasuredPiece(100, 200, 300, 0, 0)]
     assert stage_costs(measured, [2, 1], message=0.5) == Costs((11, 100), (22, 200), (33, 300), 0.5)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("passes", [lambda schedule: schedule, send_gradients_first], ids=["plain", "gradients first"])
+def test_costs_of_recorded_steps_simulate_those_steps(name, passes):
+    schedule = passes(make_schedule(name, 2 * SCHEDULES[name].fewest, 4))
+    stages = schedule.stages
+    costs = Costs(tuple(range(1, stages + 1)), tuple(range(3, stages + 3)), tuple(range(2, stages + 2)), message=0.25)
+    step = simulate_schedule(schedule, costs)
+    again = simulate_schedule(schedule, recorded_costs([step], message=0.25))
+    assert again.spans == step.spans
+
+
+def test_costs_of_recorded_steps_are_medians_over_micro_batches_and_steps():
+    schedule = Schedule.of([parse_action(word) for word in ("F0", "F1", "B0", "B1")])
+
+    def step(*ends):
+        begins = (0, *ends)
+        return Timeline(schedule, tuple(TimeSlot(0, action, a, b) for action, a, b in zip(schedule.ranks[0], begins, ends)), 1.0)
+
+    assert recorded_costs([step(1, 3, 10, 18), step(9, 13, 22, 122)], 0.5) == Costs((3.0,), (8.5,), (0.0,), 0.5)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
