@@ -54,7 +54,7 @@ def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                   "--rdzv-endpoint", "127.0.0.1:0", script, "--worker", *arguments, "--out", str(out)]
+                   "--rdzv-endpoint", "127.0.0.1:0", "--log-dir", folder, script, "--worker", *arguments, "--out", str(out)]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")

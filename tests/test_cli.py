@@ -231,7 +231,7 @@ def test_a_signal_before_the_first_step_ends_a_rank_also_in_an_import_that_takes
 
 
 def test_under_torchrun_the_command_joins_the_ranks_that_are_there_and_reaches_the_same_losses_as_one(folder, one_rank):
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rankloom", "train", "train.toml"]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "-m", "rankloom", "train", "train.toml"]
     done = subprocess.run([sys.executable, *words, "--run.name", "joined"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 6/6  loss") == 1, "one rank draws"
@@ -338,7 +338,7 @@ def test_bench_times_checks_tabulates_fits_and_draws_and_two_ranks_are_launched_
 
 def test_bench_joins_the_ranks_of_a_launcher_and_pretends_the_nodes_of_a_cluster_file(folder):
     Path("cluster.toml").write_text("nodes = [[0, 2], [1]]\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "rankloom", "bench"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--log-dir", "logs", "-m", "rankloom", "bench"]
     words = ["--sizes", "1KiB", "--turns", "1", "--algorithm", "hierarchical,ring", "--topology", "cluster.toml", "--out", "out"]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -431,7 +431,8 @@ def test_ranks_end_when_their_launcher_is_killed(platform, monkeypatch):
     leash = Path(rl.world.agent.LEASH).read_text().replace('sys.platform == "linux"', str(platform == "linux"))
     Path("leash.py").write_text(leash)
     launcher = LAUNCHER.replace("try:", "import rankloom.world.agent as agent; agent.LEASH = Path('leash.py')\ntry:")
-    with subprocess.Popen([sys.executable, "-c", launcher, "job.py"]) as child:
+    scratch = os.environ | {"TMPDIR": os.getcwd()}   # a launcher that is killed leaves its folder
+    with subprocess.Popen([sys.executable, "-c", launcher, "job.py"], env=scratch) as child:
         wait_until(lambda: all(Path(name).exists() and Path(name).read_text() for name in "01"), STARTED)
         pids = [int(Path(name).read_text()) for name in "01"]
         assert not any(map(gone, pids))

@@ -243,7 +243,7 @@ print(f"{world.rank} {sums}\\n", end="", flush=True)   # in one piece
 def test_a_world_can_be_closed_and_built_again_in_the_same_processes(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
-               "127.0.0.1:0", "twice.py"]
+               "127.0.0.1:0", "--log-dir", "logs", "twice.py"]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert {"0 [2.0, 2.0, 2.0]", "1 [2.0, 2.0, 2.0]"} <= set(done.stdout.splitlines()), done.stdout
 
