@@ -14,7 +14,7 @@ from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 def uneven(stages: int, seed: int) -> Costs:
     draw = random.Random(seed)
     forward, back, weight = (tuple(draw.choice((0.0, 0.5, 1.0, 1.7)) for _ in range(stages)) for _ in range(3))
-    return Costs(tuple(cost + 0.1 for cost in forward), back, weight, message=draw.choice((0.0, 0.2, 3.0)))
+    return Costs(tuple(cost + 0.1 for cost in forward), back, weight, message=draw.choice((0.0, 0.2, 3.0)), send=draw.choice((0.0, 0.1)))
 
 
 @pytest.mark.parametrize("seed", range(12))

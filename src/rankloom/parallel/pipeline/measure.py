@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from rankloom.parallel.pipeline.split_backward import Product, backward_to_input
 from rankloom.world.group import Group
 
 TURNS = 5
+MESSAGES = 20   # there and back
 
 
 class MeasuredPiece(NamedTuple):
@@ -53,29 +54,43 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     return [MeasuredPiece(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
 
 
-def measure_message(x: Tensor, group: Group) -> float:
-    """Seconds that a tensor like `x` takes from rank 0 to rank 1, the same number on every rank; 0 where there is one rank.
+class MeasuredMessage(NamedTuple):
+    """One message between two ranks."""
 
-    sent: 2 (1 + TURNS) messages of x, there and back
+    send: float = 0.0      # seconds that it keeps its sender busy
+    arrive: float = 0.0    # seconds after that until it is there
+
+
+NO_MESSAGE = MeasuredMessage()
+
+
+def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
+    """The time of a tensor like `x` from rank 0 to rank 1, the same on every rank; none where there is one rank.
+
+    Means: where a backend's thread waits for a core, one message takes 0.1 ms and the next 2 ms, so medians jump from one to the other.
+    sent: 2 (1 + MESSAGES) messages of x
     """
-    seconds, buffer = [], torch.empty_like(x, requires_grad=False)
-    for turn in range(1 + TURNS if group.rank < 2 <= group.size else 0):
-        start = _now(group.device)
+    turns, buffer = [], torch.empty_like(x, requires_grad=False)
+    for turn in range(1 + MESSAGES if group.rank < 2 <= group.size else 0):
+        start, busy = _now(group.device), 0.0
         for sender in (0, 1):
-            (group.send if group.rank == sender else group.recv)(buffer, 1 - group.rank, tag=turn, label="measured message")
-        seconds.append((_now(group.device) - start) / 2)
-    typical: float = group.all_gather_object(median(seconds[1:] or [0.0]), label="measured message")[0]   # the first one warms up
-    return typical
+            begin, call = _now(group.device), group.send if group.rank == sender else group.recv
+            handle = call(buffer, 1 - group.rank, tag=turn, label="measured message", async_op=True)
+            busy += (time.perf_counter() - begin) * (group.rank == sender)
+            handle.wait()
+        turns.append((busy, (_now(group.device) - start) / 2))
+    send, there = (fmean(seconds) for seconds in zip(*turns[1:] or [(0.0, 0.0)]))   # the first one warms up
+    return MeasuredMessage(*group.all_gather_object([send, max(there - send, 0.0)], label="measured message")[0])
 
 
-def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: float = 0.0) -> Costs:
-    """The expected costs of stages of `sizes` pieces, for `simulate_schedule`. message: seconds from one rank to another"""
+def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: MeasuredMessage = NO_MESSAGE) -> Costs:
+    """The expected costs of stages of `sizes` pieces, for `simulate_schedule`. message: between ranks, see `measure_message`"""
     parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
     forward, back, weight = zip(*parts)
-    return Costs(forward, back, weight, message)
+    return Costs(forward, back, weight, message.arrive, send=message.send)
 
 
-def recorded_costs(steps: Sequence[Timeline], message: float = 0.0) -> Costs:
+def recorded_costs(steps: Sequence[Timeline], message: MeasuredMessage = NO_MESSAGE) -> Costs:
     """The costs of stages as recorded steps of one schedule show them: medians over micro-batches and steps.
 
     Nearer to the truth than `stage_costs`: caches hold what other micro-batches left there, and all ranks compute at once. A stage whose
@@ -85,7 +100,7 @@ def recorded_costs(steps: Sequence[Timeline], message: float = 0.0) -> Costs:
     for _, (kind, stage, _), start, end in (span for step in steps for span in step.spans):
         seconds["I" if kind == "B" and stage not in schedule.split else kind, stage].append(end - start)
     forward, back, weight = ([median(seconds[kind, stage] or [0.0]) for stage in range(schedule.stages)] for kind in "FIW")
-    return Costs(tuple(forward), tuple(back), tuple(weight), message)
+    return Costs(tuple(forward), tuple(back), tuple(weight), message.arrive, send=message.send)
 
 
 def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timeline:

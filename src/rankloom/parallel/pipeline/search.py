@@ -76,12 +76,14 @@ class _Search:
         return Schedule.of(*self.actions)
 
     def _begin(self, action: Action, now: float) -> None:
-        rank, end = action.stage, now + self.costs.of(action)
+        rank = action.stage
+        other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]
+        sends = other != rank and 0 <= other <= self.last
+        end = now + self.costs.of(action) + (self.costs.send if sends else 0.0)
         self.done[rank][action.kind] += 1
         self.actions[rank].append(action)
         self.free[rank] = self.ends[action] = end
         heappush(self.wake, (end, rank))
-        other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]
         if 0 <= other <= self.last:
             heappush(self.wake, (end + self.costs.message, other))
 

@@ -1,6 +1,6 @@
 """Simulate a schedule, with a time for every action: when does each rank compute, and when does it wait?
 
-A message leaves as soon as its contents are finished, costs the sender no time, and arrives `message` seconds later.
+A message leaves as soon as its contents are finished, keeps the sender busy for `send` seconds, and arrives `message` seconds after that.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,13 @@ class Costs:
     forward: tuple[float, ...]
     input: tuple[float, ...]      # backward towards the input
     weight: tuple[float, ...]     # backward towards the weights
-    message: float = 0.0          # from one rank to another
+    message: float = 0.0          # from one rank to another, after the sender is done with it
     kept: float = 1.0             # of a stage's activations, the share held until the weights' backward
+    send: float = 0.0             # that a message keeps its sender busy
 
     def __post_init__(self) -> None:
-        kinds = {"forward": self.forward, "input": self.input, "weight": self.weight, "message": (self.message,), "kept": (self.kept,)}
+        kinds = {"forward": self.forward, "input": self.input, "weight": self.weight,
+                 "message": (self.message,), "send": (self.send,), "kept": (self.kept,)}
         if len({len(self.forward), len(self.input), len(self.weight)}) > 1:
             raise ConfigError(f"costs of {len(self.forward)} stages forward, {len(self.input)} for the input and {len(self.weight)} for "
                               "the weights: expected one cost of each kind for each stage")
@@ -45,6 +47,8 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """How long an action keeps its rank busy."""
+        if action.kind.startswith("SEND"):
+            return self.send
         table = {"F": self.forward, "I": self.input, "W": self.weight}
         return sum(table[part.kind][action.stage] for part in finishes(action) if part.kind in table)
 
