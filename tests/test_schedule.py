@@ -138,6 +138,8 @@ def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
     assert read_costs(None, 3) == Costs.even(3)
     assert read_costs("2,1.5,1", 2) == Costs.even(2, forward=2.0, input=1.5)
     measured = {"forward": [1, 2], "input": [2, 4], "weight": [1, 1], "message": 0.5}
+    (tmp_path / "busy.json").write_text(json.dumps(measured | {"send": 0.25}))
+    assert read_costs(str(tmp_path / "busy.json"), 2) == Costs((1.0, 2.0), (2.0, 4.0), (1.0, 1.0), 0.5, send=0.25)
     (tmp_path / "costs.json").write_text(json.dumps(measured))
     assert read_costs(str(tmp_path / "costs.json"), 2) == Costs((1.0, 2.0), (2.0, 4.0), (1.0, 1.0), 0.5)
     shown = list(show_schedule("1f1b", **{**NOTHING, "stages": 2, "microbatches": 2, "costs": str(tmp_path / "costs.json")}))

@@ -57,7 +57,7 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
 
 
 def read_costs(text: str | None, stages: int) -> Costs:
-    """Parse "F,I,W" or "F,I,W,message", the times of a stage; or a .json file with a list for each. raises: ConfigError
+    """Parse "F,I,W" or "F,I,W,message", the times of a stage; or a .json file with a list for each, and perhaps `send`. raises: ConfigError
 
     >>> read_costs("2,2,1,0.1", stages=2)
     Costs(forward=(2.0, 2.0), input=(2.0, 2.0), weight=(1.0, 1.0), message=0.1, kept=1.0, send=0.0)
@@ -69,7 +69,7 @@ def read_costs(text: str | None, stages: int) -> Costs:
         if read is not None:
             said = json.loads(read)
             forward, back, weight = (tuple(map(float, said[key])) for key in ("forward", "input", "weight"))
-            return Costs(forward, back, weight, float(said.get("message", 0)))
+            return Costs(forward, back, weight, float(said.get("message", 0)), send=float(said.get("send", 0)))
         numbers = [float(word) for word in text.split(",")]
         if not 3 <= len(numbers) <= 4:
             raise ValueError
@@ -78,7 +78,7 @@ def read_costs(text: str | None, stages: int) -> Costs:
         raise ConfigError(f"--costs {text}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"--costs {text}: expected F,I,W or F,I,W,message, such as 18.5,18.1,9.3,0.6; or a .json file with lists "
-                          "forward, input and weight (a number for each stage), and perhaps message") from None
+                          "forward, input and weight (a number for each stage), and perhaps message and send") from None
 
 
 def drawing(timeline: Timeline, columns: int, coloured: bool) -> Iterator[str | Text]:

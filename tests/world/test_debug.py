@@ -113,6 +113,8 @@ def test_the_table_shows_the_rows_of_an_all_to_all():
     said = str(errors_of(2, rows_that_do_not_meet)[1])
     assert "rank 0: all_to_all of float32[2], sends [0, 2] rows and expects [0, 1], labelled '' at " in said
     assert "rank 1: all_to_all of float32[2], sends [1, 1] rows and expects [1, 1], labelled '' at " in said
+    assert "deals rows that do not meet:" in said
+    assert said.splitlines()[-1].startswith("Rank 0 sends 2 rows to rank 1, which expects 1; recv_rows must say")
 
 
 @both_backends

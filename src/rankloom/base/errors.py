@@ -51,7 +51,7 @@ class ModelMismatch(RankloomError, ValueError):
 
 
 class CollectiveMismatch(RankloomError, RuntimeError):
-    """Ranks called different collectives, or the same in another order (found in debug mode)."""
+    """Ranks called different collectives, or the same in another order, or deal rows that do not meet (found in debug mode)."""
 
 
 class RankLost(RankloomError, RuntimeError):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch.distributed as dist
 
@@ -46,19 +47,24 @@ class Fingerprint:
     rows: tuple[Sequence[int], Sequence[int]] | None = None   # of an all-to-all: how many go to each rank, and come from it
 
     def agrees_with(self, other: "Fingerprint") -> bool:
-        """Whether both ranks make the same call; its call site may differ. See `rows_meet` for the rows."""
-        mine, theirs = asdict(self), asdict(other)
-        return all(mine[key] == theirs[key] for key in ("op", "shape", "dtype", "label"))
+        """Whether both ranks make the same call; its call site may differ. See `unmet_rows` for the rows."""
+        agreed = attrgetter("op", "shape", "dtype", "label")
+        return bool(agreed(self) == agreed(other))
 
     def __str__(self) -> str:
         dealt = "" if self.rows is None else f", sends {[*self.rows[0]]} rows and expects {[*self.rows[1]]},"
         return f"{self.op} of {self.dtype}{self.shape}{dealt} labelled {self.label!r} at {self.site}"
 
 
-def rows_meet(calls: Sequence[Fingerprint]) -> bool:
-    """Whether every rank expects from every other as many rows as that one sends."""
+def unmet_rows(calls: Sequence[Fingerprint], ranks: Sequence[int]) -> str | None:
+    """What is wrong if a rank sends another than as many rows as that one expects; None if nothing is. `ranks`: their names"""
     dealt = [call.rows for call in calls if call.rows is not None]
-    return all(sends[there] == dealt[there][1][here] for here, (sends, _) in enumerate(dealt) for there in range(len(dealt)))
+    for here, (sends, _) in enumerate(dealt):
+        for there, (_, expects) in enumerate(dealt):
+            if sends[there] != expects[here]:
+                return (f"Rank {ranks[here]} sends {sends[there]} rows to rank {ranks[there]}, which expects {expects[here]}; "
+                        "recv_rows must say of each rank what it gives as send_rows for this one.")
+    return None
 
 
 class Inspector:
@@ -99,11 +105,13 @@ class Inspector:
                 self.store.set(key, json.dumps(value))
             self._await(keys)
             all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get(keys)]
-        if not (all(mine.agrees_with(call) for call in all_calls) and rows_meet(all_calls)):
+        agreed = all(mine.agrees_with(call) for call in all_calls)
+        unmet = unmet_rows(all_calls, self.ranks) if agreed else None
+        if unmet or not agreed:
             table = "\n".join(f"  rank {rank}: {call}" for rank, call in zip(self.ranks, all_calls))
             raise CollectiveMismatch(
-                f"{self._where} is not the same on all ranks:\n{table}\n"
-                "Every rank must make the same calls in the same order; look at the call sites that differ."
+                f"{self._where} {'deals rows that do not meet' if unmet else 'is not the same on all ranks'}:\n{table}\n"
+                + (unmet or "Every rank must make the same calls in the same order; look at the call sites that differ.")
             )
         if self.calls > 1:
             with self._in_store():

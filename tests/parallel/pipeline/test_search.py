@@ -1,13 +1,14 @@
 """Searched schedules are right, keep their memory, and are never worse than those made by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.schedules import make_schedule
-from rankloom.parallel.pipeline.search import search_zero_bubble
+from rankloom.parallel.pipeline.search import _Search, search_zero_bubble
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 
@@ -34,6 +35,16 @@ def test_any_costs_make_a_right_plan_within_its_memory(seed, memory):
     for name in ("zb-h1", "zb-h2")[:int(memory)]:
         by_hand = simulate_schedule(make_schedule(name, stages, microbatches), costs)
         assert simulate_schedule(schedule, costs).own_bubble <= by_hand.own_bubble + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("patience", [0.0, 0.5, 1.0])
+def test_a_search_expects_nothing_sooner_than_the_simulator_finds(seed, patience):
+    costs = replace(uneven(2 + seed % 4, seed), send=0.3)
+    search = _Search(costs, 7, 1.5, patience)
+    for span in simulate_schedule(search.run(), costs).spans:
+        sends = (span.action.kind, span.action.stage) not in (("F", search.last), ("I", 0)) and span.action.kind != "W"
+        assert search.ends[span.action] >= span.end + 0.3 * sends - 1e-9
 
 
 def test_with_equal_costs_and_enough_memory_nobody_waits():

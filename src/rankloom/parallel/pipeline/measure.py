@@ -57,7 +57,7 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
 class MeasuredMessage(NamedTuple):
     """One message between two ranks."""
 
-    send: float = 0.0      # seconds that it keeps its sender busy
+    send: float = 0.0      # seconds that it keeps its sender busy (on CUDA: its host)
     arrive: float = 0.0    # seconds after that until it is there
 
 
@@ -65,12 +65,12 @@ NO_MESSAGE = MeasuredMessage()
 
 
 def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
-    """The time of a tensor like `x` from rank 0 to rank 1, the same on every rank; none where there is one rank.
+    """The time of a tensor like `x` between ranks 0 and 1, the same on every rank; none where there is one rank.
 
-    Means: where a backend's thread waits for a core, one message takes 0.1 ms and the next 2 ms, so medians jump from one to the other.
+    Means over both ways and all messages: where a backend's thread now gets a core and now waits for one, medians jump.
     sent: 2 (1 + MESSAGES) messages of x
     """
-    turns, buffer = [], torch.empty_like(x, requires_grad=False)
+    turns, buffer = [(0.0, 0.0)], torch.empty_like(x, requires_grad=False)
     for turn in range(1 + MESSAGES if group.rank < 2 <= group.size else 0):
         start, busy = _now(group.device), 0.0
         for sender in (0, 1):
@@ -79,8 +79,10 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
             busy += (time.perf_counter() - begin) * (group.rank == sender)
             handle.wait()
         turns.append((busy, (_now(group.device) - start) / 2))
-    send, there = (fmean(seconds) for seconds in zip(*turns[1:] or [(0.0, 0.0)]))   # the first one warms up
-    return MeasuredMessage(*group.all_gather_object([send, max(there - send, 0.0)], label="measured message")[0])
+    own = [fmean(seconds) for seconds in zip(*turns[2:] or turns)]   # the first one warms up
+    told = group.all_gather_object(own, label="measured message")[:2]
+    send, there = (fmean(seconds) for seconds in zip(*told))
+    return MeasuredMessage(send, max(there - send, 0.0))
 
 
 def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: MeasuredMessage = NO_MESSAGE) -> Costs:

@@ -76,16 +76,19 @@ class _Search:
         return Schedule.of(*self.actions)
 
     def _begin(self, action: Action, now: float) -> None:
-        rank = action.stage
-        other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]
-        sends = other != rank and 0 <= other <= self.last
-        end = now + self.costs.of(action) + (self.costs.send if sends else 0.0)
+        rank, end = action.stage, now + self._takes(action.kind, action.stage)
         self.done[rank][action.kind] += 1
         self.actions[rank].append(action)
         self.free[rank] = self.ends[action] = end
         heappush(self.wake, (end, rank))
+        other = rank + {"F": 1, "I": -1, "W": 0}[action.kind]
         if 0 <= other <= self.last:
             heappush(self.wake, (end + self.costs.message, other))
+
+    def _takes(self, kind: str, rank: int) -> float:
+        """How long an action and the message that it leads to keep the rank busy."""
+        sends = (kind == "F" and rank < self.last) or (kind == "I" and rank > 0)
+        return self.costs.of(Action(kind, rank, 0)) + (self.costs.send if sends else 0.0)
 
     def _choose(self, rank: int, now: float) -> str | None:
         done, gradient = self.done[rank], self._arrival(rank, "I")
@@ -93,7 +96,7 @@ class _Search:
             return "I"
         choices = []
         if done["F"] - done["I"] < self.limits[rank] and self._arrival(rank, "F") <= now:
-            choices.append(("F", self.costs.forward[rank]))
+            choices.append(("F", self._takes("F", rank)))
         if done["W"] < done["I"]:
             choices.append(("W", self.costs.weight[rank]))
         return next((kind for kind, takes in choices if gradient >= now + self.patience * takes), None)
