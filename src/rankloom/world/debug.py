@@ -101,8 +101,8 @@ class Inspector:
         self.calls += 1
         keys = [self._key(rank) for rank in range(len(self.ranks))]
         with self._in_store():
-            for key, value in ((keys[self.rank], asdict(mine)), (f"last/{self.rank}", asdict(mine) | {"call": self.calls})):
-                self.store.set(key, json.dumps(value))
+            self.store.set(keys[self.rank], json.dumps(asdict(mine)))
+            self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
             self._await(keys)
             all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get(keys)]
         agreed = all(mine.agrees_with(call) for call in all_calls)

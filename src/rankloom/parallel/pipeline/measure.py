@@ -70,7 +70,7 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
     Means over both ways and all messages: where a backend's thread now gets a core and now waits for one, medians jump.
     sent: 2 (1 + MESSAGES) messages of x
     """
-    turns, buffer = [(0.0, 0.0)], torch.empty_like(x, requires_grad=False)
+    turns, buffer = [], torch.empty_like(x, requires_grad=False)
     for turn in range(1 + MESSAGES if group.rank < 2 <= group.size else 0):
         start, busy = _now(group.device), 0.0
         for sender in (0, 1):
@@ -79,7 +79,7 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
             busy += (time.perf_counter() - begin) * (group.rank == sender)
             handle.wait()
         turns.append((busy, (_now(group.device) - start) / 2))
-    own = [fmean(seconds) for seconds in zip(*turns[2:] or turns)]   # the first one warms up
+    own = [fmean(seconds) for seconds in zip(*turns[1:] or [(0.0, 0.0)])]   # the first one warms up
     told = group.all_gather_object(own, label="measured message")[:2]
     send, there = (fmean(seconds) for seconds in zip(*told))
     return MeasuredMessage(send, max(there - send, 0.0))

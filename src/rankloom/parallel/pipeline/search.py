@@ -96,10 +96,10 @@ class _Search:
             return "I"
         choices = []
         if done["F"] - done["I"] < self.limits[rank] and self._arrival(rank, "F") <= now:
-            choices.append(("F", self._takes("F", rank)))
+            choices.append("F")
         if done["W"] < done["I"]:
-            choices.append(("W", self.costs.weight[rank]))
-        return next((kind for kind, takes in choices if gradient >= now + self.patience * takes), None)
+            choices.append("W")
+        return next((kind for kind in choices if gradient >= now + self.patience * self._takes(kind, rank)), None)
 
     def _arrival(self, rank: int, kind: str) -> float:
         """When the next forward or backward could begin; infinity where that is not known yet."""
