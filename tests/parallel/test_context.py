@@ -23,6 +23,7 @@ from rankloom.parallel.context import (
     all_to_all_attention_bill,
     context_parallel,
     deal_heads,
+    own_tokens,
     ring_attention_backward_bill,
     ring_attention_bill,
 )
@@ -306,6 +307,46 @@ def test_what_cannot_be_is_refused_with_the_reason():
 
     rl.simulate(5, body)
     rl.simulate(1, lambda world: context_parallel(GPT(dataclasses.replace(CONFIG, dropout=0.1)), world))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_refuses_documents_of_more_rows_than_it_is_given(ranks):
+    def body(world):
+        model = GPT(CONFIG)
+        if world.size > 1:
+            context_parallel(model, world)
+        with pytest.raises(DataError, match="documents are a tensor of shape .* for 2 rows"):
+            model(torch.zeros(2, 20, dtype=torch.long), documents=torch.zeros(3, 20))
+
+    rl.simulate(ranks, body)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.parametrize("query, key, value", [
+    (torch.zeros(3, 4, 2, 4), torch.zeros(1, 4, 2, 4), None),                          # rows: kernels would read what lies behind
+    (torch.zeros(1, 4, 2, 4), torch.zeros(3, 4, 2, 4), None),
+    (torch.zeros(1, 4, 0, 4), torch.zeros(1, 4, 0, 4), None),                          # no heads
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 0, 4), None),
+    (torch.zeros(1, 4, 5, 4), torch.zeros(1, 4, 2, 4), None),                          # heads that do not divide
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 4, 4), None),
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 3), None),                          # widths
+    (torch.zeros(1, 4, 2, 0), torch.zeros(1, 4, 2, 0), None),
+    (torch.zeros(4, 2, 4), torch.zeros(4, 2, 4), None),                                # no rows
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4, dtype=torch.float64), None),     # dtypes
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4, dtype=torch.bfloat16)),
+    (*torch.ones(2, 1, 4, 2, 4, dtype=torch.int64), None),
+])
+def test_a_query_and_keys_that_do_not_fit_each_other_are_refused(kind, query, key, value):
+    def body(world):
+        with pytest.raises(ShapeMismatch, match=r"rank \d: .*query \(.*key \(.*value \(.*floats alike"):
+            Context(world, 8, kind).attend(query, key, key if value is None else value)
+
+    rl.simulate(2, body)
+
+
+def test_rows_without_tokens_are_refused():
+    with pytest.raises(ShapeMismatch, match=r"own tokens.* x has shape \(5,\), expected whole rows \[B, T, ...\]"):
+        rl.simulate(2, lambda world: own_tokens(torch.zeros(5), world))
 
 
 def test_every_query_head_finds_the_key_value_head_it_reads():

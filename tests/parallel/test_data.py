@@ -729,6 +729,45 @@ def prepared(model, world):
     return rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world)
 
 
+@pytest.mark.parametrize("first", [rl.data_parallel, prepared])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, prepared])
+def test_models_that_share_parameters_are_refused_one_by_one(wrap, first):
+    """Two heads on one encoder: each of two would sum the encoder's gradients, and divide."""
+    def body(world):
+        encoder = make_layers(widths=(4, 6))
+        one, other = (nn.Sequential(encoder, make_layers(widths=(6, 1))) for _ in range(2))
+        kept = first(one, world)
+        with pytest.raises(rl.ConfigError, match=r"0\.0\.weight is a parameter of another model too.*put them in an `nn\.ModuleDict`"):
+            wrap(other, world)
+        return kept is not None
+
+    assert all(rl.simulate(2, body))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_models_that_share_parameters_train_as_one_module(ranks):
+    def heads() -> nn.ModuleDict:
+        encoder = make_layers(widths=(4, 6))
+        return nn.ModuleDict({name: nn.Sequential(encoder, make_layers(widths=(6, 1))) for name in ("a", "b")})
+
+    def train(both: nn.ModuleDict, step_rows) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.Adam(both.parameters(), lr=0.01)
+        for step in range(4):   # in turn: each leaves the other's head without a gradient
+            optimizer.zero_grad()
+            both["ab"[step % 2]](step_rows(step)).square().mean().backward()
+            optimizer.step()
+        return dict(both.state_dict())
+
+    def body(world):
+        wrapped = rl.data_parallel(heads(), world)
+        return train(wrapped.module, lambda step: rows_of(world.rank, step))
+
+    expected = train(heads(), lambda step: torch.cat([rows_of(rank, step) for rank in range(ranks)]))
+    for state in rl.simulate(ranks, body):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
+
+
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, prepared])
 def test_a_model_that_is_averaged_already_is_refused_and_a_copy_of_it_is_not(wrap):
     """As when the cell of a notebook runs again: each of two would sum, and divide."""

@@ -100,6 +100,20 @@ def test_cumulative_lengths_that_are_none_are_refused(cuts):
         document_cuts([(0, 5), cuts], 5)
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("documents", [[], [0, 2, 5], torch.tensor([1, 1, 2, 2, 2]), torch.zeros(0, 5), torch.zeros(1, 1, 5)])
+def test_documents_that_are_no_rows_are_refused(documents, rows):
+    with pytest.raises(DataError, match=rf"documents are .*; expected, for {rows or 'some'} rows or for one that stands for all, a number"):
+        document_cuts(documents, 5, rows)
+
+
+@pytest.mark.parametrize("documents", [torch.zeros(3, 5), [(0, 5)] * 3])
+def test_documents_of_another_number_of_rows_than_the_batch_are_refused(documents):
+    assert len(document_cuts(documents, 5)) == len(document_cuts(documents, 5, 3)) == 3
+    with pytest.raises(DataError, match=r"documents are .*; expected, for 2 rows or for one"):
+        document_cuts(documents, 5, 2)
+
+
 def test_a_document_in_two_places_is_refused():
     with pytest.raises(DataError, match="3 stretches, 2 numbers"):
         document_cuts(torch.tensor([[1, 1, 2, 1]]), 4)

@@ -10,11 +10,12 @@ from rankloom.base.errors import DataError
 Documents = tuple[tuple[int, ...], ...]   # for each row: where its documents begin, and the length of the row
 
 
-def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int) -> Documents:
+def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int, rows: int | None = None) -> Documents:
     """Where the documents of each row begin, and where the row ends.
 
     documents: a number for each token [B, T], equal within a document; or each row's cumulative lengths, (0, ..., T); None: one a row
-    raises:    DataError when lengths do not add up to `length`, or a document number comes back after another
+    rows:      of the batch, if known: the documents are those of each row, or of one that stands for all
+    raises:    DataError for another shape, when lengths do not add up to `length`, or a document number comes back after another
 
     >>> import torch
     >>> document_cuts(torch.tensor([[7, 7, 7, 2, 2]]), 5)
@@ -22,12 +23,19 @@ def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: in
     """
     if documents is None:
         return ((0, length),)
-    rows = [_cuts_of(row) for row in documents.tolist()] if isinstance(documents, Tensor) else [list(map(int, row)) for row in documents]
-    for number, row in enumerate(rows):
+    if isinstance(documents, Tensor):
+        found = [_cuts_of(row) for row in documents.tolist()] if documents.dim() == 2 else []
+    else:
+        found = [list(map(int, row)) for row in documents] if all(isinstance(row, Sequence) for row in documents) else []
+    if not found or (rows is not None and len(found) not in (1, rows)):
+        given = f"a tensor of shape {tuple(documents.shape)}" if isinstance(documents, Tensor) else documents
+        raise DataError(f"documents are {given}; expected, for {rows or 'some'} rows or for one that stands for all, a number for each of "
+                        f"{length} tokens, as a tensor [rows, {length}], or lists that rise from 0 to {length}")
+    for number, row in enumerate(found):
         if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a >= b for a, b in pairwise(row)):
             raise DataError(f"row {number}: {row} are not the bounds of documents in {length} tokens; "
                             f"cumulative lengths rise from 0 to {length}")
-    return tuple(map(tuple, rows))
+    return tuple(map(tuple, found))
 
 
 def _cuts_of(numbers: list[int]) -> list[int]:

@@ -84,7 +84,7 @@ class Packed(WholeSequence):
 
     def __init__(self, documents: Tensor | Sequence[Sequence[int]], tokens: Tensor):
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        cuts = document_cuts(documents, tokens.shape[1])
+        cuts = document_cuts(documents, tokens.shape[1], len(tokens))
         numbers = torch.stack([torch.bucketize(places, places.new_tensor(row), right=True) for row in cuts])
         self.mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (places[:, None] >= places)   # [B or 1, 1, T, T]
 

@@ -34,7 +34,7 @@ from rankloom.base.errors import ConfigError, DataError, RankloomError, ShapeMis
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
-from rankloom.parallel.tiles import merge, sums_in, tile_backward, tile_forward
+from rankloom.parallel.tiles import can_attend, merge, sums_in, tile_backward, tile_forward
 from rankloom.parallel.tokens_apart import Apart, TokensApart, expect_tokens_apart
 from rankloom.world.group import Group, Handle
 
@@ -82,7 +82,9 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
 
 
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
-    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]"""
+    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]   raises: ShapeMismatch"""
+    if x.dim() < 2:
+        raise ShapeMismatch(f"{group.where('own tokens')}: x has shape {tuple(x.shape)}, expected whole rows [B, T, ...]")
     return Context(group, x.shape[1], kind, causal).own(x)
 
 
@@ -143,7 +145,8 @@ class _OwnTokens:
             some = self.apart.some(length, given["tokens"].device)
             return tuple(some.cut(value, length) for value in args), {
                 **{name: some.cut(value, length) for name, value in kwargs.items()}, "part": some}
-        part = Context(self.group, length, self.kind, documents=document_cuts(documents, length), device=given["tokens"].device)
+        cuts = document_cuts(documents, length, len(given["tokens"]))
+        part = Context(self.group, length, self.kind, documents=cuts, device=given["tokens"].device)
         if self.is_first and self.group.size > 1:
             expect_tokens_apart(model, self.group, given["tokens"], args, kwargs)
             self.is_first = False
@@ -183,7 +186,7 @@ class Context:
     @cached_property
     def tiles(self) -> tuple[list[Tile], ...]:
         """For each rank, the tiles of this rank's queries against that rank's keys."""
-        mine, documents = self.spans[self.group.rank], self.documents or document_cuts(None, self.length)
+        mine, documents = self.spans[self.group.rank], document_cuts(None, self.length) if self.documents is None else self.documents
         return tuple(merged(tiles(mine, theirs, causal=self.causal, documents=documents)) for theirs in self.spans)
 
     @cached_property
@@ -228,11 +231,12 @@ class Context:
         return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self).transpose(1, 2)
 
     def _expect(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        rows, tokens = len(self.documents or [()]), self.tokens[self.group.rank]
-        if {x.shape[1] for x in (query, key, value)} != {tokens} or key.shape != value.shape or rows not in (1, query.shape[0]):
+        rows, tokens = 1 if self.documents is None else len(self.documents), self.tokens[self.group.rank]
+        if not can_attend(query, key, value) or query.shape[1] != tokens or rows not in (1, query.shape[0]):
+            given = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in (("query", query), ("key", key), ("value", value)))
             raise ShapeMismatch(
-                f"{self.group.where('context parallel attention')}: query {tuple(query.shape)}, key {tuple(key.shape)}, value "
-                f"{tuple(value.shape)}; expected {tokens} of {self.length} tokens here, and documents for 1 row or for all, not {rows}")
+                f"{self.group.where('context parallel attention')}: {', '.join(given)}; expected {tokens} of {self.length} tokens here, "
+                f"documents for 1 row or for all, not {rows}, a key and a value like the query, in a divisor of its heads, floats alike")
 
 
 # ---------------------------------------------------------------------- ring

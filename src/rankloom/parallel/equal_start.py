@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
-from rankloom.base.hooks import keeps
+from rankloom.base.hooks import keeps, waiting_for
 from rankloom.base.tensors import bytes_of
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import CUT, OWNED
@@ -32,7 +32,7 @@ def expect_model_and_group(model: Any, group: Any) -> None:
 
 
 def expect_unchanged(model: nn.Module) -> None:
-    """Raise ConfigError when the gradients of the model, or of a part of it, are averaged already, or its parameters are cut."""
+    """Raise ConfigError when the gradients of the model, or of a part of it, are summed already, or its parameters are cut."""
     for name, param in model.named_parameters():
         if hasattr(param, CUT) or hasattr(param, OWNED):
             raise ConfigError(f"{name} has been sharded before, and is not whole on any rank: shard a model once, as a whole (blocks are "
@@ -41,6 +41,11 @@ def expect_unchanged(model: nn.Module) -> None:
         if keeps(module):
             raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and its gradients are averaged even when "
                               "the wrapper is gone: take a fresh copy (`copy.deepcopy(model)`)")
+    for name, param in model.named_parameters():
+        if any(waiting_for(param)):
+            raise ConfigError(f"{name} is a parameter of another model too, which data_parallel or prepare has taken before: the gradient "
+                              "would be summed twice. Models that share parameters train as one: put them in an "
+                              "`nn.ModuleDict`, and wrap or prepare that")
 
 
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:

@@ -30,9 +30,10 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.tensor.holding import copies_on_tensor_ranks, tensor_groups
 from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
-from rankloom.shard.norm import CLIP_EPSILON, norm_of
+from rankloom.shard.norm import clip_to_norm
 from rankloom.shard.unit import Fill, Formats
 from rankloom.world.group import Group
 
@@ -52,7 +53,7 @@ class FullySharded(nn.Module):
         self._owners = {name: owners[name] for name, _ in module.named_parameters() if name in owners}   # in the model's own order
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
         self._frozen: set[str] = set()   # slices that have been frozen since
-        self._compute = compute
+        self._compute, self._copies = compute, copies_on_tensor_ranks(module)
         self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
         sharding.at_end = self._finish
@@ -113,23 +114,12 @@ class FullySharded(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.
 
-        torch's own function of this name would see this rank's slices only.
+        torch's own function of this name would see this rank's slices only. Parts of matrices that `tensor_parallel` has cut are slices of
+        one gradient too: the norm is that of the whole model.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
-        power = float(norm_type)
-        if not power > 0:
-            raise ConfigError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
-        if not max_norm >= 0:
-            raise ConfigError(f"clip_grad_norm_({max_norm!r}): expected a norm of 0 or more")
-        group, grads = self._sharding.group, [owner.grad for owner in self._owners.values() if owner.grad is not None]
-        norms = [norm_of(grad, power) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=group.device)]
-        mine = torch.linalg.vector_norm(torch.stack(norms), power).view(1)
-        # Not an all-reduce: gloo's maximum may miss a NaN.
-        norm = torch.linalg.vector_norm(group.all_gather(mine, label="gradient norm"), power)
-        factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.dtype))
-        return norm
+        grads = [(owner.grad, self._copies.get(name, 1)) for name, owner in self._owners.items() if owner.grad is not None]
+        return clip_to_norm(grads, [self._sharding.group, *tensor_groups(self.module)], max_norm, norm_type)
 
     def after_update(self) -> None:
         """Call this after slices were changed by anything but a torch optimizer. A collective.

@@ -1,8 +1,8 @@
 """Global step hooks that catch misuse: stepping before gradients are reduced would let ranks diverge.
 
-An optimizer that was made before sharding would update freed memory, and one that is not elementwise would take slices for whole tensors:
-both are errors too. Every other step waits, where ranks share memory, until all ranks have ended their backward. After it, the new
-slices are published to the model's parameters.
+An optimizer that was made before sharding would update freed memory, and one that is not elementwise would take slices, or the parts that
+tensor ranks hold, for whole tensors: both are errors too. Every other step waits, where ranks share memory, until all ranks have ended
+their backward. After it, the new slices are published to the model's parameters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,9 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
-CUT, OWNED = "_rankloom_cut", "_rankloom_sharding"   # attributes of parameters: the plain name; the sharding to publish to
+# Attributes of parameters: the plain name, of one that sharding has cut; the sharding to publish to; the name of one of which tensor ranks
+# hold parts.
+CUT, OWNED, PART = "_rankloom_cut", "_rankloom_sharding", "_rankloom_part"
 
 
 def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
@@ -33,6 +35,12 @@ def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """From now on a step of an optimizer of these slices is checked before, and published after."""
     for owner in owners:
         setattr(owner, OWNED, sharding)
+    watch_optimizers()
+
+
+def guard_part(param: nn.Parameter, name: str) -> None:
+    """From now on an optimizer of this parameter, of which tensor ranks hold parts, raises UnitError unless it is elementwise."""
+    setattr(param, PART, name)
     watch_optimizers()
 
 
@@ -52,13 +60,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             for reducer in _reducers(param):
                 reducer.expect_summed(param)
     followers = _followers(optimizer)
-    if followers and not is_elementwise(optimizer):
-        raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but the parameters of a sharded model are flat slices. "
-                        "`rl.prepare` gives it whole ones; if what it does to an element depends on that element only, say so by an "
-                        "attribute of the class: elementwise = True")
+    if not is_elementwise(optimizer):
+        _expect_whole_tensors(optimizer)
     for sharding in followers:
         _expect_reduced(sharding)
         sharding.wait_for_readers()
+
+
+def _expect_whole_tensors(optimizer: torch.optim.Optimizer) -> None:
+    found = [vars(param) for param_group in optimizer.param_groups for param in param_group["params"]]
+    part = next((of[PART] for of in found if PART in of), None)
+    if part or any(OWNED in of for of in found):
+        what = (f"{part} was cut over the tensor ranks, each of which has a part: i" if part else
+                "the parameters of a sharded model are flat slices. `rl.prepare` gives it whole ones; i")
+        raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but {what}f what it does to an element depends on that "
+                        "element only, say so by an attribute of the class: elementwise = True")
 
 
 def _reducers(param: torch.Tensor) -> list[GradientReducer]:

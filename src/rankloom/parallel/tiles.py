@@ -25,6 +25,16 @@ def sums_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether query [B, T, H, D] and key and value [B, T, K, D] fit: kernels read what lies there, and do not look at shapes."""
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or len({query.dtype, key.dtype, value.dtype}) > 1:
+        return False
+    rows, tokens, heads, width = query.shape
+    kv_heads = key.shape[2]
+    return (query.is_floating_point() and heads > 0 and width > 0 and kv_heads > 0 and heads % kv_heads == 0
+            and key.shape == (rows, tokens, kv_heads, width))
+
+
 def tile_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention of one tile: query [B, H, Q, D], key and value [B, K, T, D] -> out [B, H, Q, D], log-sum-exp [B, H, Q].
 

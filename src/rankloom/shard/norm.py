@@ -4,8 +4,13 @@ On the CPU torch sums a tensor in few running sums of its own dtype: the norm of
 tensors are converted at a fifth of the speed. So large tensors are summed in rows that fit the cache, and the rows' norms in fp64.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from rankloom.base.errors import ConfigError
+from rankloom.world.group import Group
 
 CLIP_EPSILON = 1e-6   # added to the norm that gradients are divided by, as in torch.nn.utils.clip_grad_norm_
 ROW, TOGETHER = 1 << 12, 1 << 5   # elements of a running sum; rows converted together
@@ -23,6 +28,32 @@ def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
     parts = [*rows.split(len(rows) if x.dtype == wide else TOGETHER), *([rest] if rest.numel() else [])]
     norms = [torch.linalg.vector_norm(part.to(wide), order, dim=1).double() for part in parts]
     return torch.linalg.vector_norm(torch.cat(norms), order)
+
+
+@torch.no_grad()
+def clip_to_norm(grads: Sequence[tuple[Tensor, int]], groups: Sequence[Group], max_norm: float, norm_type: float | str) -> Tensor:
+    """Scale gradients, in place, so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.
+
+    grads:     this rank's, each with how many ranks of these groups hold the same elements
+    groups:    one for each axis over which ranks hold other elements, one or more
+    norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
+    raises:    ConfigError for numbers that are no norm
+    """
+    power = float(norm_type)
+    if not power > 0:
+        raise ConfigError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
+    if not max_norm >= 0:
+        raise ConfigError(f"clip_grad_norm_({max_norm!r}): expected a norm of 0 or more")
+    norms = [norm_of(grad, power) / copies ** (1 / power) for grad, copies in grads]
+    norm = torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=groups[0].device)])
+    for group in groups:
+        # Not an all-reduce: gloo's maximum may miss a NaN.
+        norm = group.all_gather(torch.linalg.vector_norm(norm, power).view(1), label="gradient norm")
+    norm = torch.linalg.vector_norm(norm, power)
+    factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    for grad, _ in grads:
+        grad.mul_(factor.to(grad.dtype))
+    return norm
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

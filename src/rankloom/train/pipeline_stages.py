@@ -84,7 +84,7 @@ class Turn:
         if self.context.size == 1:
             self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
             return given, targets
-        cuts = document_cuts(documents, tokens.shape[1])
+        cuts = document_cuts(documents, tokens.shape[1], len(tokens))
         part = Context(self.context, tokens.shape[1], self.kind, documents=cuts, device=tokens.device)
         self._parts.append(part)
         return part.own(tokens) if documents is None else (part.own(tokens), part.own(documents)), part.own(targets)

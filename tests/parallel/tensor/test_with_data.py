@@ -1,10 +1,14 @@
 """Tensor ranks inside data ranks, in a loop of one's own: the plain model on the whole batch."""
 
+import copy
+import math
+
 import pytest
 import torch
+from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.tensor.holding import gather_whole, holdings
+from rankloom.parallel.tensor.holding import clip_grad_norm_, full_state_dict, gather_whole, holdings
 from split_model import RTOL, error
 
 from .test_gpt import make, tokens
@@ -35,3 +39,59 @@ def test_two_data_ranks_of_split_models_are_one_model_with_the_whole_batch(repli
     for grads in rl.simulate(rl.Mesh(replicate=replicate, tensor=tensor), body):
         for name, param in plain.named_parameters():
             assert error(grads[name], param.grad) < RTOL, name
+
+
+def wrapped_as(kind: str, model: nn.Module, ranks) -> nn.Module:
+    return model if kind == "alone" else rl.data_parallel(model, ranks) if kind == "data" else rl.fully_shard(model, ranks)
+
+
+@pytest.mark.parametrize("order", [2.0, 1, math.inf, "inf"])
+@pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
+@pytest.mark.parametrize(("kind", "mesh"), [("alone", rl.Mesh(tensor=2)), ("alone", rl.Mesh(tensor=4)),
+                                            ("data", rl.Mesh(replicate=2, tensor=2)), ("sharded", rl.Mesh(shard=2, tensor=2)),
+                                            ("sharded", rl.Mesh(shard=1, tensor=4))])
+def test_clipping_over_tensor_ranks_is_that_of_the_plain_model(kind, mesh, plan, order):
+    """KV heads that two ranks share, and norms that all hold, count once."""
+    rows, limit = mesh.replicate * mesh.shard, 0.01
+    batch = tokens(40, rows=2 * rows)
+    plain = make(kv_heads=2, layers=1)
+    expected = copy.deepcopy(plain)
+    loss_of(expected, batch).backward()
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), limit, float(order))
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+
+    def body(world):
+        model = rl.tensor_parallel(make(kv_heads=2, layers=1), getattr(plain, plan), world.group("tensor"))
+        trained = wrapped_as(kind, model, world.group("replicate", "shard"))
+        coords = world.mesh.coords(world.rank)
+        loss_of(trained, batch.chunk(rows)[coords["replicate"] + coords["shard"]]).backward()
+        found = trained.clip_grad_norm_(limit, order) if kind == "sharded" else clip_grad_norm_(trained, limit, order)
+        torch.optim.SGD(trained.parameters(), lr=1.0).step()
+        return found, gather_whole(trained.state_dict(), holdings(model), world.group("tensor"))
+
+    for found, state in rl.simulate(mesh, body):
+        assert abs(found / norm - 1) < RTOL
+        for name, value in expected.state_dict().items():
+            assert error(state[name], value) < RTOL, name
+
+
+def test_clipping_a_model_that_is_not_cut_says_which_function_does():
+    with pytest.raises(rl.ConfigError, match=r"GPT was not cut by tensor_parallel.*torch\.nn\.utils\.clip_grad_norm_"):
+        clip_grad_norm_(make(), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["alone", "data", "sharded"])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_with_parts_of_them(kind):
+    def body(world):
+        model = rl.tensor_parallel(make(), None, world)
+        model = model if kind == "sharded" else copy.deepcopy(model)   # a copy has parts, too
+        trained = wrapped_as(kind, model, world.alone())
+        before = full_state_dict(model, world) if kind != "sharded" else None
+        loss_of(trained, tokens(40)).backward()
+        with pytest.raises(rl.UnitError, match=r"Adafactor may look at whole tensors, but \S+ was cut over the tensor ranks"):
+            torch.optim.Adafactor(trained.parameters()).step()
+        if before is not None:
+            assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, world).items())
+        torch.optim.AdamW(trained.parameters()).step()
+
+    rl.simulate(2, body)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
-from rankloom.parallel.tensor.holding import Holding, partial_parameters, sum_partial_gradients
+from rankloom.parallel.guards import guard_part
+from rankloom.parallel.tensor.holding import Holding, held_over, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.layers import watch_dropout
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
@@ -72,11 +73,12 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     _cut_modules(cutting)
     cutting.expect_ties()
     cutting.tell_attention()
+    held_over(model, group)
     modules = dict(model.named_modules(remove_duplicate=False))   # of experts the plan names parameters
     columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
     watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
-    if finish_gradients and group.size > 1:
-        _finish_in_backward(model, group)
+    if group.size > 1:
+        _watch_parameters(model, group, finish_gradients)
     if group.debug and group.size > 1:
         watch(model, group)
     return model
@@ -187,15 +189,19 @@ def _expect_entry(cutting: Cutting) -> None:
                           "embedding_rowwise, or the first block sequence_split")
 
 
-def _finish_in_backward(model: nn.Module, group: Group) -> None:
+def _watch_parameters(model: nn.Module, group: Group, finish_gradients: bool) -> None:
+    """Let optimizers know which parameters are parts, and sum partial gradients in backward, if asked to."""
     @torch.compiler.disable
     def hook(module: nn.Module, _args: object = ()) -> None:
-        for param, held in partial_parameters(module):
-            if param.requires_grad and not _is_summed(param):   # it may be thawed since, or new: `to_empty` and copies lose hooks
+        for name, param, held in held_parameters(module):
+            if held.dim is not None:
+                guard_part(param, name)
+            if finish_gradients and held.grad_partial and param.requires_grad and not _is_summed(param):
                 param.register_hook(partial(_summed, held=held, group=group))
 
     hook(model)
-    model.register_forward_pre_hook(hook)
+    if finish_gradients:
+        model.register_forward_pre_hook(hook)   # parameters may be thawed since, or new: `to_empty` and copies lose hooks and attributes
 
 
 def _is_summed(param: nn.Parameter) -> bool:

@@ -18,10 +18,12 @@ from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.base.names import full_name
 from rankloom.base.spans import Box
+from rankloom.shard.norm import clip_to_norm
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
-_HELD = "rankloom_holdings"            # attribute of a module: the holdings of its own parameters
+# Attributes of modules: the holdings of its own parameters; of a model that was cut, the ranks that hold its parts.
+_HELD, _OVER = "rankloom_holdings", "rankloom_tensor_group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,28 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
     return found
 
 
-def partial_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Holding]]:
-    """The parameters whose gradient is partial, with their holdings."""
-    for module in model.modules():
+def held_over(model: nn.Module, group: Group) -> None:
+    """Note which ranks hold the parts of a model."""
+    vars(model)[_OVER] = group
+
+
+def tensor_groups(model: nn.Module) -> list[Group]:
+    """The ranks over which `tensor_parallel` has cut the model, or the modules in it; none where it has not."""
+    return list(dict.fromkeys(group for module in model.modules() if (group := vars(module).get(_OVER)) is not None))
+
+
+def copies_on_tensor_ranks(model: nn.Module) -> dict[str, int]:
+    """How many tensor ranks, this one included, hold the same elements of each parameter: a norm counts them once."""
+    groups = tensor_groups(model)
+    return {name: prod(len(held.same(group.rank, group.size)) for group in groups) for name, held in holdings(model).items()}
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Holding]]:
+    """The parameters that are cut, or whose gradient is partial, with their names and holdings."""
+    for prefix, module in model.named_modules():
         for name, held in module.__dict__.get(_HELD, {}).items():
-            if held.grad_partial and (param := module._parameters.get(name)) is not None:
-                yield param, held
+            if (param := module._parameters.get(name)) is not None:
+                yield full_name(prefix, name), param, held
 
 
 @torch.no_grad()
@@ -231,6 +249,23 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
         total = _sum_among(flat, same, group)
         for tensor, summed in zip(tensors, total.split([prod(tensor.shape) for tensor in tensors])):
             tensor.copy_(summed.view(tensor.shape))
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
+    """Scale the gradients of a split model so that their norm over all its ranks is at most `max_norm`; returns the norm before.
+
+    A collective of the ranks over which the model was cut. torch's own function of this name would see this rank's parts only, so that
+    ranks scale differently and diverge. Partial gradients must be summed before, as `tensor_parallel` does unless told otherwise.
+    model:     what `tensor_parallel` returned, or a module around it
+    norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
+    raises:    ConfigError for numbers that are no norm, and for a model that was not cut
+    """
+    groups, copies = tensor_groups(model), copies_on_tensor_ranks(model)
+    if not groups:
+        raise ConfigError(f"clip_grad_norm_: {type(model).__name__} was not cut by tensor_parallel. For what fully_shard returned call its "
+                          "own clip_grad_norm_; for a model that every rank holds whole, torch.nn.utils.clip_grad_norm_")
+    grads = [(param.grad, copies[name]) for name, param in model.named_parameters() if param.grad is not None]
+    return clip_to_norm(grads, groups, max_norm, norm_type)
 
 
 def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:
