@@ -286,6 +286,26 @@ def test_an_asynchronous_mismatch_is_raised_by_the_wait_on_every_rank_and_nothin
     assert rl.simulate(2, body, backend=backend) == [[0.0] * 3, [1.0] * 3]
 
 
+@both_backends
+def test_calls_behind_one_that_was_too_late_fail_with_it_at_once(backend):
+    """They would wait for the time-out one after the other, and the last would be blamed."""
+    took = []
+
+    def body(world):
+        if world.rank == 1:
+            wait_until(lambda: took)
+            return
+        begin = time.monotonic()
+        handles = [world.all_reduce(torch.ones(4), async_op=True, label=f"bucket {number}") for number in range(8)]
+        for wait in (world.barrier, *(handle.wait for handle in handles)):
+            with pytest.raises(rl.CollectiveTimeout, match=r"rank 1 did not come to collective number 1 .*(?s:.)*'bucket 0'"):
+                wait()
+        took.append(time.monotonic() - begin)
+
+    rl.simulate(2, body, timeout=1.0, backend=backend)
+    assert took[0] < 3   # of 9
+
+
 def test_an_asynchronous_call_works_in_inference_mode():
     def body(world):
         with torch.inference_mode():

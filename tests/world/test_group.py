@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE
@@ -438,6 +439,54 @@ def test_shares_that_do_not_add_up_are_refused(shares):
             world.all_to_all(torch.tensor(1.0), **shares)
 
     rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("share", [2, [2.0, 2.0], "22"])
+def test_numbers_of_rows_that_are_none_are_refused(share):
+    def body(world):
+        with pytest.raises(rl.ShapeMismatch, match=r"rank \d: all_to_all.* are no numbers of rows; expected a whole number for each of 2"):
+            world.all_to_all(torch.ones(4), send_rows=share, recv_rows=share)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("shape", [-1, (2, -1)])
+def test_a_buffer_of_less_than_nothing_is_refused(shape, backend):
+    def body(world):
+        with pytest.raises(rl.ShapeMismatch, match=r"rank \d: buffer in group 'world': there is no tensor of shape \(.*-1"):
+            world.buffer(shape)
+
+    rl.simulate(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_results_may_be_written_to_parameters(async_op, backend):
+    def body(world):
+        params = [nn.Parameter(torch.zeros(n)) for n in (8, 4, 4)]
+        whole, mine, dealt = params
+        scratch = nn.Parameter(torch.zeros(4))
+        got = [world.all_gather(torch.arange(4.0) + world.rank, out=whole, async_op=async_op),
+               world.reduce_scatter(torch.arange(8.0), "mean", out=mine, scratch=scratch, async_op=async_op),
+               world.all_to_all(torch.arange(4.0), out=dealt, async_op=async_op)]
+        got = [each.wait() for each in got] if async_op else got
+        assert all(one is other and one.grad_fn is None and one.requires_grad for one, other in zip(got, params))
+        return [param.tolist() for param in params]
+
+    for rank, got in enumerate(rl.simulate(2, body, backend=backend)):
+        assert got == [[0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0], [4.0 * rank + i for i in range(4)], [2.0 * rank, 2.0 * rank + 1] * 2]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_a_sum_may_overlap_the_slice_it_is_made_of(shift, backend):
+    def body(world):
+        x = torch.arange(12.0)
+        start = 4 * world.rank + 2 + shift
+        return world.reduce_scatter(x[2:10], out=x[start:start + 4]).tolist()
+
+    assert rl.simulate(2, body, backend=backend) == [[4.0, 6.0, 8.0, 10.0], [12.0, 14.0, 16.0, 18.0]]
 
 
 def test_an_unknown_operation_and_a_mean_of_whole_numbers_are_refused():

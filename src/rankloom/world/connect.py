@@ -167,8 +167,8 @@ class World(Group):
     @property
     def is_idle(self) -> bool:
         """Whether all collectives have ended that this rank has begun in any of its groups, and whose handle still exists."""
-        handles = [reference() for group in (self, *self._parts()) for reference in group._handles.valuerefs()]
-        return all(work.is_completed() for handle in handles if handle for work in handle.works or ())
+        handles = [handle for group in (self, *self._parts()) for handle in group.in_flight.handles()]
+        return all(work.is_completed() for handle in handles for work in handle.works or ())
 
     def close(self) -> None:
         """Drop every connection of this rank; peers that wait for it get RankLost."""

@@ -79,6 +79,7 @@ class Inspector:
         self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
         self.calls = 0
         self._gone, self._queue, self._closed = gone, Queue(), False
+        self._lost: CollectiveTimeout | RankLost | None = None   # why no call can be compared any more
         _inspectors.add(self)
 
     def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
@@ -96,8 +97,18 @@ class Inspector:
     def check(self, mine: Fingerprint) -> None:
         """Raise unless every rank's call number `calls` is the same call.
 
+        Once a rank was late or lost, every later call fails at once with the same error: each in a queue would wait for the time-out.
         raises: CollectiveMismatch, CollectiveTimeout, RankLost
         """
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+        try:
+            self._compare(mine)
+        except (CollectiveTimeout, RankLost) as error:
+            self._lost = type(error)(str(error))   # without its frames, which refer to the connection
+            raise
+
+    def _compare(self, mine: Fingerprint) -> None:
         self.calls += 1
         keys = [self._key(rank) for rank in range(len(self.ranks))]
         with self._in_store():

@@ -9,8 +9,6 @@ Read `world/connect.py` for how groups are made, `base/cost.py` for the bills.
 """
 
 import json
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
@@ -26,6 +24,8 @@ from rankloom.base.quantities import seconds
 from rankloom.base.tensors import as_bytes
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
+from rankloom.world.handle import Handle as Handle
+from rankloom.world.handle import InFlight
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.pairwise import combine_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
 from rankloom.world.translate import TranslatedErrors
@@ -33,36 +33,6 @@ from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.operands import completed, expect_movable, expect_operand, expect_rank, expect_tag, reduction, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
-
-
-class Handle:
-    """A collective in flight. `wait()` returns its result; do not use the buffers before."""
-
-    def __init__(self, group: "Group", label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
-        self.group, self.label, self._finish = group, label, finish
-        self.works: Sequence[Any] | None = works   # None: dropped when the group was closed
-        self._result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result.
-
-        raises: RankLost, CollectiveTimeout
-        """
-        if self._result is not None:
-            return self._result
-        begin, works = time.perf_counter(), self.works   # another thread may close the group meanwhile
-        if works is None:
-            raise RankLost(f"{self.group.where(self.label)}: the group was closed before this ended")
-        with self.group.translated_errors(self.label):
-            try:
-                for at in range(len(works)):
-                    works[at].wait()
-            finally:
-                del works   # a traceback that refers to them would keep the connection open
-            self.group.ledger.waited += time.perf_counter() - begin
-            self._result = self._finish()
-        self.works = ()
-        return self._result
 
 
 class Group:
@@ -86,7 +56,7 @@ class Group:
         self._process_group, self._inspector, self.twin, self.ledger = process_group, inspector, twin, ledger or Ledger()
         # Debug mode compares every call before it is made. The fast path (at_once.py) does not, so debug mode turns it off.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
-        self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+        self.in_flight = InFlight()
 
     @property
     def size(self) -> int:
@@ -163,7 +133,7 @@ class Group:
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         if self._goes_directly(x):
-            slices = whole.unflatten(0, (self.size, rows.shape[0])).unbind()
+            slices = whole.detach().unflatten(0, (self.size, rows.shape[0])).unbind()
             return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
                                  start=lambda pg: start_gather(pg, self.rank, rows.detach(), slices), finish=lambda: whole)
         options = c10d.AllgatherOptions()
@@ -187,7 +157,7 @@ class Group:
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
-            slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
+            slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.detach().unflatten(0, (self.size - 1, n)).unbind()
             return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
                                  start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
                                  finish=lambda: combine_in_order(op, slices[self.rank], theirs, self.rank, mine))
@@ -202,7 +172,7 @@ class Group:
 
         Returns the rows that all ranks sent to this one, in rank order: [sum(recv_rows), ...]. By default shares are equal.
         """
-        send_rows, recv_rows = (None if share is None else [*map(index, share)] for share in (send_rows, recv_rows))   # may be numpy's
+        send_rows, recv_rows = (None if share is None else self._row_counts(share, label) for share in (send_rows, recv_rows))
         splits = [recv_rows or [], send_rows or []]   # empty: equal shares
         if send_rows is None and recv_rows is None:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
@@ -233,9 +203,11 @@ class Group:
         """A tensor of zeros to communicate from; every rank of the group must ask for the same.
 
         If the ranks share a host, all of them map it, and collectives reduce it in place, without a copy.
-        raises: MemoryError on all ranks when there is not enough memory
+        raises: MemoryError on all ranks when there is not enough memory; ShapeMismatch for a size below 0
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if min(sizes, default=0) < 0:
+            raise ShapeMismatch(f"{self.where('buffer')}: there is no tensor of shape {sizes}")
         if isinstance(self._process_group, DeviceRouter):
             return self._process_group.buffer(sizes, dtype, self.device)
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
@@ -295,6 +267,7 @@ class Group:
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
         sent = self.send(source, to, tag=tag, label=label, async_op=True)
         both = self._keep(Handle(self, label, [*(received.works or ()), *(sent.works or ())], lambda: into))
+        received.works = sent.works = ()
         return both if async_op else both.wait()   # no local name for the works either
 
     # ------------------------------------------------------------------ values that are not tensors
@@ -325,10 +298,7 @@ class Group:
         if (pg := self._process_group) is not None:
             pg.shutdown()   # if NCCL is dropped without this, it aborts what it is doing
         self._process_group = self._at_once = None
-        # A traceback may refer to a handle, whose work keeps the connection open: peers would wait until the time-out.
-        for reference in self._handles.valuerefs():
-            if handle := reference():
-                handle.works = None
+        self.in_flight.let_go()   # or peers would wait until the time-out
 
     def translated_errors(self, label: str) -> TranslatedErrors:
         """A context that turns a backend's failure into an error with rank, group and label."""
@@ -361,7 +331,8 @@ class Group:
 
     def _keep(self, handle: Handle) -> Handle:
         """Remember a handle, so that `close` finds it."""
-        self._handles[id(handle)] = handle
+        with self.translated_errors(handle.label):
+            self.in_flight.add(handle)
         if self._process_group is None:   # another thread has closed the group meanwhile
             handle.works = None
         return handle
@@ -394,6 +365,13 @@ class Group:
             raise ShapeMismatch(f"{self.where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
                                 "equal slices along dim 0; pad it")
         return x.shape[0] // self.size
+
+    def _row_counts(self, share: Sequence[int], label: str) -> list[int]:
+        try:
+            return [*map(index, share)]   # may be numpy's
+        except TypeError as error:
+            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {share!r} are no numbers of rows; expected a whole number for each "
+                                f"of {self.size} ranks") from error
 
     def where(self, label: str) -> str:
         """The beginning of error messages: this rank, a label and the group."""

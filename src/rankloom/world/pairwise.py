@@ -35,9 +35,10 @@ def start_dealing(pg: dist.ProcessGroup, rank: int, slices: Sequence[Tensor], th
     return _exchange(pg, rank, slices, [*theirs[:rank], slices[rank], *theirs[rank:]])
 
 
+@torch.no_grad()   # `total` may be a parameter
 def combine_in_order(op: str, mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
     """Write the sum, or as `op` says, made in rank order, to `total`, maybe `mine`. Same bits on every machine. Overwrites `theirs`."""
-    combine = COMBINE[op]
+    combine, mine = COMBINE[op], untouched(mine, total, 0)
     for piece in theirs[1:rank]:
         combine(theirs[0], piece, out=theirs[0])
     combine(theirs[0], mine, out=total)

@@ -1,0 +1,99 @@
+"""A collective in flight, and what becomes of one for which nobody waits."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rankloom.base.errors import RankLost
+from rankloom.world.ledger import Ledger
+
+MOST_DROPPED = 64   # collectives of one group for which nobody waits
+
+
+class InFlight:
+    """The collectives that one rank has begun in one group: those whose handle somebody holds, and those whose handle was dropped.
+
+    gloo takes a message back if nobody holds its work, and the peer would wait for it for good. So works that were dropped are held here.
+    """
+
+    def __init__(self) -> None:
+        self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+        self._dropped: deque[Sequence[Any]] = deque()
+
+    def handles(self) -> list["Handle"]:
+        """Those that somebody holds."""
+        return [handle for reference in self._handles.valuerefs() if (handle := reference()) is not None]
+
+    def add(self, handle: "Handle") -> None:
+        """Remember a new handle, and forget what has ended of those that were dropped.
+
+        A message over gloo says that it has ended to those who wait only. So with too many of them, wait for the oldest.
+        """
+        self._handles[id(handle)] = handle
+        while self._dropped and (len(self._dropped) > MOST_DROPPED or all(work.is_completed() for work in self._dropped[0])):
+            for work in self._dropped.popleft():
+                work.wait()
+
+    def adopt(self, works: Sequence[Any]) -> None:
+        """Hold works whose handle is gone. (A garbage collector may call this at any time, in any thread.)"""
+        self._dropped.append(works)
+
+    def let_go(self) -> None:
+        """Hold no work any more: each keeps the connection open. (A traceback may refer to a handle.)"""
+        self._dropped.clear()
+        for handle in self.handles():
+            handle.works = None
+
+
+class Begins(Protocol):
+    """What a handle must know of the group that has begun its collective."""
+
+    ledger: Ledger
+    in_flight: InFlight
+
+    def where(self, label: str) -> str:
+        """The beginning of error messages."""
+
+    def translated_errors(self, label: str) -> AbstractContextManager[Any]:
+        """A context that turns a backend's failure into an error of ours."""
+
+
+class Handle:
+    """A collective in flight. `wait()` returns its result; do not use the buffers before. One that is dropped goes on."""
+
+    def __init__(self, group: Begins, label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
+        self.group, self.label, self._finish = group, label, finish
+        self.works: Sequence[Any] | None = works   # None: dropped when the group was closed
+        self._result: Tensor | None = None
+        self._is_awaited = False
+
+    def wait(self) -> Tensor:
+        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result.
+
+        raises: RankLost, CollectiveTimeout
+        """
+        if self._result is not None:
+            return self._result
+        begin, works = time.perf_counter(), self.works   # another thread may close the group meanwhile
+        if works is None:
+            raise RankLost(f"{self.group.where(self.label)}: the group was closed before this ended")
+        self._is_awaited = True
+        with self.group.translated_errors(self.label):
+            try:
+                for at in range(len(works)):
+                    works[at].wait()
+            finally:
+                del works   # a traceback that refers to them would keep the connection open
+            self.group.ledger.waited += time.perf_counter() - begin
+            self._result = self._finish()
+        self.works = ()
+        return self._result
+
+    def __del__(self) -> None:
+        if not self._is_awaited and self.works:
+            self.group.in_flight.adopt(self.works)

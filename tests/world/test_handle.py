@@ -1,0 +1,125 @@
+"""Handles that are dropped before anyone has waited: what they stand for goes on, as if somebody had."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import rankloom as rl
+from patience import wait_until
+from rankloom.world.handle import MOST_DROPPED, InFlight
+
+MANY = MOST_DROPPED + 10
+both_backends = pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+
+
+@both_backends
+def test_messages_whose_handles_are_dropped_arrive(backend):
+    def body(world):
+        for step in range(MANY):
+            if world.rank == 0:
+                world.send(torch.full((20_000,), float(step)), 1, async_op=True)
+                gc.collect()
+            else:
+                assert world.recv(torch.zeros(20_000), 0).eq(step).all()
+        return world.all_reduce(torch.ones(1)).item()
+
+    assert rl.simulate(2, body, backend=backend, timeout=20) == [2.0, 2.0]
+
+
+@both_backends
+def test_messages_are_received_in_memory_that_nobody_holds(backend):
+    """As a message that is of no interest: those behind it are."""
+    def body(world):
+        for step in range(MANY):
+            if world.rank == 0:
+                world.send(torch.full((10,), float(step)), 1)
+            else:
+                world.recv(torch.zeros(10), 0, async_op=True)
+        return world.exchange(torch.full((10,), float(world.rank)), 1 - world.rank, torch.zeros(10), 1 - world.rank)[0].item()
+
+    assert rl.simulate(2, body, backend=backend, timeout=20) == [1.0, 0.0]
+
+
+@both_backends
+@pytest.mark.parametrize("dropping", [(0,), (0, 1)])
+def test_collectives_whose_handles_are_dropped_end_on_the_other_ranks(dropping, backend):
+    def body(world):
+        for step in range(10):
+            x = torch.full((5000,), float(world.rank + step))
+            begin = [lambda: world.all_gather(x, async_op=True), lambda: world.reduce_scatter(x, async_op=True),   # noqa: B023
+                     lambda: world.all_to_all(x, async_op=True), lambda: world.all_reduce(x.clone(), async_op=True),   # noqa: B023
+                     lambda: world.exchange(x, 1 - world.rank, x.clone(), 1 - world.rank, async_op=True)]   # noqa: B023
+            handles = [each() for each in begin]
+            if world.rank in dropping:
+                del handles
+                gc.collect()
+            else:
+                total = [float(handle.wait().sum()) for handle in handles]
+                both, other = 5000.0 * (2 * step + 1), 5000.0 * (step + 1 - world.rank)
+                assert total == [both, both / 2, both / 2, both, other]
+        return world.all_gather(torch.full((1,), float(world.rank))).tolist()
+
+    assert rl.simulate(2, body, backend=backend, timeout=20) == [[0.0, 1.0]] * 2
+
+
+def test_what_has_ended_is_not_held():
+    def body(world):
+        x = torch.ones(100)
+        held = weakref.ref(x.untyped_storage())
+        for _ in range(3):
+            world.all_reduce(x, async_op=True)
+        del x
+        wait_until(lambda: all(work.is_completed() for works in world.in_flight._dropped for work in works))
+        world.barrier()
+        gc.collect()
+        return held() is None, len(world.in_flight._dropped)
+
+    assert rl.simulate(2, body) == [(True, 0)] * 2
+
+
+def test_no_more_than_a_few_dozen_are_held_of_those_that_do_not_say_that_they_ended():
+    class Silent:
+        waited = 0
+
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            Silent.waited += 1
+
+    class Held:
+        """As a handle."""
+
+    flight = InFlight()
+    for _ in range(MANY):
+        flight.adopt([Silent()])
+    flight.add(Held())
+    assert Silent.waited == MANY - MOST_DROPPED
+
+
+def test_an_error_that_a_wait_has_raised_is_not_raised_again_by_another_call():
+    def body(world):
+        world.barrier()
+        if world.rank == 0:
+            handle = world.recv(torch.zeros(3), 1, async_op=True, label="never sent")
+            with pytest.raises(rl.CollectiveTimeout, match="never sent"):
+                handle.wait()
+            del handle
+            gc.collect()
+            assert not world.in_flight._dropped
+
+    rl.simulate(2, body, timeout=1)
+
+
+def test_a_closed_group_holds_no_works():
+    def body(world):
+        world.barrier()
+        world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
+        gc.collect()
+        held = len(world.in_flight._dropped)
+        world.close()
+        return held, len(world.in_flight._dropped)
+
+    assert rl.simulate(2, body) == [(1, 0)] * 2
