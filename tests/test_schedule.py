@@ -77,7 +77,13 @@ def test_a_name_that_ends_as_another_kind_of_file_is_refused_before_any_is_writt
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("costs", ["1e308,1e308,1e308", "1e307,1,1"])
+@pytest.mark.parametrize("costs", ["1e-320,1,1", "1e-320,0,0"])
+def test_costs_too_small_to_be_drawn_are_refused(costs):
+    with pytest.raises(ConfigError, match=f"--costs {costs}: one is too small to draw; give them in a smaller unit"):
+        list(show_schedule("1f1b", **NOTHING | {"costs": costs}))
+
+
+@pytest.mark.parametrize("costs", ["1e308,1e308,1e308", "1e307,1,1", "1e304,1,1"])   # the last: in the units of a trace
 def test_costs_that_add_up_to_more_than_a_number_holds_are_refused(costs):
     with pytest.raises(ConfigError, match=f"--costs {costs}: together they are more than a number can hold"):
         list(show_schedule("1f1b", **NOTHING | {"costs": costs}))

@@ -212,7 +212,7 @@ def scale(
     """
     from rankloom.train.config import load_config
     from rankloom.train.scaling_runs import parse_ranks, plan_study
-    from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows
+    from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
     from rankloom.world.launch import cores
 
     if steps <= WARM_UP_STEPS:
@@ -228,7 +228,7 @@ def scale(
         print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
         _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
     rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
-    _show_scaling(rows, folder, f"{config.model.preset}, {'weak' if weak else 'strong'} scaling")
+    _show_scaling(rows, folder, title_of(config.model.preset, rows, weak=weak))
 
 
 def _run_child(argv: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.files import saving
 from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
-from rankloom.parallel.pipeline.draw import as_svg, as_trace, grid, legend, say_squeezed
+from rankloom.parallel.pipeline.draw import TRACE_UNIT, WIDEST, as_svg, as_trace, grid, legend, say_squeezed, shortest
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, named_schedule
@@ -137,8 +137,10 @@ def show_schedule(name: str, *, stages: int | None, microbatches: int | None, ch
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)
     timeline = simulate_schedule(schedule, of_stages)
-    if not isfinite(timeline.makespan * len(schedule.ranks)):   # the largest sum computed
+    if not isfinite(timeline.makespan * len(schedule.ranks) * TRACE_UNIT):   # the largest number computed
         raise ConfigError(f"--costs {costs}: together they are more than a number can hold; give them in a larger unit")
+    if not isfinite(WIDEST / shortest(timeline)):
+        raise ConfigError(f"--costs {costs}: one is too small to draw; give them in a smaller unit")
     title = f"{name}: {schedule.stages} stages on {len(schedule.ranks)} ranks, {schedule.microbatches} micro-batches"
     yield title
     draw = partial(drawing, columns=columns, coloured=coloured)

@@ -60,6 +60,14 @@ def test_a_bad_json_line_is_named_by_file_and_line(tmp_path, line, message):
     assert f"{path}:2" in str(caught.value)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_a_bad_json_line_is_named_by_its_own_column(tmp_path, end):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(f'{{"text": "a"{end}'.encode())
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not JSON: .* at column 13$"):
+        read(path)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
 def test_utf_16_is_named_with_or_without_a_byte_order_mark(tmp_path, encoding, name):

@@ -1,12 +1,13 @@
 """Shapes of models: presets, the size dial, and arithmetic that must agree with the real model."""
 
+import math
 import subprocess
 import sys
 
 import pytest
 
 from rankloom.base.errors import ConfigError
-from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
+from rankloom.models.config import PRESETS, GPTConfig, MoEConfig, model_flops_per_token, parameter_count, preset
 from rankloom.models.gpt import GPT
 
 UNITS = {"M": 1e6, "B": 1e9}
@@ -82,3 +83,10 @@ def test_flops_are_six_per_parameter_plus_attention_that_grows_with_length():
 def test_config_needs_no_torch():
     code = "import sys, rankloom.models.config as c; c.preset('27M'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["capacity", "balance_loss", "router_z_loss", "bias_rate"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_numbers_of_experts_that_are_none_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"model.moe.{name} = {value}; it must be 0 or more, and finite"):
+        MoEConfig(**{name: value})

@@ -78,6 +78,13 @@ def test_top_k_draws_among_the_k_likeliest_only():
     assert everything == {0, 1, 2, 3}
 
 
+def test_the_k_likeliest_are_drawn_at_any_temperature():
+    """Where it is so high that all odds are equal, too."""
+    logits = torch.tensor([[5.0, 1.0, 3.0, 4.0, 0.0]])
+    draws = {choose_token(logits, 1e308, 2, [torch.Generator().manual_seed(seed)]).item() for seed in range(60)}
+    assert draws == {0, 3}
+
+
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_a_temperature_near_zero_takes_the_likeliest_token(top_k):
     """Scores over 1e-320 had been infinite, and odds no numbers."""
@@ -110,6 +117,21 @@ def test_a_stop_token_ends_a_row_and_all_ended_ends_the_text(model):
     assert alone.shape[1] == first + 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_whose_weights_are_broken_says_so(model, broken, temperature):
+    with torch.no_grad():
+        model.norm.weight.fill_(broken)
+    with pytest.raises(rl.NonFinite, match="logits are not finite.* load an earlier checkpoint"):
+        generate(model, prompt(), max_new_tokens=2, temperature=temperature)
+
+
+def test_tokens_that_may_not_be_drawn_may_have_a_logit_of_minus_infinity():
+    logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.5]])
+    assert {choose_token(logits, 1e300, None, [torch.Generator().manual_seed(seed)]).item() for seed in range(40)} == {1, 3}
+    assert choose_token(logits, 0, None, []).item() == 3
+
+
 def test_generation_ignores_dropout_and_gives_every_module_its_mode_back_also_after_an_error():
     model = GPT(GPTConfig(vocab_size=37, seq_len=16, width=16, layers=1, heads=4, kv_heads=2, ffn=24, dropout=0.5))
     one, two = (generate(model, prompt(), max_new_tokens=6, temperature=0) for _ in range(2))
@@ -127,6 +149,7 @@ def test_generation_ignores_dropout_and_gives_every_module_its_mode_back_also_af
     (dict(prompt_tokens=torch.tensor([[1, 37]])), DataError, "0 to 36"),
     (dict(temperature=-1.0), ConfigError, "^temperature is -1.0, expected 0 or more$"),
     (dict(temperature=math.nan), ConfigError, "^temperature is nan"),
+    (dict(temperature=math.inf), ConfigError, "^temperature is inf, expected a finite one$"),
     (dict(top_k=0), ConfigError, "^top_k is 0, expected 1 or more"),
 ])
 def test_a_request_that_makes_no_sense_is_refused(model, wrong, error, message):

@@ -94,6 +94,12 @@ def test_the_layer_is_its_formulas_forward_and_backward(top_k, shared, capacity)
         assert 0 < layer.dropped < layer.routed.sum() == 3 * 7 * top_k
 
 
+@pytest.mark.parametrize("capacity", [1e30, 1.7e308])
+def test_a_capacity_above_all_tokens_drops_none(capacity):
+    chosen = torch.randint(0, SMALL.experts, (2, 9, 2), generator=torch.Generator().manual_seed(1))
+    assert within_capacity(chosen, dataclasses.replace(SMALL, capacity=capacity)).all()
+
+
 @pytest.mark.parametrize("capacity", [0.25, 0.8, 1.0, 1.5])
 def test_an_expert_takes_first_choices_before_second_ones_and_early_tokens_before_late_ones(capacity):
     config = dataclasses.replace(SMALL, capacity=capacity)

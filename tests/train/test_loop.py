@@ -241,6 +241,15 @@ def test_the_summary_is_there_where_what_comes_before_it_fails(table, tmp_path):
     assert summary["steps"] == 5 and summary["validation_loss"] > 0 and summary["trigram_loss"] > 0
 
 
+def test_a_model_that_its_last_step_has_ruined_writes_no_samples_and_says_why(table):
+    said = []
+    config = table(train={"steps": 1}, optimizer={"lr": 1e38}, schedule={"decay": "constant", "warmup_steps": 0})
+    summary = loop.train(config, init(device="cpu"), lambda event: said.append(str(event)))
+    assert any("no samples: the model's logits are not finite" in line for line in said)
+    assert load_model(Path(summary.folder)) and not (Path(summary.folder) / "samples.txt").exists()
+    assert json.loads((Path(summary.folder) / "summary.json").read_text())["steps"] == 1
+
+
 def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
     seen = []
 

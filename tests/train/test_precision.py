@@ -313,6 +313,11 @@ def test_a_format_is_a_dtype_and_patterns_stand_in_a_tuple():
         Precision("mine", full="*norm*")
 
 
+def test_modules_that_compute_in_the_master_dtype_need_one():
+    with pytest.raises(rl.ConfigError, match=r"full=\('\*norm\*',\) names modules that compute in the master dtype, and there is none"):
+        Precision("mine", torch.bfloat16, full=("*norm*",))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
 @pytest.mark.parametrize("field", ["compute", "master", "reduce", "output"])
 def test_a_format_has_floating_numbers_in_16_bits_or_more(field, dtype):

@@ -18,6 +18,9 @@ accumulate = 3
 eval_every = 10
 [schedule]
 warmup_steps = 100
+[checkpoint]
+interval = 3
+resume = "runs/first"
 """
 
 
@@ -44,7 +47,7 @@ def test_weak_scaling_keeps_the_batch_of_a_rank(file):
 
 
 def test_a_study_is_short_and_does_nothing_after_the_steps(file):
-    config = planned(file, [2], overrides=["--checkpoint.interval", "3", "--checkpoint.resume", "runs/first"])[0]
+    config = planned(file, [2])[0]
     assert (config.checkpoint.interval, config.checkpoint.resume) == (0, None)
     assert (config.train.steps, config.train.evaluate, config.train.eval_every, config.train.samples) == (9, False, 0, 0)
     assert config.data.baseline is False
@@ -72,10 +75,30 @@ def test_a_number_of_ranks_that_cannot_be_is_named_before_anything_runs(file):
 
 
 @pytest.mark.parametrize("words, said", [(["--run.name", "foo"], "--run.name foo: has no effect on a study, .*--out is their folder"),
-                                         (["--train.steps=99"], "--train.steps 99: has no effect on a study, .*--steps says")])
+                                         (["--train.steps=99"], "--train.steps 99: has no effect on a study, .*--steps says"),
+                                         (["--mesh", "replicate=2"], "--mesh.replicate 2: has no effect .*--mesh.shard may be given"),
+                                         (["--train.samples", "2"], "--train.samples 2: has no effect on a study, which only trains"),
+                                         (["--train.eval_every=5"], "--train.eval_every 5: has no effect on a study, which only trains"),
+                                         (["--train.evaluate=true"], "--train.evaluate true: has no effect on a study"),
+                                         (["--data.baseline=true"], "--data.baseline true: has no effect on a study"),
+                                         (["--checkpoint.interval=3"], "--checkpoint.interval 3: has no effect .* writes no checkpoints"),
+                                         (["--checkpoint.resume=runs/a"], "--checkpoint.resume runs/a: has no effect .* begin anew")])
 def test_words_that_a_study_would_not_heed_are_refused(file, words, said):
     with pytest.raises(ConfigError, match=said):
         planned(file, [1], overrides=words)
+
+
+def test_what_a_study_turns_off_may_be_turned_off(file):
+    words = ["--train.samples=0", "--train.evaluate=false", "--train.eval_every=0", "--data.baseline=false", "--checkpoint.resume=none"]
+    assert planned(file, [2], overrides=words) == planned(file, [2])
+
+
+def test_a_shard_that_is_given_holds_on_any_number_of_ranks(file):
+    words = ["--train.stage", "3", "--mesh.shard", "2"]
+    meshes = [Mesh(shard=2), Mesh(replicate=2, shard=2), Mesh(replicate=4, shard=2)]
+    assert [config.mesh.as_mesh() for config in planned(file, [2, 4, 8], overrides=words)] == meshes
+    with pytest.raises(ConfigError, match=r"on 1 ranks: .mesh. shard 2 does not divide the 1 ranks"):
+        planned(file, [1, 2], overrides=words)
 
 
 @pytest.mark.parametrize("text", ["", "0,1", "two", "1;2", "-1"])

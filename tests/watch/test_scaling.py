@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rankloom.base.errors import DataError
-from rankloom.watch.scaling import WARM_UP_STEPS, MeasuredRun, measure, scaling_rows
+from rankloom.watch.scaling import WARM_UP_STEPS, MeasuredRun, measure, scaling_rows, title_of
 
 
 def write_run(folder, seconds):
@@ -45,3 +45,9 @@ def test_a_run_of_warm_up_only_is_refused(tmp_path):
     run = write_run(tmp_path / "run", [1.0] * WARM_UP_STEPS)
     with pytest.raises(DataError, match="no step after its first 3"):
         measure(run, 1)
+
+
+def test_the_title_says_beside_what_ranks_are_measured():
+    alone, four = (scaling_rows([MeasuredRun(ranks, 1.0, 100, 0.0)]) for ranks in (1, 4))
+    assert title_of("3M", alone, weak=True) == "3M, weak scaling"
+    assert title_of("3M", four, weak=False) == "3M, strong scaling, beside 4 ranks (efficiency 100% by definition)"

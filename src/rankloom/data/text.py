@@ -162,7 +162,7 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
 
 def _json_text(line: bytes, place: str, start: int) -> str:
     """The "text" of one line of a .jsonl file; of an empty line, ""."""
-    whole = _decode(line, place, start)
+    whole = _decode(line, place, start).rstrip("\r\n")   # or a column would be counted in the next line
     if not whole.strip():
         return ""
     try:

@@ -1,6 +1,7 @@
 """The shape of a GPT, named presets, and the parameters and FLOPs of a shape. Pure arithmetic, without torch."""
 
 from dataclasses import dataclass, fields, replace
+from math import inf
 
 from rankloom.base.errors import ConfigError, did_you_mean
 
@@ -30,8 +31,8 @@ class MoEConfig:
         if self.top_k > self.experts:
             raise ConfigError(f"model.moe.top_k = {self.top_k}, but there are {self.experts} experts")
         for name in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"model.moe.{name} = {getattr(self, name)}; it must be 0 or more")
+            if not 0 <= getattr(self, name) < inf:
+                raise ConfigError(f"model.moe.{name} = {getattr(self, name)}; it must be 0 or more, and finite")
 
 
 @dataclass(frozen=True, slots=True)

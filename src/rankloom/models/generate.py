@@ -1,10 +1,12 @@
 """Generate text with a trained GPT, one token at a time, with a key-value cache."""
 
+from math import inf
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.errors import ConfigError, DataError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
@@ -25,6 +27,7 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     A sharded model can generate, too. All its ranks must call this with the same `max_new_tokens`, and ranks that share the work on a
     row (tensor, context) with the same prompts. A rank whose rows have ended takes part until all are done.
     Text may grow past `seq_len`: the model then continues from the last half of its context.
+    raises: DataError for tokens that are no prompt, ConfigError for numbers that are no options, NonFinite for weights that are NaN
     """
     _check(model, prompt_tokens, temperature, top_k)
     rows = len(prompt_tokens)
@@ -56,8 +59,8 @@ def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | N
     if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
         raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
                         "or more (the end-of-text token, when there is no text to start from)")
-    if not temperature >= 0:
-        raise ConfigError(f"temperature is {temperature}, expected 0 or more")
+    if not 0 <= temperature < inf:
+        raise ConfigError(f"temperature is {temperature}, expected {'a finite one' if temperature > 0 else '0 or more'}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k is {top_k}, expected 1 or more; None, or 0 on the command line, draws among all tokens")
     check_tokens(prompt_tokens, model.config.vocab_size)
@@ -69,14 +72,20 @@ def new_caches(model: GPT) -> list[KVCache]:
 
 
 def choose_token(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
-    """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so that it does not depend on the device."""
+    """The next token of each row [B] from logits [B, V]. Drawn on the CPU, so that it does not depend on the device.
+
+    raises: NonFinite when the largest logit of a row is not finite
+    """
+    if not logits.amax(dim=1).isfinite().all():   # NaN if there is one
+        raise NonFinite("the model's logits are not finite, so it cannot choose a token: its weights are NaN, infinite or too large, as "
+                        "after a training that diverged. Train with a smaller learning rate, or load an earlier checkpoint")
     if temperature == 0:
         return logits.argmax(dim=1)
     scores = logits.double().cpu()
-    scores = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # all <= 0, so no overflow at a small temperature
+    odds = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # all <= 0, so no overflow at a small temperature
     if top_k is not None and top_k < scores.shape[1]:
         kth = scores.topk(top_k, dim=1).values[:, -1:]
-        scores = scores.masked_fill(scores < kth, -torch.inf)
-    odds = scores.softmax(dim=1)
+        odds = odds.masked_fill(scores < kth, -torch.inf)   # by scores: at a high temperature odds may be equal
+    odds = odds.softmax(dim=1)
     drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(odds, generators, strict=True)]
     return torch.cat(drawn).to(logits.device)

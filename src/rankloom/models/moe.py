@@ -219,7 +219,7 @@ def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
     which tokens are dropped depends on their row alone, not on the rest of the batch or on the rank.
     """
     rows, length, k = chosen.shape
-    room = ceil(config.capacity * length * k / config.experts)
+    room = ceil(min(config.capacity * length * k / config.experts, length * k))
     asked = chosen.transpose(1, 2).flatten(1)                      # [B, k*T]: all first choices, then all second ones
     order = asked.argsort(dim=1, stable=True)
     by_expert = asked.gather(1, order)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rankloom.base.errors import StorageError
+from rankloom.base.errors import NonFinite, StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import saving
 from rankloom.data.ngram import trigram_loss
@@ -118,7 +118,11 @@ def _write_samples(job: Job) -> None:
         return
     model, _ = load_model(job.run, job.world.device)
     prompts = starts(job.corpus.validation, train.samples, min(PROMPT_TOKENS, train.seq_len))
-    texts = continue_texts(model, tokenizer, prompts, max_tokens=train.sample_tokens, seed=job.config.run.seed)
+    try:
+        texts = continue_texts(model, tokenizer, prompts, max_tokens=train.sample_tokens, seed=job.config.run.seed)
+    except NonFinite as error:   # the weights are saved, and the summary is still to come
+        job.say(f"no samples: {error}")
+        return
     job.say("\n".join(f"sample {number}: {text}" for number, text in enumerate(texts, 1)))
     with saving(path) as temporary:
         temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")

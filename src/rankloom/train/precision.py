@@ -62,6 +62,9 @@ class Precision:
         for name in ("compute", "master", "reduce", "output"):
             expect_number_format(name, getattr(self, name))
         expect_type("full", self.full, (tuple, list), "patterns of module names, in a tuple")
+        if self.full and self.master is None:
+            raise ConfigError(f"full={self.full!r} names modules that compute in the master dtype, and there is none: give master, as in "
+                              "Precision(compute=torch.bfloat16, master=torch.float32, full=...)")
 
 
 PRECISIONS = {p.name: p for p in (

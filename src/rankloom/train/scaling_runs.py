@@ -10,6 +10,12 @@ from rankloom.train.schema import Config
 
 DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
            ("train", "steps"): "whose runs are as long as --steps says"}
+# What a study sets aside in the file; on the command line it may only be turned off.
+OFF = ("none", "false", "0")
+SET_ASIDE = {("mesh", "replicate"): "which gives --ranks to replicate and shard: --mesh.shard may be given",
+             ("train", "evaluate"): "which only trains", ("train", "eval_every"): "which only trains",
+             ("train", "samples"): "which only trains", ("data", "baseline"): "which only trains",
+             ("checkpoint", "interval"): "which writes no checkpoints", ("checkpoint", "resume"): "whose runs begin anew"}
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -27,8 +33,11 @@ def parse_ranks(text: str) -> list[int]:
     return ranks
 
 
-def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threads: int, folder: Path) -> list[str]:
+def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threads: int, folder: Path,
+                    shard: int | None = None) -> list[str]:
     """The overrides, added after the user's own, that turn `config` into the run on `ranks` ranks.
+
+    shard: that of all runs; None: as many as --ranks gives
 
     Strong scaling keeps the global batch, so each rank has less work on more ranks. Weak scaling keeps the rows per rank, so the batch
     grows. Axes other than replicate and shard stay the same. Every rank has the same number of threads in all runs: otherwise one
@@ -44,7 +53,7 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     train = {**sizes, "steps": steps, "evaluate": "false", "eval_every": 0, "samples": 0}
     train["threads"] = None if config.train.deterministic else config.train.threads or threads
     words = [f"--train.{key}={'none' if value is None else value}" for key, value in train.items()]
-    axes = config.mesh.model_copy(update={"replicate": None, "shard": None}).filled(ranks, config.train.stage)   # other axes stay
+    axes = config.mesh.model_copy(update={"replicate": None, "shard": shard}).filled(ranks, config.train.stage)   # other axes stay
     warm_up = min(config.schedule.warmup_steps, steps)
     return [
         *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
@@ -61,15 +70,18 @@ def plan_study(
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
             divide, and for an override that would have no effect
     """
-    for flag in parse_overrides(overrides):
-        if reason := DECIDED.get((flag.section, flag.key)):
+    flags = {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
+    for key, flag in flags.items():
+        reason = DECIDED.get(key) or (None if flag.text.lower() in OFF else SET_ASIDE.get(key))
+        if reason:
             raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason}")
     config = load_config(file, overrides)
+    shard = config.mesh.shard if ("mesh", "shard") in flags else None
     expect_source(config.data.source)
     plans = {}
     for n in ranks:
         try:
-            plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder)]
+            plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder, shard=shard)]
             load_config(file, plans[n])
         except ConfigError as error:
             raise ConfigError(f"on {n} ranks: {error}") from None

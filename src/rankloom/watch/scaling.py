@@ -40,6 +40,13 @@ def measure(run: Path, ranks: int) -> MeasuredRun:
     return MeasuredRun(ranks, seconds, tokens, exposed)
 
 
+def title_of(preset: str, rows: list[Row], *, weak: bool) -> str:
+    """What the table and the picture are of."""
+    fewest = rows[0].ranks
+    beside = "" if fewest == 1 else f", beside {fewest} ranks (efficiency 100% by definition)"
+    return f"{preset}, {'weak' if weak else 'strong'} scaling{beside}"
+
+
 def scaling_rows(measured: list[MeasuredRun]) -> list[Row]:
     """Compare every run with the one on the fewest ranks, p. That one's efficiency is 1 by definition.
 

@@ -49,7 +49,7 @@ def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
 def say_squeezed(timeline: Timeline, columns: int, coloured: bool = True) -> str:
     """What a column of `grid` stands for, where cells have one column, or less than their names need; empty elsewhere."""
     scale, digits = _scale(timeline, columns), len(str(timeline.schedule.microbatches - 1))
-    narrow = round(scale * _shortest(timeline), 6) < max(2, digits if coloured else 1 + digits)
+    narrow = round(scale * shortest(timeline), 6) < max(2, digits if coloured else 1 + digits)
     if not narrow:
         return ""
     return f"one column = {1 / scale:.3g} time units, too narrow to name every action; a wider terminal, or --svg FILE, shows more"
@@ -57,12 +57,13 @@ def say_squeezed(timeline: Timeline, columns: int, coloured: bool = True) -> str
 
 def _scale(timeline: Timeline, columns: int) -> float:
     """Columns for a unit of time."""
-    shortest = _shortest(timeline)
-    scale = min(max(1, columns - _label_width(timeline)) / timeline.makespan, WIDEST / shortest)
-    return int(scale * shortest) / shortest if scale * shortest >= 1 else scale   # whole columns: equal actions look equal
+    unit = shortest(timeline)
+    scale = min(max(1, columns - _label_width(timeline)) / timeline.makespan, WIDEST / unit)
+    return int(scale * unit) / unit if scale * unit >= 1 else scale   # whole columns: equal actions look equal
 
 
-def _shortest(timeline: Timeline) -> float:
+def shortest(timeline: Timeline) -> float:
+    """How long the shortest action takes that takes any time."""
     return min(span.end - span.start for span in timeline.spans if span.end > span.start)
 
 
