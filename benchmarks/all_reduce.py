@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import RESULTS, Words, busy_cores, keep, machine, show
+from common import RESULTS, Words, busy_cores, count, counts, keep, machine, names_of, show
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -235,13 +235,13 @@ def run(ranks: int, args: argparse.Namespace) -> dict[Case, Times]:
 def main() -> None:
     """Measure, print the tables, keep them in benchmarks/results/ with a picture for each number of ranks."""
     parser = Words(__doc__)
-    parser.add_argument("--ranks", default="2")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--loops", type=int, default=5, help="of one turn")
+    parser.add_argument("--ranks", type=counts, default="2")
+    parser.add_argument("--turns", type=count, default=7)
+    parser.add_argument("--loops", type=count, default=5, help="of one turn")
     parser.add_argument("--seconds", type=float, default=0.01, help="of one loop")
-    parser.add_argument("--largest", type=int, default=64, help="size, in MiB")
+    parser.add_argument("--largest", type=count, default=64, help="size, in MiB")
     parser.add_argument("--huge-pages", action="store_true")
-    parser.add_argument("--libraries", default="gloo,Open MPI,rankloom", type=lambda text: text.split(","))
+    parser.add_argument("--libraries", default="gloo,Open MPI,rankloom", type=names_of(["gloo", "Open MPI", "rankloom"]))
     parser.add_argument("--name", default="all_reduce", help="of the files in benchmarks/results/")
     parser.add_argument("--draw", action="store_true", help="measure nothing: draw the pictures of --name anew")
     args = parser.read()
@@ -253,7 +253,7 @@ def main() -> None:
     warning, where = busy_cores(), machine()
     print(warning, file=sys.stderr)
     begin, rows, tables, pictures = time.perf_counter(), [], [], []
-    for ranks in map(int, args.ranks.split(",")):
+    for ranks in args.ranks:
         found = run(ranks, args)
         rows += all_rows(ranks, found)
         tables.append(show(summary(ranks, found)))

@@ -11,6 +11,7 @@ bit for bit: with two ranks a sum has one order only.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -21,7 +22,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Words, busy_cores, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import (
+    Words,
+    busy_cores,
+    count,
+    counts,
+    keep,
+    machine,
+    median_ms,
+    median_ratio,
+    names_of,
+    pin_to_core,
+    run_ranks,
+    show,
+    take_turns,
+)
 from data_parallel import CLIP, adamw, make_plain_step
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -54,8 +69,8 @@ class Bench:
         self.torch_groups = {"gloo": dist.group.WORLD, "rankloom": dist.new_group(backend="rankloom")}
         self.worlds = {backend: rl.init(backend=backend) for backend in BACKENDS}
         self.worlds[""] = alone()
-        self.config, self.precision = preset("27M", vocab_size=8192, seq_len=ROW), args.precision
-        text = torch.randint(0, 8192, (int(args.tokens) // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
+        self.config, self.precision = preset("27M", vocab_size=8192, seq_len=ROW), args.precision[0]
+        text = torch.randint(0, 8192, (args.tokens[0] // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
         self.batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         self.size = size
 
@@ -148,15 +163,15 @@ def table(found: dict, args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--precision", default="fp32,bf16")
-    parser.add_argument("--tokens", default="128,1024", help="per rank and step")
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--precision", type=names_of(["fp32", "bf16"]), default="fp32,bf16")
+    parser.add_argument("--tokens", type=counts, default="128,1024", help="per rank and step")
+    parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--name", default="backend_step", help="of the files in benchmarks/results/")
     args = parser.read()
     warning, where, rows = busy_cores(), machine(), []
     print(warning)
-    cases = [(precision, int(tokens)) for precision in args.precision.split(",") for tokens in args.tokens.split(",")]
+    cases = [*itertools.product(args.precision, args.tokens)]
     for args.precision, args.tokens in cases:
         shared = ["--precision", args.precision, "--tokens", str(args.tokens), "--repeat", str(args.repeat)]
         rows += table(run_ranks(__file__, args.ranks, shared), args)

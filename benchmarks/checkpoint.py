@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Words, busy_cores, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, busy_cores, count, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -101,8 +101,8 @@ def main() -> None:
     """Start the ranks, show and keep what they found."""
     words = Words(__doc__, worker)
     words.add_argument("--model", default="57M")
-    words.add_argument("--ranks", type=int, default=2)
-    words.add_argument("--repeat", type=int, default=8)
+    words.add_argument("--ranks", type=count, default=2)
+    words.add_argument("--repeat", type=count, default=8)
     words.add_argument("--folder", help=argparse.SUPPRESS)
     words.add_argument("--name", default="checkpoint", help="of the files in benchmarks/results/")
     args = words.read()

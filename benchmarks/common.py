@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,28 @@ class Words(argparse.ArgumentParser):
         if self._gpu and not args.small and not torch.cuda.is_available():
             raise SystemExit(f"{self.prog} measures one CUDA device, and there is none here; --small runs the script at toy size")
         return args
+
+
+def count(text: str) -> int:
+    """The number in an argument of the command line: a whole one, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Several of them, with commas between."""
+    return [count(part) for part in text.split(",")]
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A function that reads names with commas between, all of which are known."""
+    def read(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return read
 
 
 def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:

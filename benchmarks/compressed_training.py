@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, Words, keep, machine, show
+from common import RESULTS, Words, count, keep, machine, show
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -82,11 +82,11 @@ def main() -> None:
     parser = Words(__doc__)
     parser.add_argument("--compress", default=",".join(CASES))
     parser.add_argument("--add", action="store_true", help="keep the other rows of results/compressed_training.json")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=count, default=2)
     parser.add_argument("--model", default="1M")
     parser.add_argument("--source", default="stdlib")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--rows", type=int, default=16, help="of 128 tokens, in the global batch")
+    parser.add_argument("--steps", type=count, default=1500)
+    parser.add_argument("--rows", type=count, default=16, help="of 128 tokens, in the global batch")
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.read()
     rows = json.loads((RESULTS / "compressed_training.json").read_text())["rows"] if args.add else []

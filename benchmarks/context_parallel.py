@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import torch
-from common import Words, keep, machine, pin_to_core, run_ranks, show
+from common import Words, count, keep, machine, pin_to_core, run_ranks, show
 
 import rankloom as rl
 from rankloom.models.gpt import GPT, GPTConfig
@@ -55,9 +55,9 @@ def worker(args: argparse.Namespace) -> None:
 def main() -> None:
     """Measure one process, then the ranks, print the table, keep it."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048, help="tokens that one process reads")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--ranks", type=count, default=4)
+    parser.add_argument("--length", type=count, default=2048, help="tokens that one process reads")
+    parser.add_argument("--layers", type=count, default=4)
     parser.add_argument("--kind", default="ring", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.read()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"   # for the ranks: larger tensors go back to the system when they are freed

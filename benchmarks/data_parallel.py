@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,18 +124,18 @@ def measure(ranks: int, size: str, args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", type=counts, default="2,4")
     parser.add_argument("--models", default="11M,57M")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--tokens", type=count, default=128, help="per rank and step")
+    parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--name", default="data_parallel", help="of the files in benchmarks/results/")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.read()
     where, rows = machine(), []
     for size in args.models.split(","):
-        for ranks in map(int, args.ranks.split(",")):
+        for ranks in args.ranks:
             rows += measure(ranks, size, args)
             print(show(rows[-len(VARIANTS):]), flush=True)
     keep(args.name, where, rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -46,13 +46,13 @@ def worker(args: argparse.Namespace) -> None:
 def main() -> None:
     """Measure for each number of ranks, print the table, keep it."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--ranks", type=counts, default="1,2,4")
     parser.add_argument("--model", default="11M")
-    parser.add_argument("--rows", type=int, default=8, help="of 128 tokens, in the global batch")
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--rows", type=count, default=8, help="of 128 tokens, in the global batch")
+    parser.add_argument("--repeat", type=count, default=8)
     args = parser.read()
     where, rows = machine(), []
-    for ranks in map(int, args.ranks.split(",")):
+    for ranks in args.ranks:
         times = run_ranks(__file__, ranks, ["--model", args.model, "--rows", str(args.rows), "--repeat", str(args.repeat)])
         rows += [{"model": args.model, "ranks": ranks, "variant": name, "median ms": median_ms(t["wall"]),
                   "over free": median_ratio(t["wall"], times["free"]["wall"]),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, show, synchronize, take_turns, the_device
+from common import Words, count, keep, machine, median_ms, median_ratio, pin_to_core, show, synchronize, take_turns, the_device
 from torch import nn
 
 from rankloom.train.dropout import DropoutKey, KeyedDropout
@@ -31,7 +31,7 @@ def make_layers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def main() -> None:
     """Measure every shape and format, print the table, keep it."""
     parser = Words(__doc__)
-    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--repeat", type=count, default=30)
     args = parser.read()
     device, where = the_device(), machine()
     if device.type == "cpu":

@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from common import Words, keep, machine, show
+from common import Words, count, keep, machine, show
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from conformance.faults import KINDS, STOPPED, Injection, Outcome, Pool, inject
@@ -41,7 +41,7 @@ def row_of(kind: str, outcomes: list[Outcome]) -> dict:
 def main() -> None:
     """Run them all, print the table and every problem, keep it in benchmarks/results/."""
     parser = Words(__doc__)
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=count, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.read()
     where, pool, rng = machine(), Pool(), random.Random(args.seed)

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import Words, keep, machine, run_alone, show, synchronize, the_device
+from common import Words, count, keep, machine, names_of, run_alone, show, synchronize, the_device
 
 import rankloom as rl
 from rankloom.data.text import documents
@@ -92,15 +92,15 @@ def main() -> None:
     """Every variant, each compared with the first; print the table and keep it."""
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--variants", default=",".join(RECIPES), help="the first is what the others are compared with")
+    parser.add_argument("--steps", type=count, default=200)
+    parser.add_argument("--variants", type=names_of(RECIPES), default=",".join(RECIPES), help="the first is what others are compared with")
     args = parser.read()
     where, (config, rows) = machine(), shape(args.small)
     tokens = rows * config.seq_len
     print(f"{where}\n{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens, {args.steps} steps", flush=True)
     table: list[dict] = []
     first: dict = {}
-    for variant in args.variants.split(","):
+    for variant in args.variants:
         found = measure(variant, args)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}", flush=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, keep, last_line, machine, show, synchronize, try_ranks
+from common import Words, count, keep, last_line, machine, names_of, show, synchronize, try_ranks
 from gpu_single import adamw, plain_step
 from torch import Tensor, nn
 
@@ -239,14 +239,14 @@ def main() -> None:
     """Run the parts asked for, print as they come, keep all."""
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--parts", default="speed,budget,ranks")
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--parts", type=names_of(["speed", "budget", "ranks"]), default="speed,budget,ranks")
+    parser.add_argument("--repeat", type=count, default=10)
     parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.read()
     where, found, table = machine(), {}, []
     print(where, flush=True)
-    for name in (name for name, variant in VARIANTS.items() if variant.part in args.parts.split(",")):
+    for name in (name for name, variant in VARIANTS.items() if variant.part in args.parts):
         result = measure(name, args)
         if "error" in result:
             print(f"{name} could not run: {result['error']}", flush=True)

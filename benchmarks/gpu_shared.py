@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, busy_cores, keep, machine, show, synchronize, the_device, try_ranks
+from common import Words, busy_cores, count, counts, keep, machine, show, synchronize, the_device, try_ranks
 
 import rankloom as rl
 from rankloom.world.connect import connect
@@ -117,14 +117,14 @@ def worker(args: argparse.Namespace) -> None:
 def main() -> None:
     """Every number of ranks in processes of its own; print the table and keep it."""
     parser = Words(__doc__, worker, gpu=True)
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--ranks", type=counts, default="2,4,8")
+    parser.add_argument("--repeat", type=count, default=9)
     args = parser.read()
     where = machine()
     table: list[dict] = []
     print(f"{where}\n{busy_cores()}", flush=True)
-    for ranks in args.ranks.split(","):
-        rows = try_ranks(__file__, int(ranks), ["--repeat", str(args.repeat), *["--small"] * args.small])
+    for ranks in args.ranks:
+        rows = try_ranks(__file__, ranks, ["--repeat", str(args.repeat), *["--small"] * args.small])
         if "error" in rows:
             print(f"{ranks} ranks could not run: {rows['error']}", flush=True)
             continue

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, keep, machine, run_alone, show, synchronize, the_device
+from common import Words, count, keep, machine, names_of, run_alone, show, synchronize, the_device
 from torch import Tensor, nn
 
 import rankloom as rl
@@ -142,15 +142,15 @@ def main() -> None:
     """Measure the device's ceiling, then every variant; print the table and keep it."""
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--repeat", type=count, default=10)
+    parser.add_argument("--variants", type=names_of(VARIANTS), default=",".join(VARIANTS))
     args = parser.read()
     where, (config, rows) = machine(), shape(args.small)
     ceiling, tokens = matmul_rate(512 if args.small else 8192), rows * config.seq_len
     size = f"{parameter_count(config) / 1e6:.1f}M parameters, {rows} x {config.seq_len} tokens"
     print(f"{where}\n{size}, matmul {ceiling:.4g} TFLOP/s", flush=True)
     table = []
-    for variant in args.variants.split(","):
+    for variant in args.variants:
         found = measure(variant, args)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}", flush=True)

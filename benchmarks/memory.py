@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Words, keep, machine, show
+from common import Words, count, counts, keep, machine, names_of, show
 from torch import Tensor
 
 import rankloom as rl
@@ -225,16 +225,15 @@ def put(page: Path, name: str, table: str) -> None:
 def main() -> None:
     """Count, compute, print, keep."""
     parser = Words(__doc__)
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--precision", default=f"{FP32},{BF16}")
-    parser.add_argument("--gpus", type=int, default=8, help="of the table for 7B")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank, in the table for 7B")
+    parser.add_argument("--ranks", type=counts, default="2,4")
+    parser.add_argument("--precision", type=names_of([FP32, BF16]), default=f"{FP32},{BF16}")
+    parser.add_argument("--gpus", type=count, default=8, help="of the table for 7B")
+    parser.add_argument("--tokens", type=count, default=4096, help="of a rank, in the table for 7B")
     parser.add_argument("--no-docs", dest="docs", action="store_false")
     args = parser.read()
     config = preset("1M", vocab_size=512, seq_len=64, layers=24)
     saved, seven = saved_rows(preset("11M"), 256), seven_billion(args.gpus, args.tokens)
-    stages = [row for precision in args.precision.split(",") for ranks in args.ranks.split(",")
-              for row in stage_rows(int(ranks), precision, config)]
+    stages = [row for precision in args.precision for ranks in args.ranks for row in stage_rows(ranks, precision, config)]
     tables = {"stages": stages, "saved": saved, "seven": seven}
     for name, rows in tables.items():
         print(show(rows), end="\n\n", flush=True)

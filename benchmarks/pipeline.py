@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
@@ -189,14 +189,14 @@ def tables(rows: list[dict], bubbles: list[dict]) -> str:
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", type=counts, default="2,4")
     parser.add_argument("--models", default="11M")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "rankloom"])
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="of the parameters, and so of all")
-    parser.add_argument("--tokens", type=int, default=128, help="of a row")
-    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--tokens", type=count, default=128, help="of a row")
+    parser.add_argument("--rows", type=count, default=2, help="of a micro-batch")
+    parser.add_argument("--microbatches", type=count, default=8)
+    parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--no-speed", action="store_true", help="the bubbles only")
     parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results/")
     args = parser.read()
@@ -204,7 +204,7 @@ def main() -> None:
     rows: list[dict] = []
     bubbles: list[dict] = []
     for size in args.models.split(","):
-        for ranks in map(int, args.ranks.split(",")):
+        for ranks in args.ranks:
             some, more = measure(ranks, size, args)
             rows, bubbles = rows + some, bubbles + more
             print(f"{tables(some, more)}\n", flush=True)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import Words, keep, machine, show
+from common import Words, count, counts, keep, machine, show
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,14 +34,14 @@ def losses(ranks: int, steps: int, deterministic: bool, folder: Path) -> list[fl
 def main() -> None:
     """Run all, print the table, keep it."""
     parser = Words(__doc__)
-    parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--ranks", type=counts, default="1,2,4")
+    parser.add_argument("--steps", type=count, default=60)
     args = parser.read()
     where, rows = machine(), []
     with tempfile.TemporaryDirectory() as folder:
         for deterministic in (False, True):
             alone = losses(1, args.steps, deterministic, Path(folder))
-            for ranks in map(int, args.ranks.split(",")):
+            for ranks in args.ranks:
                 mine = losses(ranks, args.steps, deterministic, Path(folder)) if ranks > 1 else alone
                 apart = [abs(a - b) / b for a, b in zip(mine, alone, strict=True)]
                 rows.append({"order": "deterministic" if deterministic else "free", "ranks": ranks, "first loss": round(mine[0], 6),

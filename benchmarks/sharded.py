@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common import Words, busy_cores, keep, machine, median_ms, median_ratio, show
+from common import Words, busy_cores, count, counts, keep, machine, median_ms, median_ratio, names_of, show
 from pool import Pool
 
 HERE = Path(__file__).parent
@@ -272,30 +272,32 @@ def judge(text: str, met: bool) -> str:
 def main() -> None:
     """Measure, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--precision", default="fp32,bf16")
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--precision", type=names_of(["fp32", "bf16"]), default="fp32,bf16")
     parser.add_argument("--model", default="27M")
-    parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--tokens", type=count, default=128, help="per rank and step")
+    parser.add_argument("--rounds", type=count, default=8)
     parser.add_argument("--warm-up", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--variants", nargs="+", default=[""], help="parts of their names; all when left out")
     parser.add_argument("--no-speed", dest="speed", action="store_false")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
-    parser.add_argument("--memory-ranks", default="1,2,4")
+    parser.add_argument("--memory-ranks", type=counts, default="1,2,4")
     parser.add_argument("--name", default="sharded", help="of the files in benchmarks/results/; empty: keep nothing")
     args = parser.read()
+    if nothing := [part for part in args.variants if not any(part in variant.name for variant in (*ALL, *IN_MEMORY))]:
+        parser.error(f"argument --variants: {nothing[0]!r} is in no name; they are {', '.join(variant.name for variant in ALL)}")
     wanted = lambda variant: any(part in variant.name for part in args.variants)
     warning, where, rows, tables = busy_cores(), machine(), [], []
     print(warning, file=sys.stderr)
-    for precision in args.precision.split(",") if args.speed else ():
+    for precision in args.precision if args.speed else ():
         variants = [variant for variant in ALL if wanted(variant) and (variant != AUTOCAST or precision == "bf16")]
         rows += speed_table(variants, measure(variants, args, precision), args, precision)
         tables.append(show(rows[-len(variants):]))
         print(tables[-1], flush=True)
     held = []
-    for precision, ranks, variant in itertools.product(args.precision.split(","), args.memory_ranks.split(","), filter(wanted, IN_MEMORY)):
+    for precision, ranks, variant in itertools.product(args.precision, args.memory_ranks, filter(wanted, IN_MEMORY)):
         if args.memory:
-            held.append(memory_row(variant, int(ranks), args, precision))
+            held.append(memory_row(variant, ranks, args, precision))
             print(held[-1], file=sys.stderr, flush=True)
     if held:
         tables += [show(held), "\n".join(judge_memory(held))]

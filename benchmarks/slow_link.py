@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from common import Words, keep, machine, median_ratio, show
+from common import Words, count, counts, keep, machine, median_ratio, show
 
 import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
@@ -208,9 +208,9 @@ def main() -> None:
     """Measure at each rate, print the table, keep it."""
     parser = Words(__doc__, worker)
     parser.add_argument("--rates", default="100mbit,1gbit")
-    parser.add_argument("--side", type=int, default=4096, help="the buffer is a matrix of side x side fp32 numbers")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--ranks-per-host", default="1,2")
+    parser.add_argument("--side", type=count, default=4096, help="the buffer is a matrix of side x side fp32 numbers")
+    parser.add_argument("--repeat", type=count, default=5)
+    parser.add_argument("--ranks-per-host", type=counts, default="1,2")
     parser.add_argument("--keep", default="slow_link", help="name of the files in benchmarks/results")
     args = parser.read()
     end_unless_permitted()
@@ -218,7 +218,7 @@ def main() -> None:
     with two_hosts():
         for rate in args.rates.split(","):
             limit(rate)
-            for ranks in map(int, args.ranks_per_host.split(",")):
+            for ranks in args.ranks_per_host:
                 found = launch(ranks, ["--side", str(args.side), "--repeat", str(args.repeat)])
                 rows += rows_of(found, rate, ranks, args.side**2 * 4 >> 20)
                 print(show(rows[-len(found):]), flush=True)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Words, keep, machine, median_ms, median_ratio, show, take_turns
+from common import Words, count, keep, machine, median_ms, median_ratio, show, take_turns
 from slow_link import end_unless_permitted, launch, limit, two_hosts
 
 import rankloom as rl
@@ -47,8 +47,8 @@ def main() -> None:
     parser = Words(__doc__, worker)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--model", default="11M", help="a preset")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--ranks-per-host", type=int, help="left out: 1, then 2")
+    parser.add_argument("--repeat", type=count, default=5)
+    parser.add_argument("--ranks-per-host", type=count, help="left out: 1, then 2")
     args = parser.read()
     end_unless_permitted()
     where, rows = machine(), []

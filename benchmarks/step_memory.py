@@ -17,7 +17,7 @@ from pathlib import Path
 
 import gpu_single
 import torch
-from common import RESULTS, Words, keep, machine, run_alone, show
+from common import RESULTS, Words, count, keep, machine, run_alone, show
 from gpu_sharded import VARIANTS, fsdp2, ours, tokens_of
 from matplotlib.figure import Figure
 
@@ -98,7 +98,7 @@ def draw(found: dict[str, list[tuple[float, int]]], scale: int, path: Path) -> N
 def main() -> None:
     """Count, print, draw, keep."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--scale", type=int, default=8, help="divides every side of the model: 8 or 16")
+    parser.add_argument("--scale", type=count, default=8, help="divides every side of the model: 8 or 16")
     parser.add_argument("--name", default="step_memory", help="of the files in benchmarks/results/")
     args = parser.read()
     where, found, table, peer = machine(), {}, [], 0.0

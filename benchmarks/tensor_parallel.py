@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Words, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -123,17 +123,17 @@ def measure(ranks: int, size: str, args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Measure all combinations, print the tables, keep them in benchmarks/results/."""
     parser = Words(__doc__, worker)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", type=counts, default="2,4")
     parser.add_argument("--models", default="11M,57M")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "rankloom"])
-    parser.add_argument("--tokens", type=int, default=128, help="of a row")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=8)
+    parser.add_argument("--tokens", type=count, default=128, help="of a row")
+    parser.add_argument("--rows", type=count, default=2)
+    parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--name", default="tensor_parallel", help="of the files in benchmarks/results/")
     args = parser.read()
     where, rows = machine(), []
     for size in args.models.split(","):
-        for ranks in map(int, args.ranks.split(",")):
+        for ranks in args.ranks:
             rows += measure(ranks, size, args)
             print(show(rows[-len(VARIANTS):]), flush=True)
     keep(args.name, where, rows)

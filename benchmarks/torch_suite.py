@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from common import Words, keep, machine, show
+from common import Words, count, keep, machine, show
 from pool import Pool
 from serve import serve
 
@@ -93,7 +93,7 @@ def verdict(answers: list[list[str]]) -> list[str]:
 def main() -> None:
     """Run every test on both, print what did not pass on one of them, and keep the counts in benchmarks/results/."""
     parser = Words(__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=count, default=8)
     parser.add_argument("--tests", default="*")
     args = parser.read()
     os.environ.update(TORCHS_ENVIRONMENT | {"WORLD_SIZE": str(args.ranks)})
