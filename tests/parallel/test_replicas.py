@@ -187,6 +187,17 @@ def test_models_of_another_make_are_refused_on_all_ranks_with_what_differs(p, di
     assert rl.simulate(p, body) == [True] * p
 
 
+@pytest.mark.parametrize("wrap", [
+    lambda model, world: rl.fully_shard(model, world),
+    *(lambda model, world, stage=stage: rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world,
+                                                   stage=stage) for stage in (1, 2, 3))])
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_an_embedding_that_changes_its_weight_in_forward_is_not_cut(kind, wrap):
+    """On one rank, too: the optimizer has slices, of which forward knows nothing."""
+    with pytest.raises(rl.ConfigError, match="0 is an embedding with max_norm, which changes its weight .* train at stage 0 on one rank"):
+        rl.simulate(1, lambda world: wrap(torch.nn.Sequential(kind(5, 4, max_norm=1.0)), world))
+
+
 @pytest.mark.parametrize("told", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_an_embedding_that_depends_on_the_rows_of_one_rank_is_refused_on_several(told):
     """The weights of stage 0 drifted apart, rank by rank, or its gradients were others."""

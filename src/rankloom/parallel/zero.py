@@ -20,7 +20,7 @@ parameters exist once at every stage: only gradients are sent, n(p-1)/p, and sta
 source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sharding.py for how a step goes
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -99,9 +99,10 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     whole:     names of parameters that must not be cut, laid out by `lay_out_whole`
     canonical: gradients stay whole on every rank, and the caller sums them; parameters stay gathered from a step's first forward to its end
     fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
-    raises:    ConfigError for impossible `units`
+    raises:    ConfigError for impossible `units`, and for an embedding that changes its weight in forward
     """
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    _expect_no_max_norm(modules)
     host, frames = Host(group.device) if strategy.offload else None, Frames(group.device)
     sections = []
     members_of = parameters_of_sections(model, section_names(model, strategy.units))
@@ -119,6 +120,14 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     sums_of = lambda unit: UnitSums(unit, replicas_of(unit), strategy.summing, exact=bool(strategy.copied & unit.params.keys()))
     return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, experts=strategy.experts, frames=frames,
                     gathering=gathering, sums_of=sums_of)
+
+
+def _expect_no_max_norm(modules: Mapping[str, nn.Module]) -> None:
+    embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    name = next((name for name, module in embeddings.items() if module.max_norm is not None), None)
+    if name is not None:
+        raise ConfigError(f"{name or 'the model'} is an embedding with max_norm, which changes its weight in each forward, and the "
+                          "optimizer has slices of it: leave it out, or train at stage 0 on one rank")
 
 
 def _keeps_whole_gradients(strategy: ShardingStrategy, group: Group, canonical: bool) -> bool:

@@ -52,6 +52,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight, self.group, self.enter, self.transposed, self.gathers, self.label = weight, group, enter, transposed, gathers, label
         self.register_parameter("bias", bias)
+        self.in_features, self.out_features = weight.shape if transposed else weight.shape[::-1]   # of this rank
 
     def extra_repr(self) -> str:
         """For printing the model."""
@@ -84,6 +85,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.group, self.out, self.transposed, self.slices, self.label = weight, group, out, transposed, slices, label
         self.register_parameter("bias", bias)
+        self.in_features, self.out_features = weight.shape if transposed else weight.shape[::-1]   # of this rank
 
     def extra_repr(self) -> str:
         """For printing the model."""
