@@ -30,6 +30,7 @@ from rankloom.parallel.pipeline.messages import AHEAD, in_order_of_sending, prov
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from rankloom.parallel.tensor.holding import gather_whole, holdings
 
 RTOL = 1e-12
 CHUNKS = {name: schedule.fewest for name, schedule in SCHEDULES.items()}
@@ -471,6 +472,37 @@ def routed_pieces():
     experts = MoEConfig(experts=3, top_k=2, ffn=6, balance_loss=0.1, router_z_loss=0.01)
     config = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=2, heads=2, kv_heads=1, ffn=12, moe=experts)
     return gpt_pieces(GPT(config, seed=3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", [2.0, 1, "inf"])
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(pipe=3), rl.Mesh(pipe=2, tensor=2)])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_clipping_over_all_stages_is_that_of_the_whole_model(name, mesh, order):
+    """The embedding and the head are tied: on two ranks, or in two stages of one. Tensor ranks share the KV head."""
+    whole = make_gpt()
+    for tokens, targets in token_batches(6):
+        gpt_loss(make_stages(gpt_pieces(whole), [len(gpt_pieces(whole))])[0](tokens), targets)[0].backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.01, float(order))
+
+    def body(world):
+        model, tensor = make_gpt(), world.group("tensor")
+        if tensor.size > 1:
+            rl.tensor_parallel(model, None, tensor)
+        pipe = rl.pipeline(gpt_pieces(model), loss_of(model), world.group("pipe"), schedule=name, microbatches=6)
+        pipe.step(token_batches(6))
+        found, after = pipe.clip_grad_norm_(0.01, order), pipe.clip_grad_norm_(1.0, order)
+        mine = {id(param) for stage in pipe.stages.values() for param in stage.parameters()}
+        grads = {name: param.grad for name, param in model.named_parameters() if id(param) in mine}
+        return found, after, gather_whole(grads, holdings(model), tensor)
+
+    seen = set()
+    for found, after, grads in rl.simulate(mesh, body):
+        assert abs(found / norm - 1) < RTOL and abs(after / 0.01 - 1) < 1e-3   # the epsilon in the factor
+        seen |= grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, dict(whole.named_parameters())[name].grad, rtol=RTOL, atol=RTOL * float(norm))
+    assert seen == expected.keys()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

@@ -194,14 +194,14 @@ def test_a_column_then_a_row(pair, ranks):
     expect_equal(ranks, lambda: shaken(PAIRS[pair]()), run, plan={"first": "colwise", "second": "rowwise"})
 
 
-def test_the_parts_of_a_layer_say_how_many_features_they_have():
+@pytest.mark.parametrize("kind", PAIRS)
+def test_the_parts_of_a_layer_say_how_many_features_they_have(kind):
     """As `nn.Linear` does: code that is not ours reads it."""
     def body(world):
-        pair = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
-        model = rl.tensor_parallel(pair, {"0": "colwise", "1": "rowwise"}, world)
-        return [(layer.in_features, layer.out_features) for layer in model]
+        pair = rl.tensor_parallel(shaken(PAIRS[kind]()), {"first": "colwise", "second": "rowwise"}, world)
+        return [(layer.in_features, layer.out_features) for layer in (pair.first, pair.second)]
 
-    assert rl.simulate(2, body) == [[(6, 4), (4, 4)]] * 2
+    assert rl.simulate(2, body) == [[(6, 6), (6, 5)]] * 2
 
 
 @pytest.mark.parametrize("words", [("colwise_rep", "rowwise_rep"), ("colwise_gather_output", "rowwise_split_input"),

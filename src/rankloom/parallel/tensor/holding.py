@@ -22,7 +22,7 @@ from rankloom.shard.norm import clip_to_norm
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
-# Attributes of modules: the holdings of its own parameters; of a model that was cut, the ranks that hold its parts.
+# Attributes of modules: the holdings of its own parameters; the ranks over which the model was cut that it belongs to.
 _HELD, _OVER = "rankloom_holdings", "rankloom_tensor_group"
 
 
@@ -167,8 +167,9 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
 
 
 def held_over(model: nn.Module, group: Group) -> None:
-    """Note which ranks hold the parts of a model."""
-    vars(model)[_OVER] = group
+    """Note which ranks hold the parts of a model, on each of its modules: a pipeline has some of them."""
+    for module in model.modules():
+        vars(module)[_OVER] = group
 
 
 def tensor_groups(model: nn.Module) -> list[Group]:
