@@ -101,6 +101,11 @@ def test_a_shard_that_is_given_holds_on_any_number_of_ranks(file):
         planned(file, [1, 2], overrides=words)
 
 
+def test_the_shard_of_the_file_is_set_aside(file):
+    file.write_text(FILE.replace("replicate = 2", "shard = 4").replace("[train]", "[train]\nstage = 3"))
+    assert [config.mesh.as_mesh() for config in planned(file, [1, 2, 8])] == [Mesh(), Mesh(shard=2), Mesh(shard=8)]
+
+
 @pytest.mark.parametrize("text", ["", "0,1", "two", "1;2", "-1"])
 def test_ranks_that_are_no_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="expected numbers of ranks"):

@@ -82,10 +82,10 @@ def choose_token(logits: Tensor, temperature: float, top_k: int | None, generato
     if temperature == 0:
         return logits.argmax(dim=1)
     scores = logits.double().cpu()
-    odds = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # all <= 0, so no overflow at a small temperature
+    scores = (scores - scores.amax(dim=1, keepdim=True)) / temperature   # all <= 0, so no overflow at a small temperature
     if top_k is not None and top_k < scores.shape[1]:
         kth = scores.topk(top_k, dim=1).values[:, -1:]
-        odds = odds.masked_fill(scores < kth, -torch.inf)   # by scores: at a high temperature odds may be equal
-    odds = odds.softmax(dim=1)
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    odds = scores.softmax(dim=1)
     drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(odds, generators, strict=True)]
     return torch.cat(drawn).to(logits.device)

@@ -157,7 +157,7 @@ class Group:
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
-            slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.detach().unflatten(0, (self.size - 1, n)).unbind()
+            slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
             return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
                                  start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
                                  finish=lambda: combine_in_order(op, slices[self.rank], theirs, self.rank, mine))
