@@ -4,7 +4,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from rankloom.base.errors import UnitError
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
@@ -51,6 +54,17 @@ def waiting_for(param: Tensor) -> Iterator[Any]:
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         if (weak := getattr(hook, "waits", None)) is not None and (method := weak()) is not None:
             yield method.__self__
+
+
+def landed(param: Tensor, name: str, rank: int, *, sparse: bool = False) -> Tensor:
+    """The gradient that backward has left in `param.grad`. raises: UnitError when it is gone, or `sparse` and may not be"""
+    if param.grad is None:
+        raise UnitError(f"rank {rank}: a hook has taken the gradient of {name} away before it was summed over ranks. Hooks may read or "
+                        "change gradients; clear them with `optimizer.zero_grad()`, after the step")
+    if param.grad.layout is not torch.strided and not sparse:
+        raise UnitError(f"rank {rank}: the gradient of {name} is sparse, as of F.embedding(sparse=True), and gradients lie end to end in "
+                        "memory: leave `sparse` out (at stage 0 only the touched rows of embeddings travel anyway)")
+    return param.grad
 
 
 class Kept(list[Any]):

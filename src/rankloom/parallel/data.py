@@ -29,6 +29,8 @@ from rankloom.world.group import Group
 class DataParallel(nn.Module):
     """A model whose gradients, after `backward()`, are the mean over all ranks of the group."""
 
+    has_names_of_module = True   # in its state dict
+
     def __init__(self, module: nn.Module, reducer: GradientReducer, guard: ReplicaGuard):
         super().__init__()
         self.module = module

@@ -40,7 +40,7 @@ class EmbeddingGradients:
         """
         gradient, lossy = self._gradient(name).contiguous(), None if self._summing.is_exact_now else self._lossy[name]
         dense = lossy.bill(gradient.numel(), self._group) if lossy else None
-        if rows_are_cheaper(rows, gradient, self._group.size, dense=dense):
+        if gradient.dtype in BITS and rows_are_cheaper(rows, gradient, self._group.size, dense=dense):
             return sum_rows(gradient, touched, rows, self._group, scale=self._summing.factor, label=f"rows of {name}")
         gradient.mul_(self._summing.factor)
         return lossy(gradient, self._group) if lossy else self._group.all_reduce(gradient, label=f"gradient of {name}")

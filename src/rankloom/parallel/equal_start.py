@@ -13,6 +13,7 @@ from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
 from rankloom.base.tensors import bytes_of
+from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import CUT, OWNED
 from rankloom.world.group import Group
@@ -25,10 +26,12 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expect_model_and_group(model: Any, group: Any) -> None:
-    """Check the types of model and group. Raises ConfigError, also for a model that `data_parallel` or `fully_shard` has changed."""
+    """Check the types of model and group. Raises ConfigError, also for a model that `data_parallel` or `fully_shard` has changed, and
+    for a group in which ranks hold different parts."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
     expect_unchanged(model)
+    expect_same_part(model, group)
 
 
 def expect_unchanged(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
 from rankloom.base.modes import run_together
 from rankloom.parallel.all_to_all import deal_rows
+from rankloom.parallel.axes import note_axis
 from rankloom.parallel.follow import Guide
 from rankloom.world.group import Group
 
@@ -75,6 +76,7 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
         layer.experts.keep(group.rank * each, each)
         layer.dispatch = SpreadDispatch(group)
     run_together(model)
+    note_axis(model, "expert", group)
     return model
 
 

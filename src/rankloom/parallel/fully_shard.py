@@ -26,11 +26,11 @@ from rankloom.comm.compress import Summing
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
-from rankloom.parallel.tensor.holding import copies_on_tensor_ranks, tensor_groups
 from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import clip_to_norm
@@ -44,6 +44,8 @@ class FullySharded(nn.Module):
     `parameters()` are this rank's slices, under the names of the plain model; `state_dict()` is whole, and a collective.
     """
 
+    has_names_of_module = True   # in its state dict
+
     def __init__(self, module: nn.Module, sharding: Sharding, summing: Summing, compute: torch.dtype | None = None):
         super().__init__()
         self.module = module
@@ -53,7 +55,7 @@ class FullySharded(nn.Module):
         self._owners = {name: owners[name] for name, _ in module.named_parameters() if name in owners}   # in the model's own order
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
         self._frozen: set[str] = set()   # slices that have been frozen since
-        self._compute, self._copies = compute, copies_on_tensor_ranks(module)
+        self._compute, self._split = compute, ModelSplit.found_in(module, sharding.group.alone())
         self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
         sharding.at_end = self._finish
@@ -114,12 +116,12 @@ class FullySharded(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before. A collective.
 
-        torch's own function of this name would see this rank's slices only. Parts of matrices that `tensor_parallel` has cut are slices of
-        one gradient too: the norm is that of the whole model.
+        torch's own function of this name would see this rank's slices only. Where `tensor_parallel` or `expert_parallel` has cut
+        the model before, too, the norm is that of the whole.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
-        grads = [(owner.grad, self._copies.get(name, 1)) for name, owner in self._owners.items() if owner.grad is not None]
-        return clip_to_norm(grads, [self._sharding.group, *tensor_groups(self.module)], max_norm, norm_type)
+        grads = [(owner.grad, self._split.copies(name)) for name, owner in self._owners.items() if owner.grad is not None]
+        return clip_to_norm(grads, [self._sharding.group, *self._split.parts], max_norm, norm_type)
 
     def after_update(self) -> None:
         """Call this after slices were changed by anything but a torch optimizer. A collective.

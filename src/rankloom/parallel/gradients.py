@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from rankloom.base.compression import HIERARCHICAL
 from rankloom.base.errors import ConfigError, UnitError
-from rankloom.base.hooks import hook_gradient
+from rankloom.base.hooks import hook_gradient, landed
 from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
@@ -143,9 +143,7 @@ class GradientReducer:
 
     @torch.no_grad()   # with create_graph=True it would become part of the graph
     def _land(self, name: str, param: Tensor) -> None:
-        if param.grad is None:
-            raise UnitError(f"rank {self.group.world_rank}: a hook has taken the gradient of {name} away before it was summed over ranks. "
-                            "Hooks may read or change gradients; clear them with `optimizer.zero_grad()`, after the step")
+        gradient = landed(param, name, self.group.world_rank, sparse=self.group.size == 1)
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
             if self.syncing and name not in bucket.waiting_for:
@@ -163,7 +161,7 @@ class GradientReducer:
         # No bucket: in the first backward, and always for embeddings sent by rows, gradients stay where autograd made them.
         self._arrivals.note(name, param, owner)
         if owner is not param:
-            owner.grad = param.grad.to(owner.dtype) if owner.grad is None else owner.grad.add_(param.grad)
+            owner.grad = gradient.to(owner.dtype) if owner.grad is None else owner.grad.add_(gradient)
             param.grad = None
 
     def _launch_full_buckets(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.layout import Span
 from rankloom.base.spans import Box
+from rankloom.parallel.axes import axes_of
 from rankloom.parallel.expert import gradient_axes
 from rankloom.parallel.tensor.holding import Holding, holdings
 from rankloom.world.group import Group
@@ -50,6 +51,17 @@ class ModelSplit:
         """The split that `tensor_parallel` and `expert_parallel` have made of a model."""
         spread = frozenset(name for name, axes in gradient_axes(model).items() if "expert" not in axes) if expert.size > 1 else frozenset()
         return cls(tensor, expert, context, holdings(model), spread)
+
+    @classmethod
+    def found_in(cls, model: nn.Module, alone: Group) -> "ModelSplit":
+        """The same, with the groups that are noted on the model. alone: a group of this rank only"""
+        axes = axes_of(model)
+        return cls.of(model, axes.get("tensor", alone), axes.get("expert", alone), alone)
+
+    @property
+    def parts(self) -> list[Group]:
+        """The groups whose ranks hold different parts."""
+        return [group for group in (self.tensor, self.expert) if group.size > 1]
 
     def copies(self, name: str) -> int:
         """How many ranks of the tensor and expert axes, this one included, hold the same elements."""

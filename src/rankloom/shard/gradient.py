@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
+from rankloom.base.hooks import landed
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.sums import Arrival, UnitSums
 from rankloom.shard.unit import Unit
@@ -128,9 +129,8 @@ class Gradient:
         if self.flying:
             raise UnitError(f"rank {self.unit.group.world_rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
                             "does one backward go through a forward of this unit that was run before the last optimizer step?")
-        assert param.grad is not None, f"{name}: hook without a gradient"
-        view = self._view(name)
-        view.add_(param.grad) if name in self.landed else view.copy_(param.grad)
+        view, gradient = self._view(name), landed(param, name, self.unit.group.world_rank)
+        view.add_(gradient) if name in self.landed else view.copy_(gradient)
         param.grad = None
         self.landed.add(name)
 

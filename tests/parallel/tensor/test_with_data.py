@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.tensor.holding import clip_grad_norm_, full_state_dict, gather_whole, holdings
+from rankloom.parallel.clip import clip_grad_norm_
+from rankloom.parallel.tensor.holding import full_state_dict, gather_whole, holdings
 from split_model import RTOL, error
 
 from .test_gpt import make, tokens

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
 from rankloom.base.loss import sum_and_count, take_auxiliary_loss
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.pipeline.actions import Action, Schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.messages import Messages, Values
 from rankloom.parallel.pipeline.passes import with_messages
 from rankloom.parallel.pipeline.split_backward import Product, backward_to_inputs, deferring, finish_products
 from rankloom.parallel.pipeline.tied import sum_tied
-from rankloom.parallel.tensor.holding import copies_on_tensor_ranks, tensor_groups
 from rankloom.shard.norm import clip_to_norm
 from rankloom.world.group import Group
 
@@ -113,17 +113,15 @@ class Pipeline:
         """Scale the gradients of all stages so that their norm is at most `max_norm`; returns the norm before. A collective.
 
         torch's own function of this name would see the stages of this rank only. A tied parameter counts once, and so do elements that
-        several tensor ranks hold, where `tensor_parallel` has cut the stages.
+        several ranks hold, where `tensor_parallel` or `expert_parallel` has cut the stages.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
         tied = {param: len(ranks) for param, ranks in self._tied_here()}
-        grads: dict[nn.Parameter, tuple[Tensor, int]] = {}   # a parameter may stand in several stages
-        for stage in self.stages.values():
-            copies = copies_on_tensor_ranks(stage)
-            grads |= {param: (param.grad, copies[name] * tied.get(param, 1)) for name, param in stage.named_parameters()
-                      if param.grad is not None}
-        groups = dict.fromkeys(group for stage in self.stages.values() for group in tensor_groups(stage))
-        return clip_to_norm([*grads.values()], [self.group, *groups], max_norm, norm_type)
+        whole = nn.ModuleList(self.stages.values())
+        split = ModelSplit.found_in(whole, self.group.alone())
+        grads = [(param.grad, split.copies(name) * tied.get(param, 1)) for name, param in whole.named_parameters()
+                 if param.grad is not None]
+        return clip_to_norm(grads, [self.group, *split.parts], max_norm, norm_type)
 
     # ------------------------------------------------------------------ a step
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
+from rankloom.parallel.axes import note_axis
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_part
-from rankloom.parallel.tensor.holding import Holding, held_over, held_parameters, sum_partial_gradients
+from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.layers import watch_dropout
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
@@ -73,7 +74,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     _cut_modules(cutting)
     cutting.expect_ties()
     cutting.tell_attention()
-    held_over(model, group)
+    note_axis(model, "tensor", group)
     modules = dict(model.named_modules(remove_duplicate=False))   # of experts the plan names parameters
     columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
     watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)

@@ -18,12 +18,10 @@ from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.base.names import full_name
 from rankloom.base.spans import Box
-from rankloom.shard.norm import clip_to_norm
 from rankloom.world.group import Group
 
 Spans = tuple[tuple[Span, ...], ...]   # of each rank
-# Attributes of modules: the holdings of its own parameters; the ranks over which the model was cut that it belongs to.
-_HELD, _OVER = "rankloom_holdings", "rankloom_tensor_group"
+_HELD = "rankloom_holdings"            # attribute of a module: the holdings of its own parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +164,6 @@ def holdings(model: nn.Module) -> dict[str, Holding]:
     return found
 
 
-def held_over(model: nn.Module, group: Group) -> None:
-    """Note which ranks hold the parts of a model, on each of its modules: a pipeline has some of them."""
-    for module in model.modules():
-        vars(module)[_OVER] = group
-
-
-def tensor_groups(model: nn.Module) -> list[Group]:
-    """The ranks over which `tensor_parallel` has cut the model, or the modules in it; none where it has not."""
-    return list(dict.fromkeys(group for module in model.modules() if (group := vars(module).get(_OVER)) is not None))
-
-
-def copies_on_tensor_ranks(model: nn.Module) -> dict[str, int]:
-    """How many tensor ranks, this one included, hold the same elements of each parameter: a norm counts them once."""
-    groups = tensor_groups(model)
-    return {name: prod(len(held.same(group.rank, group.size)) for group in groups) for name, held in holdings(model).items()}
-
-
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Holding]]:
     """The parameters that are cut, or whose gradient is partial, with their names and holdings."""
     for prefix, module in model.named_modules():
@@ -212,21 +193,31 @@ def gather_whole(tensors: Mapping[str, Tensor], held: Mapping[str, Holding], gro
 
 
 def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """The state of a split model under the names and in the shapes of the plain one, on every rank. All ranks must call it."""
-    return gather_whole(model.state_dict(), holdings(model), group)
+    """The state of a split model under the names and in the shapes of the plain one, on every rank. All ranks must call it.
+
+    model: what `tensor_parallel` returned, or what `data_parallel` or `fully_shard` made of it
+    """
+    return gather_whole(model.state_dict(), holdings(_named_alike(model)), group)
 
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: Group) -> None:
     """Fill a split model from whole tensors. Each rank takes its part; nothing is sent.
 
+    model:  as for `full_state_dict`; for a sharded one this is a collective
     raises: ModelMismatch when names are missing or unknown; ShapeMismatch
     """
-    held, known = holdings(model), model.state_dict().keys()
+    held, known = holdings(_named_alike(model)), model.state_dict().keys()
     if wrong := sorted(known ^ state.keys()):
         what = "is missing" if wrong[0] in known else "is not in the model"
         raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
-    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in held else whole for name, whole in state.items()})
+    cut = {name for name, holding in held.items() if holding.dim is not None}
+    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in cut else whole for name, whole in state.items()})
+
+
+def _named_alike(model: nn.Module) -> nn.Module:
+    """The module whose names the state dict of `model` has: the inner one of a wrapper that shows those."""
+    return model.module if getattr(model, "has_names_of_module", False) else model   # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------ gradients
@@ -250,23 +241,6 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
         total = _sum_among(flat, same, group)
         for tensor, summed in zip(tensors, total.split([prod(tensor.shape) for tensor in tensors])):
             tensor.copy_(summed.view(tensor.shape))
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
-    """Scale the gradients of a split model so that their norm over all its ranks is at most `max_norm`; returns the norm before.
-
-    A collective of the ranks over which the model was cut. torch's own function of this name would see this rank's parts only, so that
-    ranks scale differently and diverge. Partial gradients must be summed before, as `tensor_parallel` does unless told otherwise.
-    model:     what `tensor_parallel` returned, or a module around it
-    norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
-    raises:    ConfigError for numbers that are no norm, and for a model that was not cut
-    """
-    groups, copies = tensor_groups(model), copies_on_tensor_ranks(model)
-    if not groups:
-        raise ConfigError(f"clip_grad_norm_: {type(model).__name__} was not cut by tensor_parallel. For what fully_shard returned call its "
-                          "own clip_grad_norm_; for a model that every rank holds whole, torch.nn.utils.clip_grad_norm_")
-    grads = [(param.grad, copies[name]) for name, param in model.named_parameters() if param.grad is not None]
-    return clip_to_norm(grads, groups, max_norm, norm_type)
 
 
 def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:

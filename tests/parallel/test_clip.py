@@ -1,0 +1,151 @@
+"""Clipping in a loop of one's own where expert ranks hold other experts; tensor ranks are in tensor/test_with_data.py."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rankloom as rl
+from rankloom.parallel.clip import clip_grad_norm_
+from rankloom.parallel.expert import expert_parallel, gradient_axes
+from rankloom.parallel.tensor.holding import full_state_dict, holdings, load_full_state_dict
+
+from .tensor.test_gpt import make
+from .test_expert import RTOL, batch_of, make_model, train_once
+
+
+def sum_gradients(model, world) -> None:
+    """Of the ranks that have different tokens."""
+    for param, axes in zip(model.parameters(), gradient_axes(model).values(), strict=True):
+        group = world.group(*(axis for axis in axes if axis in ("replicate", "expert")))
+        if param.grad is not None and group.size > 1:
+            param.grad = group.all_reduce(param.grad.contiguous())
+
+
+def ones(*features: int) -> nn.Linear:
+    layer = nn.Linear(*features)
+    for param in layer.parameters():
+        nn.init.ones_(param)
+    return layer
+
+
+@pytest.mark.parametrize("order", [2.0, 1, "inf"])
+@pytest.mark.parametrize("mesh", [rl.Mesh(expert=2), rl.Mesh(expert=3), rl.Mesh(replicate=2, expert=2)])
+def test_the_norm_over_expert_ranks_is_that_of_one_process(mesh, order):
+    model, (rows, targets) = make_model(), batch_of(rows=12)
+    truth = copy.deepcopy(model)
+    train_once(truth, (rows, targets))
+    norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1, float(order))
+
+    def body(world):
+        mine, data = expert_parallel(copy.deepcopy(model), world.group("expert")), world.group("replicate", "expert")
+        at = slice(data.rank, None, data.size)
+        train_once(mine, (rows[at], targets[at]))
+        sum_gradients(mine, world)
+        found = clip_grad_norm_(mine, 0.1, order)
+        return found, clip_grad_norm_(mine, 1.0, order), dict(mine.named_parameters())["embedding.weight"].grad
+
+    for found, after, grad in rl.simulate(mesh, body):
+        assert abs(found / norm - 1) < RTOL and abs(after / 0.1 - 1) < 1e-4   # the epsilon in the factor
+        torch.testing.assert_close(grad, truth.embedding.weight.grad, rtol=RTOL, atol=RTOL)
+
+
+def test_what_fully_shard_returned_clips_itself():
+    def body(world):
+        sharded = rl.fully_shard(ones(4, 3), world)
+        sharded(torch.ones(2, 4)).sum().backward()
+        return clip_grad_norm_(sharded, 0.5).item(), sharded.clip_grad_norm_(1.0).item()
+
+    for before, after in rl.simulate(2, body):
+        assert before == pytest.approx((15 * 4) ** 0.5, rel=1e-6) and after == pytest.approx(0.5, rel=1e-5)
+
+
+def spread_experts(world):
+    return expert_parallel(make_model(), world.group("expert"))
+
+
+def cut_matrices(world):
+    return rl.tensor_parallel(make(), None, world.group("tensor"))
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+@pytest.mark.parametrize(("split", "axis"), [(spread_experts, "expert"), (cut_matrices, "tensor")])
+def test_a_group_whose_ranks_hold_other_parts_is_refused(split, axis, wrap):
+    """Their gradients are of other elements: the mean would be of apples and pears."""
+    def body(world):
+        model, same = split(world), world.group("replicate")
+        for group in (world, world.group(axis)):
+            with pytest.raises(rl.ConfigError, match=rf"rank \d holds another part of the model, which was cut along the axis '{axis}'"):
+                wrap(model, group)
+        return wrap(model, same) is not None
+
+    assert rl.simulate(rl.Mesh(replicate=2, **{axis: 2}), body) == [True] * 4
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_the_whole_state_of_a_split_model_is_that_of_its_wrapper_too(wrap):
+    def body(world):
+        tensor = world.group("tensor")
+        model = rl.tensor_parallel(make(), None, tensor)
+        plain, wrapped = full_state_dict(model, tensor), wrap(model, world.group("replicate"))
+        whole = full_state_dict(wrapped, tensor)
+        assert whole.keys() == plain.keys() and all(torch.equal(whole[name], value) for name, value in plain.items())
+        load_full_state_dict(wrapped, {name: value + 1 for name, value in plain.items()}, tensor)
+        again = full_state_dict(wrapped, tensor)
+        assert all(torch.equal(again[name], value + 1) for name, value in plain.items())
+        assert any(held.dim is not None for held in holdings(model).values())
+
+    rl.simulate(rl.Mesh(replicate=2, tensor=2), body)
+
+
+class Table(nn.Module):
+    """An embedding by hand, whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(20.0).view(5, 4))
+
+    def forward(self, numbers):
+        return nn.functional.embedding(numbers, self.weight, sparse=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_a_sparse_gradient_is_refused_where_it_would_lie_in_a_flat_buffer(wrap, ranks):
+    def body(world):
+        model, numbers = wrap(Table(), world), torch.tensor([1, 3, 3])
+        if ranks == 1 and wrap is rl.data_parallel:
+            model(numbers).sum().backward()
+            assert model.module.weight.grad.is_sparse
+        else:
+            with pytest.raises(rl.UnitError, match=r"rank \d: the gradient of weight is sparse, as of F.embedding\(sparse=True\)"):
+                model(numbers).sum().backward()
+
+    rl.simulate(ranks, body)
+
+
+def test_an_embedding_may_be_cast_after_the_model_was_wrapped():
+    def body(world):
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1, bias=False))
+        nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight)
+        wrapped = rl.data_parallel(model, world).to(torch.bfloat16)
+        wrapped(torch.tensor([1, 1 + world.rank])).sum().backward()
+        return model[0].weight.grad
+
+    for grad in rl.simulate(2, body):
+        assert grad.dtype is torch.bfloat16 and grad.sum(1).tolist() == [0.0, 6.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_hook_that_takes_the_gradient_away_from_slices_is_named():
+    def take(param):
+        param.grad = None
+
+    def body(world):
+        model = ones(3, 2)
+        model.weight.register_post_accumulate_grad_hook(take)
+        sharded = rl.fully_shard(model, world)
+        with pytest.raises(rl.UnitError, match=r"rank \d: a hook has taken the gradient of weight away"):
+            sharded(torch.ones(1, 3)).sum().backward()
+
+    rl.simulate(2, body)
