@@ -69,7 +69,11 @@ def cut_matrices(world):
     return rl.tensor_parallel(make(), None, world.group("tensor"))
 
 
-@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def replicas(model, group):
+    return rl.fully_shard(model, group.alone(), replicas=group)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, replicas])
 @pytest.mark.parametrize(("split", "axis"), [(spread_experts, "expert"), (cut_matrices, "tensor")])
 def test_a_group_whose_ranks_hold_other_parts_is_refused(split, axis, wrap):
     """Their gradients are of other elements: the mean would be of apples and pears."""

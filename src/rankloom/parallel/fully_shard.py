@@ -23,6 +23,7 @@ from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
+from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
@@ -218,6 +219,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
+    expect_same_part(model, alone)
     if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=alone.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
