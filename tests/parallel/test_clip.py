@@ -87,6 +87,18 @@ def test_a_group_whose_ranks_hold_other_parts_is_refused(split, axis, wrap):
     assert rl.simulate(rl.Mesh(replicate=2, **{axis: 2}), body) == [True] * 4
 
 
+def test_a_function_that_fills_whole_parameters_is_refused_for_parts():
+    """Every tensor rank would begin with the same values."""
+    def body(world):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        rl.tensor_parallel(model, {"0": "colwise", "1": "rowwise"}, world)
+        with pytest.raises(rl.ConfigError, match="`fill` writes whole parameters, and of this model ranks hold parts along tensor"):
+            rl.fully_shard(model, world.alone(), fill=lambda name, tensor: tensor.zero_())
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
 def test_the_whole_state_of_a_split_model_is_that_of_its_wrapper_too(wrap):
     def body(world):

@@ -23,7 +23,7 @@ from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
-from rankloom.parallel.axes import expect_same_part
+from rankloom.parallel.axes import axes_of, expect_same_part
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
@@ -225,6 +225,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
+    if fill is not None and (axes := axes_of(model)):
+        raise ConfigError(f"`fill` writes whole parameters, and of this model ranks hold parts along {', '.join(axes)}: give values before, "
+                          "as by `load_full_state_dict`, or let rl.prepare(initialize=) make each part")
     first = None
     if fill is None:
         for ranks in (group, alone):
