@@ -1,6 +1,7 @@
 """Clipping in a loop of one's own where expert ranks hold other experts; tensor ranks are in tensor/test_with_data.py."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.parallel.clip import clip_grad_norm_
 from rankloom.parallel.expert import expert_parallel, gradient_axes
+from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.holding import full_state_dict, holdings, load_full_state_dict
 
 from .tensor.test_gpt import make
@@ -87,16 +89,34 @@ def test_a_group_whose_ranks_hold_other_parts_is_refused(split, axis, wrap):
     assert rl.simulate(rl.Mesh(replicate=2, **{axis: 2}), body) == [True] * 4
 
 
-def test_a_function_that_fills_whole_parameters_is_refused_for_parts():
-    """Every tensor rank would begin with the same values."""
-    def body(world):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        rl.tensor_parallel(model, {"0": "colwise", "1": "rowwise"}, world)
-        with pytest.raises(rl.ConfigError, match="`fill` writes whole parameters, and of this model ranks hold parts along tensor"):
-            rl.fully_shard(model, world.alone(), fill=lambda name, tensor: tensor.zero_())
+@pytest.mark.parametrize(("split", "axis"), [(spread_experts, "expert"), (cut_matrices, "tensor")])
+def test_a_split_model_is_filled_as_the_whole_one(split, axis):
+    """Every rank would begin with the same values, in place of its part."""
+    def fill(name, tensor):
+        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name)), dtype=tensor.dtype))
 
-    rl.simulate(2, body)
+    plain = {"expert": make_model, "tensor": make}[axis]()
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            fill(name, param)
+
+    def body(world):
+        model = split(world).to("meta")
+        sharded = rl.fully_shard(model, world.group("shard"), fill=fill)
+        parts = ModelSplit.found_in(model, world.alone())
+        return {name: parts.join(name, value) for name, value in sharded.state_dict().items()}
+
+    for state in rl.simulate(rl.Mesh(shard=2, **{axis: 2}), body):
+        for name, param in plain.named_parameters():
+            assert torch.equal(state[name], param), name
+
+
+def test_a_split_model_cannot_be_pickled_and_says_what_can():
+    def body(world):
+        with pytest.raises(rl.UnitError, match=r"a group of ranks cannot be pickled, .*`full_state_dict\(model, group\)`"):
+            torch.save(cut_matrices(world), io.BytesIO())
+
+    rl.simulate(rl.Mesh(tensor=2), body)
 
 
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])

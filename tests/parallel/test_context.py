@@ -15,6 +15,7 @@ from noting import noting
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel import context as context_file
 from rankloom.parallel import tiles
 from rankloom.parallel.context import (
@@ -342,6 +343,17 @@ def test_a_query_and_keys_that_do_not_fit_each_other_are_refused(kind, query, ke
             Context(world, 8, kind).attend(query, key, key if value is None else value)
 
     rl.simulate(2, body)
+
+
+def test_the_pieces_of_a_model_that_cuts_its_own_tokens_are_refused_without_a_part():
+    """A pipeline calls the pieces, and every rank would compute all tokens."""
+    def body(world):
+        model = context_parallel(GPT(CONFIG), world)
+        with pytest.raises(ConfigError, match="the model is context parallel, which cuts the tokens of its forward, .* say by `part`"):
+            gpt_pieces(model)
+        return len(gpt_pieces(model, part=lambda: Context(world, 20)))
+
+    assert rl.simulate(2, body) == [CONFIG.layers + 2] * 2
 
 
 def test_rows_without_tokens_are_refused():

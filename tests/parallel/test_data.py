@@ -5,6 +5,7 @@ import io
 import itertools
 import threading
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
@@ -779,6 +781,128 @@ def test_a_model_that_is_averaged_already_is_refused_and_a_copy_of_it_is_not(wra
         wrap(copy.deepcopy(model), world)
 
     rl.simulate(2, body)
+
+
+def frozen_around_backward(model, rows, freeze) -> None:
+    """As in a GAN that freezes one half only while the other's gradients are computed."""
+    loss = model(rows).square().mean()
+    freeze(model, False)
+    loss.backward()
+    freeze(model, True)
+
+
+def frozen_between_forwards(model, rows, freeze) -> None:
+    """The first loss was computed while all were trained, and so are its gradients."""
+    first = model(rows).square().mean()
+    freeze(model, False)
+    second = model(rows + 1).square().mean()
+    freeze(model, True)
+    first.backward()
+    second.backward()
+
+
+def freeze_second(model, on: bool) -> None:
+    for name, param in model.named_parameters():
+        if name.removeprefix("module.").startswith("2."):
+            param.requires_grad_(on)
+
+
+@pytest.mark.parametrize("backward", [frozen_around_backward, frozen_between_forwards])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, partial(rl.fully_shard, reshard_after_forward=False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_freezing_counts_when_backward_runs(ranks, wrap, backward):
+    def train(model, rows_at):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rows_at(step), freeze_second)
+            optimizer.step()
+        return dict(model.state_dict())
+
+    expected = train(make_layers(), lambda step: torch.cat([rows_of(rank, step) for rank in range(ranks)]))
+    for state in rl.simulate(ranks, lambda world: train(wrap(make_layers(), world), lambda step: rows_of(world.rank, step))):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "between two"])
+def test_a_model_may_be_pruned_after_it_was_wrapped(when):
+    def train(model, layers, rows_at):
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.05)
+        for step in range(4):
+            if step == (0 if when == "before the first step" else 2):
+                prune.l1_unstructured(layers[2], "weight", amount=0.3)
+            if step == 3:
+                prune.remove(layers[2], "weight")
+            optimizer.zero_grad()
+            model(rows_at(step)).square().mean().backward()
+            optimizer.step()
+        return dict(layers.state_dict())
+
+    def body(world):
+        wrapped = rl.data_parallel(make_layers(), world)
+        return train(wrapped, wrapped.module, lambda step: rows_of(world.rank, step))
+
+    plain = make_layers()
+    expected = train(plain, plain, lambda step: torch.cat([rows_of(rank, step) for rank in range(2)]))
+    for state in rl.simulate(2, body):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
+
+
+def test_a_parameter_that_comes_while_others_move_is_an_error():
+    def body(world):
+        wrapped = rl.data_parallel(make_layers(), world)
+        square_loss(wrapped, world.rank)
+        prune.l1_unstructured(wrapped.module[2], "weight", amount=0.3)
+        layer = wrapped.module[0]
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+        with pytest.raises(UnitError, match=r"0.bias was replaced after the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
+
+
+class TwoHalves(nn.ModuleDict):
+    """Two models that train by turns, with an optimizer each."""
+
+    def __init__(self):
+        super().__init__({"a": make_layers(widths=(4, 5, 1)), "b": make_layers(widths=(4, 3, 1))})
+
+    def forward(self, rows, which):
+        return self[which](rows)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_one_optimizer_may_step_while_the_parameters_of_another_accumulate(wrap):
+    def train(model, rows_at, accumulating):
+        named = {name.removeprefix("module."): param for name, param in model.named_parameters()}
+        a, b = (torch.optim.SGD([param for name, param in named.items() if name.startswith(half)], lr=0.05) for half in "ab")
+        for step in range(3):
+            a.zero_grad(), b.zero_grad()
+            model(rows_at(step), "a").square().mean().backward()
+            with accumulating():
+                model(rows_at(step) + 1, "b").square().mean().backward()
+            a.step()
+            model(rows_at(step) - 1, "b").square().mean().backward()
+            b.step()
+        return dict(model.state_dict())
+
+    def body(world):
+        model = wrap(TwoHalves(), world)
+        state = train(model, lambda step: rows_of(world.rank, step), model.no_sync)
+        named = [param for name, param in model.named_parameters() if "b." in name]
+        with model.no_sync():
+            model(rows_of(world.rank), "b").square().mean().backward()
+        with pytest.raises(UnitError, match="no_sync"):
+            torch.optim.SGD(named, lr=0.05).step()
+        return state
+
+    expected = train(TwoHalves(), lambda step: torch.cat([rows_of(rank, step) for rank in range(2)]), nullcontext)
+    for state in rl.simulate(2, body):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])

@@ -42,7 +42,7 @@ def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str |
     weak = weakref.WeakMethod(method)
 
     def call(param: Tensor) -> None:
-        if (method := weak()) is not None:
+        if param.requires_grad and (method := weak()) is not None:   # torch calls this for one that was frozen since its forward, too
             method(*args, param)
 
     vars(call)["waits"] = weak

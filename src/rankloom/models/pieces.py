@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from rankloom.base.errors import ConfigError
 from rankloom.models.gpt import GPT, Rotary
 from rankloom.models.sequence_part import WHOLE, SequencePart
+
+
+def whole_sequences() -> SequencePart:
+    """The part of sequences that is all of them."""
+    return WHOLE
 
 
 class BeforeOutput(NamedTuple):
@@ -20,13 +26,17 @@ class BeforeOutput(NamedTuple):
     weight: Tensor   # [V, W], the output matrix
 
 
-def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = lambda: WHOLE,
+def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = whole_sequences,
                inputs: Callable[[], Tensor] | None = None) -> list[tuple[dict[str, nn.Module], Callable[..., Any]]]:
     """The embedding, each block, and the norm with the output matrix: tokens [B, T] -> hidden [B, T, W] ... -> `BeforeOutput`.
 
     part:   called before each block: says which part of whole sequences the tokens are
     inputs: called before each block: the micro-batch's tokens, where hidden states are cut by tokens (sequence parallel)
+    raises: ConfigError for a model that cuts its own tokens, if `part` is left out
     """
+    if part is whole_sequences and any(getattr(hook, "cuts_tokens", False) for hook in model._forward_pre_hooks.values()):
+        raise ConfigError("the model is context parallel, which cuts the tokens of its forward, and a pipeline calls its pieces: cut them "
+                          "yourself and say by `part` which they are, or let rl.prepare do it on a mesh with pipe and context ranks")
     # Each function refers to its own modules only, so that a rank that keeps one stage can free the rest.
     embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
     head = model.head or embedding

@@ -27,7 +27,7 @@ class Bucket:
         parameters = FlatBuffer(owners)
         move_into(parameters, owners)
         self.slots, self.dtype = parameters.slots, parameters.flat.dtype
-        self.owners, self.has_unsynced = owners, False   # has_unsynced: it holds gradients of this rank alone
+        self.owners, self.unsynced = owners, set[str]()   # unsynced: whose gradients here are of this rank alone
         size = (parameters.flat.numel(), self.dtype)
         self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
         self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
@@ -49,7 +49,7 @@ class Bucket:
 
     def open(self) -> None:
         """Make room for gradients. They overwrite those of the last step, unless the user still holds one of these."""
-        if not self.has_unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
+        if not self.unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
             self.close()
         if not self.views:
             self._window.open()
@@ -81,7 +81,7 @@ class Bucket:
         owner: the tensor that the optimizer updates: `param` itself, or its master copy in another dtype
         """
         self.open()
-        self.has_unsynced = True
+        self.unsynced.add(name)
         view, gradient = self.views[name], param.grad
         assert gradient is not None, f"{name}: hook without a gradient"
         if self.holds(name, gradient):       # accumulated in place by autograd

@@ -18,11 +18,11 @@ source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from rankloom.base.cost import Bill
 from rankloom.base.documents import Documents, document_cuts
 from rankloom.base.errors import ConfigError, DataError, RankloomError, ShapeMismatch, did_you_mean
+from rankloom.base.scoped import temporarily
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
@@ -88,15 +89,10 @@ def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True
     return Context(group, x.shape[1], kind, causal).own(x)
 
 
-@contextmanager
-def called_apart(apart: Apart, model: nn.Module) -> Iterator[None]:
+def called_apart(apart: Apart, model: nn.Module) -> AbstractContextManager[None]:
     """A context in which calls of a model get some tokens of whole rows, each left to itself, on every rank the same."""
     (cutting,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _OwnTokens))
-    cutting.apart = apart
-    try:
-        yield
-    finally:
-        cutting.apart = None
+    return temporarily(cutting, apart=apart)
 
 
 @contextmanager
@@ -118,7 +114,7 @@ def expect_kind(kind: str) -> None:
         raise ConfigError(f"there is no context parallelism {kind!r}. {did_you_mean(kind, KINDS)}")
 
 
-@dataclass(slots=True)
+@dataclass
 class _OwnTokens:
     """A forward pre-hook: cuts the inputs, and passes their `part`."""
 
@@ -128,6 +124,7 @@ class _OwnTokens:
     tell: TellPositions | None
     is_first: bool = True   # whether no call has come yet
     apart: Apart | None = None   # see `called_apart`
+    cuts_tokens: ClassVar[bool] = True   # for models/pieces.py
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
         return self   # a copy of the model has the same peers

@@ -48,7 +48,7 @@ class DataParallel(nn.Module):
 
         raises: UnitError when a parameter was replaced after the model was wrapped; ConfigError when a frozen one is now trainable
         """
-        self._replica_guard.parameters.expect_unchanged()
+        self._replica_guard.parameters.expect_unchanged(may_move=True)
         if self._finish_queued and torch._C._current_graph_task_id() != -1:   # a recomputed forward, inside a backward
             return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():

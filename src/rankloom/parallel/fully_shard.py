@@ -23,13 +23,13 @@ from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
-from rankloom.parallel.axes import axes_of, expect_same_part
+from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import ReplicaGuard
-from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.sharding import Moment, Sharding
 from rankloom.parallel.state_dict import full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
@@ -59,7 +59,7 @@ class FullySharded(nn.Module):
         self._compute, self._split = compute, ModelSplit.found_in(module, sharding.group.alone())
         self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
-        sharding.at_end = self._finish
+        sharding.at = self._at
         guard_owners(self._owners.values(), sharding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +135,8 @@ class FullySharded(nn.Module):
     def state_dict(self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The whole model in CPU memory, on every rank, under the plain names. A collective.
 
+        Of a model that `tensor_parallel` has cut before: this rank's part; `full_state_dict(sharded, tensor_group)` joins these.
+
         destination, prefix: as torch gives them for a module inside another; keep_vars is ignored: values are copies
         """
         state = {} if destination is None else destination
@@ -174,8 +176,10 @@ class FullySharded(nn.Module):
         raise UnitError("a sharded model cannot be pickled, as `torch.save(model)` does: its slices belong to a group of ranks. Save "
                         "`state_dict()`, which all ranks call")
 
-    def _finish(self) -> None:
-        if self._sharding.syncing:
+    def _at(self, moment: Moment) -> None:
+        if moment is Moment.BACKWARD:
+            self._follow_freezing()
+        elif self._sharding.syncing:
             self._sharding.agree()
             self._summing.end_step()
             for guard in self._replica_guards:
@@ -225,15 +229,13 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
-    if fill is not None and (axes := axes_of(model)):
-        raise ConfigError(f"`fill` writes whole parameters, and of this model ranks hold parts along {', '.join(axes)}: give values before, "
-                          "as by `load_full_state_dict`, or let rl.prepare(initialize=) make each part")
     first = None
     if fill is None:
         for ranks in (group, alone):
             make_replicas_equal(model, ranks)
     else:
-        first = FirstValues(InitialValues(model, fill, 0), group, alone)
+        split = ModelSplit.found_in(model, group.alone())
+        first = FirstValues(InitialValues(model, fill, 0), group, alone, *split.parts, split=split)
         put_stand_ins(model, group.device)
         give_memory(model, first, group.device, lambda param: False)
 

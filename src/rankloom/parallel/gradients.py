@@ -99,10 +99,10 @@ class GradientReducer:
 
     def expect_summed(self, param: Tensor) -> None:
         """Called before the user's own optimizer updates `param`: raise UnitError when ranks would diverge, unless inside `no_sync`."""
-        has_unsynced = bool(self._arrivals) or any(bucket.has_unsynced for bucket in self.buckets)
+        unsynced = {*self._arrivals}.union(*(bucket.unsynced for bucket in self.buckets))   # other optimizers' parameters, perhaps
         meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
-        if has_unsynced and not meant and param.grad is not None and self.group.size > 1:
-            name = next(name for name, owner in self.owners.items() if owner is param)
+        name = next((name for name in unsynced if self.owners[name] is param), None)
+        if name is not None and not meant and param.grad is not None and self.group.size > 1:
             raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
                             "diverge: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
                             "backward outside of `no_sync`; with `rl.prepare`, call `engine.step`")
@@ -228,7 +228,7 @@ class GradientReducer:
     def _none_unsynced(self) -> None:
         self._arrivals.clear()
         for bucket in self.buckets:
-            bucket.has_unsynced = False
+            bucket.unsynced.clear()
 
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which gradients arrived on rank 0."""

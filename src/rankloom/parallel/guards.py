@@ -62,8 +62,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     followers = _followers(optimizer)
     if not is_elementwise(optimizer):
         _expect_whole_tensors(optimizer)
+    params = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     for sharding in followers:
-        _expect_reduced(sharding)
+        _expect_reduced(sharding, params)
         sharding.wait_for_readers()
 
 
@@ -81,8 +82,9 @@ def _reducers(param: torch.Tensor) -> list[GradientReducer]:
     return [who for who in waiting_for(param) if isinstance(who, GradientReducer)]
 
 
-def _expect_reduced(sharding: Sharding) -> None:
-    if any(gradient.landed for gradient in sharding.gradients()):
+def _expect_reduced(sharding: Sharding, params: set[int]) -> None:
+    """Raise UnitError if gradients of the slices `params` are not reduced. Those of another optimizer's may be accumulating."""
+    if any(id(gradient.unit.owners[name]) in params for gradient in sharding.gradients() for name in gradient.landed):
         raise UnitError(f"rank {sharding.group.world_rank}: an optimizer steps before gradients are reduced, and would find none: the last "
                         "backward ran inside of `no_sync`, or died. Step after a backward outside of `no_sync`, or forget the gradients: "
                         "`sharded.zero_grad()`")

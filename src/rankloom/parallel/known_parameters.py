@@ -13,13 +13,17 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._places = [(module._parameters, key, full_name(prefix, key), param, param.requires_grad)
-                        for prefix, module in model.named_modules() for key, param in module._parameters.items() if param is not None]
+        self._places = self._all_places()
         self._parts = self._all_parts()
 
-    def expect_unchanged(self) -> None:
-        """Before a step: raise UnitError when a parameter was replaced or added, ConfigError when a frozen one is now trainable."""
+    def expect_unchanged(self, *, may_move: bool = False) -> None:
+        """Before a step: raise UnitError when a parameter was replaced or added, ConfigError when a frozen one is now trainable.
+
+        may_move: it may have another name now, as `torch.nn.utils.prune` gives it
+        """
         self.expect_no_more()
+        if may_move and any(place.get(key) is not param for place, key, _, param, _ in self._places):
+            self._follow()
         for place, key, name, param, trained in self._places:
             if place.get(key) is not param:
                 raise UnitError(f"{name} was replaced after the model was prepared: the gradient of the new tensor is not summed. "
@@ -32,11 +36,27 @@ class KnownParameters:
         """Raise UnitError when a parameter was added, by itself or in a new module."""
         if all(list(module._modules.values()) == parts and len(module._parameters) == size for module, parts, size in self._parts):
             return
+        self._expect_known()
+        self._parts = self._all_parts()
+
+    def _expect_known(self) -> None:
         known = {param for *_, param, _ in self._places}
         if new := [name for name, param in self.model.named_parameters() if param not in known]:
             raise UnitError(f"{new[0]} came after the model was prepared: its gradient is not summed, and it is in no saved state. "
                             "Prepare the model with all its parts")
-        self._parts = self._all_parts()
+
+    def _follow(self) -> None:
+        """Where parameters have moved, and none is gone or new: note their new places."""
+        if {param for *_, param, _ in self._places} - {*self.model.parameters()}:
+            return
+        self._expect_known()
+        trained = {param: before for *_, param, before in self._places}
+        self._places = [(place, key, name, param, trained[param]) for place, key, name, param, _ in self._all_places()]
+
+    def _all_places(self) -> list[tuple[dict[str, nn.Parameter | None], str, str, nn.Parameter, bool]]:
+        """Each parameter: where it stands, and whether it is trained."""
+        return [(module._parameters, key, full_name(prefix, key), param, param.requires_grad)
+                for prefix, module in self.model.named_modules() for key, param in module._parameters.items() if param is not None]
 
     def _all_parts(self) -> list[tuple[nn.Module, list[nn.Module | None], int]]:
         """Each module, its children, and its number of parameters."""

@@ -109,7 +109,7 @@ class Sharding:
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
-        self.at_end: Callable[[], None] | None = None   # called when a backward has ended
+        self.at: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
         if self.gathers_in_forward:
@@ -359,6 +359,8 @@ class Sharding:
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._moment = Moment.BACKWARD
+        if self.at:
+            self.at(Moment.BACKWARD)
         for section in self.sections:
             section.enter_backward()
         self._queue.begin()
@@ -393,5 +395,5 @@ class Sharding:
         if self.gathering.reshards:
             self.release()
         self._moment = Moment.AFTER_BACKWARD
-        if self.at_end:
-            self.at_end()
+        if self.at:
+            self.at(Moment.AFTER_BACKWARD)

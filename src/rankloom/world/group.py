@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
-from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch, UnitError
 from rankloom.base.quantities import seconds
 from rankloom.base.tensors import as_bytes
 from rankloom.base.topology import Topology
@@ -95,6 +95,10 @@ class Group:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         return self   # a copy of a model has the same peers
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnitError(f"{self.where('pickle')}: a group of ranks cannot be pickled, nor can a model that was cut over it, as "
+                        "`torch.save(model)` does. Save its state: `full_state_dict(model, group)` has the plain model's names and shapes")
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"

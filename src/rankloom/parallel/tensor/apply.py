@@ -79,7 +79,10 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
     watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
     if group.size > 1:
-        _watch_parameters(model, group, finish_gradients)
+        watch_parameters = partial(_watch_parameters, group=group, finish=finish_gradients)
+        watch_parameters(model)
+        if finish_gradients:
+            model.register_forward_pre_hook(watch_parameters)   # some may be thawed since, or new: `to_empty` and copies lose hooks
     if group.debug and group.size > 1:
         watch(model, group)
     return model
@@ -190,19 +193,14 @@ def _expect_entry(cutting: Cutting) -> None:
                           "embedding_rowwise, or the first block sequence_split")
 
 
-def _watch_parameters(model: nn.Module, group: Group, finish_gradients: bool) -> None:
-    """Let optimizers know which parameters are parts, and sum partial gradients in backward, if asked to."""
-    @torch.compiler.disable
-    def hook(module: nn.Module, _args: object = ()) -> None:
-        for name, param, held in held_parameters(module):
-            if held.dim is not None:
-                guard_part(param, name)
-            if finish_gradients and held.grad_partial and param.requires_grad and not _is_summed(param):
-                param.register_hook(partial(_summed, held=held, group=group))
-
-    hook(model)
-    if finish_gradients:
-        model.register_forward_pre_hook(hook)   # parameters may be thawed since, or new: `to_empty` and copies lose hooks and attributes
+@torch.compiler.disable
+def _watch_parameters(model: nn.Module, _args: object = (), *, group: Group, finish: bool) -> None:
+    """Let optimizers know which parameters are parts. finish: sum partial gradients in backward"""
+    for name, param, held in held_parameters(model):
+        if held.dim is not None:
+            guard_part(param, name)
+        if finish and held.grad_partial and param.requires_grad and not _is_summed(param):
+            param.register_hook(partial(_summed, held=held, group=group))
 
 
 def _is_summed(param: nn.Parameter) -> bool:
