@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -91,9 +92,9 @@ def test_a_group_whose_ranks_hold_other_parts_is_refused(split, axis, wrap):
 
 @pytest.mark.parametrize(("split", "axis"), [(spread_experts, "expert"), (cut_matrices, "tensor")])
 def test_a_split_model_is_filled_as_the_whole_one(split, axis):
-    """Every rank would begin with the same values, in place of its part."""
-    def fill(name, tensor):
-        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name)), dtype=tensor.dtype))
+    """Every rank would begin with the same values, in place of its part. What rank 0 draws counts."""
+    def fill(name, tensor, rank=0):
+        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name) + 100 * rank), dtype=tensor.dtype))
 
     plain = {"expert": make_model, "tensor": make}[axis]()
     with torch.no_grad():
@@ -102,7 +103,7 @@ def test_a_split_model_is_filled_as_the_whole_one(split, axis):
 
     def body(world):
         model = split(world).to("meta")
-        sharded = rl.fully_shard(model, world.group("shard"), fill=fill)
+        sharded = rl.fully_shard(model, world.group("shard"), fill=partial(fill, rank=world.rank))
         parts = ModelSplit.found_in(model, world.alone())
         return {name: parts.join(name, value) for name, value in sharded.state_dict().items()}
 

@@ -864,6 +864,20 @@ def test_a_parameter_that_comes_while_others_move_is_an_error():
     rl.simulate(2, body)
 
 
+def test_a_tied_parameter_that_gets_a_rival_is_an_error():
+    """The one that was known is still in the model, elsewhere."""
+    def body(world):
+        model = make_layers(widths=(4, 4, 4, 1))
+        model[2].weight = model[0].weight
+        wrapped = rl.data_parallel(model, world)
+        square_loss(wrapped, world.rank)
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+        with pytest.raises(UnitError, match=r"2.weight came after the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
+
+
 class TwoHalves(nn.ModuleDict):
     """Two models that train by turns, with an optimizer each."""
 
@@ -879,6 +893,7 @@ def test_one_optimizer_may_step_while_the_parameters_of_another_accumulate(wrap)
     def train(model, rows_at, accumulating):
         named = {name.removeprefix("module."): param for name, param in model.named_parameters()}
         a, b = (torch.optim.SGD([param for name, param in named.items() if name.startswith(half)], lr=0.05) for half in "ab")
+        sum(model(rows_at(9), half).square().mean() for half in "ab").backward()   # from now on they lie in one bucket
         for step in range(3):
             a.zero_grad(), b.zero_grad()
             model(rows_at(step), "a").square().mean().backward()

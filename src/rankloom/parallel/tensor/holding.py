@@ -211,8 +211,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: G
     if wrong := sorted(known ^ state.keys()):
         what = "is missing" if wrong[0] in known else "is not in the model"
         raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
-    cut = {name for name, holding in held.items() if holding.dim is not None}
-    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in cut else whole for name, whole in state.items()})
+    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in held else whole for name, whole in state.items()})
 
 
 def _named_alike(model: nn.Module) -> nn.Module:
