@@ -303,7 +303,7 @@ def test_calls_behind_one_that_was_too_late_fail_with_it_at_once(backend):
         took.append(time.monotonic() - begin)
 
     rl.simulate(2, body, timeout=1.0, backend=backend)
-    assert took[0] < 3   # of 9
+    assert took[0] < 6   # of 9
 
 
 def test_an_asynchronous_call_works_in_inference_mode():

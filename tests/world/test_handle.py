@@ -1,6 +1,7 @@
 """Handles that are dropped before anyone has waited: what they stand for goes on, as if somebody had."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -114,11 +115,14 @@ def test_an_error_that_a_wait_has_raised_is_not_raised_again_by_another_call():
 
 
 def test_a_closed_group_holds_no_works():
+    both_receive = threading.Barrier(2)
+
     def body(world):
         world.barrier()
         world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
         gc.collect()
         held = len(world.in_flight._dropped)
+        both_receive.wait(20)   # one that closes ends the other's call
         world.close()
         return held, len(world.in_flight._dropped)
 
