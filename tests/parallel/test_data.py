@@ -864,6 +864,25 @@ def test_a_parameter_that_comes_while_others_move_is_an_error():
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("how", ["dropped", "frozen"])
+def test_a_trained_encoder_may_get_another_head(how):
+    """Without the first wrapper, or frozen."""
+    def body(world):
+        encoder = make_layers(widths=(4, 6))
+        first = rl.data_parallel(nn.Sequential(encoder, make_layers(widths=(6, 1))), world)
+        square_loss(first, world.rank)
+        if how == "frozen":
+            encoder.requires_grad_(False)
+        else:
+            del first
+        second = rl.data_parallel(nn.Sequential(encoder, make_layers(widths=(6, 1))), world)
+        square_loss(second, world.rank)
+        return gradients(second.module)
+
+    for one, other in itertools.pairwise(rl.simulate(2, body)):
+        assert all(torch.equal(one[name], other[name]) for name in one if one[name] is not None)
+
+
 def test_a_tied_parameter_that_gets_a_rival_is_an_error():
     """The one that was known is still in the model, elsewhere."""
     def body(world):

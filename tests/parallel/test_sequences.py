@@ -92,6 +92,7 @@ def test_documents_are_told_by_numbers_or_by_cumulative_lengths():
     numbers = torch.tensor([[4, 4, 4, 4, 4], [1, 1, 0, 2, 2]])
     assert document_cuts(numbers, 5) == ((0, 5), (0, 2, 3, 5)) == document_cuts([(0, 5), (0, 2, 3, 5)], 5)
     assert document_cuts(None, 5) == ((0, 5),)
+    assert document_cuts([torch.tensor([0, 5]), torch.tensor([0, 2, 3, 5])], 5, 2) == ((0, 5), (0, 2, 3, 5))
 
 
 @pytest.mark.parametrize("cuts", [(), (0,), (1, 5), (0, 4), (0, 6), (0, 3, 3, 5), (0, 4, 2, 5)])

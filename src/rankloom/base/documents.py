@@ -26,7 +26,7 @@ def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: in
     if isinstance(documents, Tensor):
         found = [_cuts_of(row) for row in documents.tolist()] if documents.dim() == 2 else []
     else:
-        found = [list(map(int, row)) for row in documents] if all(isinstance(row, Sequence) for row in documents) else []
+        found = [list(map(int, row)) for row in documents] if all(hasattr(row, "__len__") for row in documents) else []
     if not found or (rows is not None and len(found) not in (1, rows)):
         given = f"a tensor of shape {tuple(documents.shape)}" if isinstance(documents, Tensor) else documents
         raise DataError(f"documents are {given}; expected, for {rows or 'some'} rows or for one that stands for all, a number for each of "

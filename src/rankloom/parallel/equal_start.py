@@ -1,7 +1,9 @@
 """Replicas start equal: before training, all ranks must hold the same tensors, and take the values of rank 0."""
 
+import gc
 import hashlib
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,8 @@ from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import CUT, OWNED
 from rankloom.world.group import Group
+
+COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -45,7 +49,10 @@ def expect_unchanged(model: nn.Module) -> None:
             raise ConfigError(f"{name or 'the model'} has been wrapped by data_parallel before, and its gradients are averaged even when "
                               "the wrapper is gone: take a fresh copy (`copy.deepcopy(model)`)")
     for name, param in model.named_parameters():
-        if any(waiting_for(param)):
+        if param.requires_grad and any(waiting_for(param)):
+            with COLLECTING:
+                gc.collect()   # a wrapper that was dropped may be waiting to be collected
+        if param.requires_grad and any(waiting_for(param)):
             raise ConfigError(f"{name} is a parameter of another model too, which data_parallel or prepare has taken before: the gradient "
                               "would be summed twice. Models that share parameters train as one: put them in an "
                               "`nn.ModuleDict`, and wrap or prepare that")

@@ -99,10 +99,12 @@ class GradientReducer:
 
     def expect_summed(self, param: Tensor) -> None:
         """Called before the user's own optimizer updates `param`: raise UnitError when ranks would diverge, unless inside `no_sync`."""
-        unsynced = {*self._arrivals}.union(*(bucket.unsynced for bucket in self.buckets))   # other optimizers' parameters, perhaps
         meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
+        if meant or param.grad is None or self.group.size == 1:
+            return
+        unsynced = {*self._arrivals}.union(*(bucket.unsynced for bucket in self.buckets))   # other optimizers' parameters, perhaps
         name = next((name for name in unsynced if self.owners[name] is param), None)
-        if name is not None and not meant and param.grad is not None and self.group.size > 1:
+        if name is not None:
             raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
                             "diverge: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "
                             "backward outside of `no_sync`; with `rl.prepare`, call `engine.step`")

@@ -96,6 +96,9 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         return self   # a copy of a model has the same peers
 
+    def __copy__(self) -> "Group":
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnitError(f"{self.where('pickle')}: a group of ranks cannot be pickled, nor can a model that was cut over it, as "
                         "`torch.save(model)` does. Save its state: `full_state_dict(model, group)` has the plain model's names and shapes")

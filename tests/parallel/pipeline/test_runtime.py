@@ -505,6 +505,21 @@ def test_clipping_over_all_stages_is_that_of_the_whole_model(name, mesh, order):
     assert seen == expected.keys()
 
 
+def test_clipping_stages_of_which_only_some_were_cut_is_refused_on_all_ranks():
+    def body(world):
+        tensor = world.group("tensor")
+        stages = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))]
+        for param in nn.ModuleList(stages).parameters():
+            nn.init.ones_(param)
+        rl.tensor_parallel(stages[1], {"0": "colwise", "1": "rowwise"}, tensor)
+        pipe = world.group("pipe")
+        held = {pipe.rank: stages[pipe.rank]}
+        with pytest.raises(ConfigError, match="the stages of some ranks were cut over tensor or expert ranks"):
+            Pipeline(held, pipe, make_schedule("1f1b", 2, 2), gpt_loss).clip_grad_norm_(1.0)
+
+    rl.simulate(rl.Mesh(pipe=2, tensor=2), body)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_losses_that_routers_leave_in_a_stage_are_counted_and_trained(name):
     batches, schedule = token_batches(3), make_schedule(name, 3, 3)

@@ -119,6 +119,10 @@ class Pipeline:
         tied = {param: len(ranks) for param, ranks in self._tied_here()}
         whole = nn.ModuleList(self.stages.values())
         split = ModelSplit.found_in(whole, self.group.alone())
+        sizes = self.group.all_gather_object([split.tensor.size, split.expert.size], label="how stages are cut")
+        if any(theirs != sizes[0] for theirs in sizes):   # a rank whose stages are whole knows no tensor ranks to ask
+            raise ConfigError(f"{self.group.where('clip_grad_norm_')}: the stages of some ranks were cut over tensor or expert ranks, and "
+                              "those of others were not: cut the whole model before it is made a pipeline")
         grads = [(param.grad, split.copies(name) * tied.get(param, 1)) for name, param in whole.named_parameters()
                  if param.grad is not None]
         return clip_to_norm(grads, [self.group, *split.parts], max_norm, norm_type)
