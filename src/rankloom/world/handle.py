@@ -35,8 +35,15 @@ class InFlight:
         A message over gloo says that it has ended to those who wait only. So with too many of them, wait for the oldest.
         """
         self._handles[id(handle)] = handle
-        while self._dropped and (len(self._dropped) > MOST_DROPPED or all(work.is_completed() for work in self._dropped[0])):
-            for work in self._dropped.popleft():
+        while self._dropped:
+            try:
+                works = self._dropped.popleft()
+            except IndexError:   # another thread has closed the group meanwhile
+                return
+            if len(self._dropped) < MOST_DROPPED and not all(work.is_completed() for work in works):
+                self._dropped.appendleft(works)
+                return
+            for work in works:
                 work.wait()
 
     def adopt(self, works: Sequence[Any]) -> None:
