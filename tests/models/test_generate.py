@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -188,6 +189,26 @@ def test_ranks_may_end_their_texts_at_different_tokens(mesh, stage):
         return generate(engine.model, prompts[world.rank], **options, seed=world.rank)
 
     assert all(map(torch.equal, rl.simulate(mesh, body, backend="gloo"), expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rank_whose_logits_are_not_finite_fails_when_all_ranks_are_done(model, temperature):
+    """The others waited for its forwards until they timed out."""
+    options = {"max_new_tokens": 20, "temperature": temperature}
+    expected = generate(model, prompt(), **options)
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=language_model_loss, world=world, stage=3, optimizer=torch.optim.SGD)
+        if world.rank == 0:
+            return generate(engine.model, prompt(), **options)
+        calls = itertools.count()
+        engine.model.norm.register_forward_hook(lambda _module, _args, out: out * (math.nan if next(calls) == 4 else 1.0))
+        with pytest.raises(rl.NonFinite, match="logits are not finite"):
+            generate(engine.model, prompt(), **options)
+        return expected
+
+    for text in rl.simulate(2, body, timeout=20):
+        assert torch.equal(text, expected)
 
 
 def test_a_stage_of_a_pipeline_cannot_generate_and_says_what_can():

@@ -64,6 +64,19 @@ def test_what_fully_shard_returned_clips_itself():
         assert before == pytest.approx((15 * 4) ** 0.5, rel=1e-6) and after == pytest.approx(0.5, rel=1e-5)
 
 
+def test_a_part_that_fully_shard_has_cut_is_not_clipped_for_itself():
+    """torch's function would see a slice of the gradients, and ranks would scale differently."""
+    def body(world):
+        sharded = rl.fully_shard(ones(4, 3), world)
+        model = nn.Sequential(sharded, ones(3, 1))
+        model(torch.ones(2, 4)).sum().backward()
+        for outer in (model, sharded.module):
+            with pytest.raises(rl.ConfigError, match=r"each rank holds a slice of \S*weight only. Call the method of this name of"):
+                clip_grad_norm_(outer, 1.0)
+
+    rl.simulate(2, body)
+
+
 def spread_experts(world):
     return expert_parallel(make_model(), world.group("expert"))
 
@@ -112,6 +125,17 @@ def test_a_split_model_is_filled_as_the_whole_one(split, axis):
             assert torch.equal(state[name], param), name
 
 
+@pytest.mark.parametrize(("split", "axis"), [(spread_experts, "expert"), (cut_matrices, "tensor")])
+def test_prepare_takes_whole_models_only(split, axis):
+    """It would give every rank the part of rank 0, or cut a part again."""
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=rf"the model was cut along the axis '{axis}' before. Give `prepare` the whole model, "
+                                                 rf"and a world made with a mesh, such as rl.init\(mesh=rl.Mesh\({axis}=2\)\)"):
+            rl.prepare(split(world), loss=lambda model, batch: model(batch), optimizer=torch.optim.SGD, world=world)
+
+    rl.simulate(rl.Mesh(**{axis: 2}), body)
+
+
 def test_a_split_model_cannot_be_pickled_and_says_what_can():
     def body(world):
         with pytest.raises(rl.UnitError, match=r"a group of ranks cannot be pickled, .*`full_state_dict\(model, group\)`"):
@@ -128,7 +152,9 @@ def test_the_whole_state_of_a_split_model_is_that_of_its_wrapper_too(wrap):
         plain, wrapped = full_state_dict(model, tensor), wrap(model, world.group("replicate"))
         whole = full_state_dict(wrapped, tensor)
         assert whole.keys() == plain.keys() and all(torch.equal(whole[name], value) for name, value in plain.items())
+        sent = tensor.ledger.bytes + world.group("replicate").ledger.bytes
         load_full_state_dict(wrapped, {name: value + 1 for name, value in plain.items()}, tensor)
+        assert tensor.ledger.bytes + world.group("replicate").ledger.bytes <= sent + 64   # an agreement at most, and no values
         again = full_state_dict(wrapped, tensor)
         assert all(torch.equal(again[name], value + 1) for name, value in plain.items())
         assert any(held.dim is not None for held in holdings(model).values())

@@ -102,7 +102,7 @@ def test_cumulative_lengths_that_are_none_are_refused(cuts):
 
 
 @pytest.mark.parametrize("rows", [None, 2])
-@pytest.mark.parametrize("documents", [[], [0, 2, 5], torch.tensor([1, 1, 2, 2, 2]), torch.zeros(0, 5), torch.zeros(1, 1, 5)])
+@pytest.mark.parametrize("documents", [[], [0, 2, 5], torch.tensor([1, 1, 2, 2, 2]), torch.zeros(0, 5), torch.zeros(1, 1, 5), 5])
 def test_documents_that_are_no_rows_are_refused(documents, rows):
     with pytest.raises(DataError, match=rf"documents are .*; expected, for {rows or 'some'} rows or for one that stands for all, a number"):
         document_cuts(documents, 5, rows)
@@ -113,6 +113,12 @@ def test_documents_of_another_number_of_rows_than_the_batch_are_refused(document
     assert len(document_cuts(documents, 5)) == len(document_cuts(documents, 5, 3)) == 3
     with pytest.raises(DataError, match=r"documents are .*; expected, for 2 rows or for one"):
         document_cuts(documents, 5, 2)
+
+
+def test_the_error_for_many_documents_is_short():
+    with pytest.raises(DataError) as error:
+        document_cuts([(0, 5)] * 10_000, 5, 2)
+    assert len(str(error.value)) < 400
 
 
 def test_a_document_in_two_places_is_refused():

@@ -81,6 +81,7 @@ def test_a_number_of_ranks_that_cannot_be_is_named_before_anything_runs(file):
                                          (["--train.eval_every=5"], "--train.eval_every 5: has no effect on a study, which only trains"),
                                          (["--train.evaluate=true"], "--train.evaluate true: has no effect on a study"),
                                          (["--data.baseline=true"], "--data.baseline true: has no effect on a study"),
+                                         (["--train.evaluate=no"], "--train.evaluate: evaluate = 'no': must be a valid boolean"),
                                          (["--checkpoint.interval=3"], "--checkpoint.interval 3: has no effect .* writes no checkpoints"),
                                          (["--checkpoint.resume=runs/a"], "--checkpoint.resume runs/a: has no effect .* begin anew")])
 def test_words_that_a_study_would_not_heed_are_refused(file, words, said):

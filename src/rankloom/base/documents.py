@@ -1,5 +1,6 @@
 """Where packed documents begin in the rows of a batch. Tokens attend within their document only. Pure arithmetic."""
 
+import reprlib
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,10 +27,11 @@ def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: in
     if isinstance(documents, Tensor):
         found = [_cuts_of(row) for row in documents.tolist()] if documents.dim() == 2 else []
     else:
-        found = [list(map(int, row)) for row in documents] if all(hasattr(row, "__len__") for row in documents) else []
+        given = documents if hasattr(documents, "__len__") else []
+        found = [list(map(int, row)) for row in given] if all(hasattr(row, "__len__") for row in given) else []
     if not found or (rows is not None and len(found) not in (1, rows)):
-        given = f"a tensor of shape {tuple(documents.shape)}" if isinstance(documents, Tensor) else documents
-        raise DataError(f"documents are {given}; expected, for {rows or 'some'} rows or for one that stands for all, a number for each of "
+        what = f"a tensor of shape {tuple(documents.shape)}" if isinstance(documents, Tensor) else reprlib.repr(documents)
+        raise DataError(f"documents are {what}; expected, for {rows or 'some'} rows or for one that stands for all, a number for each of "
                         f"{length} tokens, as a tensor [rows, {length}], or lists that rise from 0 to {length}")
     for number, row in enumerate(found):
         if len(row) < 2 or row[0] != 0 or row[-1] != length or any(a >= b for a, b in pairwise(row)):

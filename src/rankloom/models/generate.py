@@ -25,18 +25,19 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     seed:        each row draws from its own stream, so it does not depend on other rows
     stop:        a token that ends a row. Ended rows repeat it; when all have ended, generation ends
     A sharded model can generate, too. All its ranks must call this with the same `max_new_tokens`, and ranks that share the work on a
-    row (tensor, context) with the same prompts. A rank whose rows have ended takes part until all are done.
+    row (tensor, context) with the same prompts. A rank whose rows have ended, or failed, takes part until all are done.
     Text may grow past `seq_len`: the model then continues from the last half of its context.
-    raises: DataError for tokens that are no prompt, ConfigError for numbers that are no options, NonFinite for weights that are NaN
+    raises: DataError for tokens that are no prompt, ConfigError for numbers that are no options, NonFinite for logits that are NaN or
+            infinite, as those of weights after a training that diverged
     """
     _check(model, prompt_tokens, temperature, top_k)
     rows = len(prompt_tokens)
     generators = [stream(seed, "generate", row) for row in range(rows)]
-    ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
+    ended, failed = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device), None
     text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
     with evaluating(model), sdpa_kernel(UNPLANNED):
         for _ in range(max_new_tokens):
-            is_over = stop is not None and bool(ended.all())
+            is_over = failed is not None or (stop is not None and bool(ended.all()))
             if is_over and not runs_together(model):
                 break
             if caches[0].length + unread.shape[1] > model.config.seq_len:
@@ -44,11 +45,17 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
             logits = model(unread, caches=caches)[:, -1]   # through the model's own call, so that a sharded model gathers its parameters
             if is_over:
                 continue
-            unread = choose_token(logits, temperature, top_k, generators)[:, None]
+            try:
+                unread = choose_token(logits, temperature, top_k, generators)[:, None]
+            except NonFinite as error:
+                failed = error   # raised below: other ranks' rows may be good, and need this one's forwards
+                continue
             if stop is not None:
                 unread = unread.masked_fill(ended[:, None], stop)
                 ended |= unread[:, 0] == stop
             text = torch.cat((text, unread), dim=1)
+    if failed is not None:
+        raise failed
     return text
 
 

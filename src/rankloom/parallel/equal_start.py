@@ -17,7 +17,7 @@ from rankloom.base.hooks import keeps, waiting_for
 from rankloom.base.tensors import bytes_of
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
-from rankloom.parallel.guards import CUT, OWNED
+from rankloom.parallel.guards import is_sharded
 from rankloom.world.group import Group
 
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
@@ -41,7 +41,7 @@ def expect_model_and_group(model: Any, group: Any) -> None:
 def expect_unchanged(model: nn.Module) -> None:
     """Raise ConfigError when the gradients of the model, or of a part of it, are summed already, or its parameters are cut."""
     for name, param in model.named_parameters():
-        if hasattr(param, CUT) or hasattr(param, OWNED):
+        if is_sharded(param):
             raise ConfigError(f"{name} has been sharded before, and is not whole on any rank: shard a model once, as a whole (blocks are "
                               "found by themselves, or as `units` says), and wrap it in nothing else; `replicas` adds ranks")
     for name, module in model.named_modules():

@@ -44,6 +44,11 @@ def guard_part(param: nn.Parameter, name: str) -> None:
     watch_optimizers()
 
 
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether sharding has cut this parameter, or it is a slice that sharding has made."""
+    return hasattr(param, CUT) or hasattr(param, OWNED)
+
+
 @cache
 def watch_optimizers() -> None:
     """From now on every optimizer step in this process is checked. Parameters of a `GradientReducer` need nothing more."""

@@ -14,6 +14,7 @@ from rankloom.base.compression import expect_exact_steps
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
+from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.equal_start import expect_unchanged
 from rankloom.parallel.expert import TOKEN_AXES
@@ -72,6 +73,10 @@ def check_model(model: nn.Module, world: World, settings: Settings) -> None:
         raise ConfigError("this model has been prepared before, or is a copy of one that has: its hooks belong to another engine. Build "
                           "the model anew; to give it the values so far, first load `engine.full_state_dict()[\"model\"]` into it")
     expect_unchanged(model)
+    for axis, group in axes_of(model).items():
+        if group.size > 1:
+            raise ConfigError(f"the model was cut along the axis {axis!r} before. Give `prepare` the whole model, and a world made with a "
+                              f"mesh, such as rl.init(mesh=rl.Mesh({axis}={group.size})): it cuts the model itself")
     expect_no_sync_batch_norm(model, world.group(*ROW_AXES).size)
     if (script := _script_with_parameters(model)) is not None:
         raise ConfigError(f"{script or 'the model'} is a TorchScript module with parameters: they cannot be laid out anew, and it takes no "

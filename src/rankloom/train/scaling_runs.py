@@ -11,7 +11,6 @@ from rankloom.train.schema import Config
 DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
            ("train", "steps"): "whose runs are as long as --steps says"}
 # What a study sets aside in the file; on the command line it may only be turned off.
-OFF = ("none", "false", "0")
 SET_ASIDE = {("mesh", "replicate"): "which gives --ranks to replicate and shard: --mesh.shard may be given",
              ("train", "evaluate"): "which only trains", ("train", "eval_every"): "which only trains",
              ("train", "samples"): "which only trains", ("data", "baseline"): "which only trains",
@@ -70,12 +69,11 @@ def plan_study(
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
             divide, and for an override that would have no effect
     """
-    flags = {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
-    for key, flag in flags.items():
-        reason = DECIDED.get(key) or (None if flag.text.lower() in OFF else SET_ASIDE.get(key))
-        if reason:
-            raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason}")
-    config = load_config(file, overrides)
+    config, flags = load_config(file, overrides), {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
+    for (section, key), flag in flags.items():
+        reason, aside = DECIDED.get((section, key)), SET_ASIDE.get((section, key))
+        if reason or (aside and getattr(getattr(config, section), key)):
+            raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason or aside}")
     shard = config.mesh.shard if ("mesh", "shard") in flags else None
     expect_source(config.data.source)
     plans = {}

@@ -81,10 +81,11 @@ def test_clipping_a_model_that_is_not_cut_says_which_function_does():
         clip_grad_norm_(make(), 1.0)
 
 
+@pytest.mark.parametrize("finish_gradients", [True, False])
 @pytest.mark.parametrize("kind", ["alone", "data", "sharded"])
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused_with_parts_of_them(kind):
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_with_parts_of_them(kind, finish_gradients):
     def body(world):
-        model = rl.tensor_parallel(make(), None, world)
+        model = rl.tensor_parallel(make(), None, world, finish_gradients=finish_gradients)
         model = model if kind == "sharded" else copy.deepcopy(model)   # a copy has parts, too
         trained = wrapped_as(kind, model, world.alone())
         before = full_state_dict(model, world) if kind != "sharded" else None

@@ -113,7 +113,8 @@ class Pipeline:
         """Scale the gradients of all stages so that their norm is at most `max_norm`; returns the norm before. A collective.
 
         torch's own function of this name would see the stages of this rank only. A tied parameter counts once, and so do elements that
-        several ranks hold, where `tensor_parallel` or `expert_parallel` has cut the stages.
+        several ranks hold, where `tensor_parallel` or `expert_parallel` has cut the stages. Gradients must be finished: summed over data
+        ranks, and those of all but the experts over expert ranks.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
         tied = {param: len(ranks) for param, ranks in self._tied_here()}

@@ -81,8 +81,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     if group.size > 1:
         watch_parameters = partial(_watch_parameters, group=group, finish=finish_gradients)
         watch_parameters(model)
-        if finish_gradients:
-            model.register_forward_pre_hook(watch_parameters)   # some may be thawed since, or new: `to_empty` and copies lose hooks
+        model.register_forward_pre_hook(watch_parameters)   # some may be thawed since, or new: `to_empty` and copies lose marks and hooks
     if group.debug and group.size > 1:
         watch(model, group)
     return model

@@ -202,12 +202,13 @@ def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: Group) -> None:
-    """Fill a split model from whole tensors. Each rank takes its part; nothing is sent.
+    """Fill a split model from whole tensors. Each rank takes its part; no values are sent.
 
     model:  as for `full_state_dict`; for a sharded one this is a collective
     raises: ModelMismatch when names are missing or unknown; ShapeMismatch
     """
-    held, known = holdings(_named_alike(model)), model.state_dict().keys()
+    plain = _named_alike(model)   # a sharded model would gather its state to say its names
+    held, known = holdings(plain), plain.state_dict().keys()
     if wrong := sorted(known ^ state.keys()):
         what = "is missing" if wrong[0] in known else "is not in the model"
         raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
