@@ -34,7 +34,7 @@ def ones(*features: int) -> nn.Linear:
 
 
 @pytest.mark.parametrize("order", [2.0, 1, "inf"])
-@pytest.mark.parametrize("mesh", [rl.Mesh(expert=2), rl.Mesh(expert=3), rl.Mesh(replicate=2, expert=2)])
+@pytest.mark.parametrize("mesh", [rl.Mesh(expert=2), rl.Mesh(expert=3), rl.Mesh(replicate=2, expert=2), rl.Mesh(tensor=2, expert=2)])
 def test_the_norm_over_expert_ranks_is_that_of_one_process(mesh, order):
     model, (rows, targets) = make_model(), batch_of(rows=12)
     truth = copy.deepcopy(model)
@@ -42,16 +42,18 @@ def test_the_norm_over_expert_ranks_is_that_of_one_process(mesh, order):
     norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1, float(order))
 
     def body(world):
-        mine, data = expert_parallel(copy.deepcopy(model), world.group("expert")), world.group("replicate", "expert")
+        mine, data = copy.deepcopy(model), world.group("replicate", "expert")
+        mine = rl.tensor_parallel(mine, None, world.group("tensor")) if mesh.tensor > 1 else mine
+        mine = expert_parallel(mine, world.group("expert"))
         at = slice(data.rank, None, data.size)
         train_once(mine, (rows[at], targets[at]))
         sum_gradients(mine, world)
         found = clip_grad_norm_(mine, 0.1, order)
-        return found, clip_grad_norm_(mine, 1.0, order), dict(mine.named_parameters())["embedding.weight"].grad
+        return found, clip_grad_norm_(mine, 1.0, order), mine.norm.weight.grad
 
     for found, after, grad in rl.simulate(mesh, body):
         assert abs(found / norm - 1) < RTOL and abs(after / 0.1 - 1) < 1e-4   # the epsilon in the factor
-        torch.testing.assert_close(grad, truth.embedding.weight.grad, rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(grad, truth.norm.weight.grad, rtol=RTOL, atol=RTOL)
 
 
 def test_what_fully_shard_returned_clips_itself():
@@ -62,6 +64,16 @@ def test_what_fully_shard_returned_clips_itself():
 
     for before, after in rl.simulate(2, body):
         assert before == pytest.approx((15 * 4) ** 0.5, rel=1e-6) and after == pytest.approx(0.5, rel=1e-5)
+
+
+def test_gradients_that_have_a_graph_are_clipped_outside_of_it():
+    def body(world):
+        model = rl.tensor_parallel(nn.Sequential(ones(4, 3)), {"0": "rowwise"}, world.alone())
+        loss = model(torch.ones(2, 4)).square().sum()
+        model[0].weight.grad, = torch.autograd.grad(loss, model[0].weight, create_graph=True)
+        return model[0].weight.grad.requires_grad, clip_grad_norm_(model, 0.5).requires_grad
+
+    assert rl.simulate(1, body) == [(True, False)]
 
 
 def test_a_part_that_fully_shard_has_cut_is_not_clipped_for_itself():

@@ -328,10 +328,13 @@ def test_a_model_refuses_documents_of_more_rows_than_it_is_given(ranks):
     (torch.zeros(1, 4, 2, 4), torch.zeros(3, 4, 2, 4), None),
     (torch.zeros(1, 4, 0, 4), torch.zeros(1, 4, 0, 4), None),                          # no heads
     (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 0, 4), None),
+    (torch.zeros(1, 4, 0, 4), torch.zeros(1, 4, 2, 4), None),
     (torch.zeros(1, 4, 5, 4), torch.zeros(1, 4, 2, 4), None),                          # heads that do not divide
     (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 4, 4), None),
     (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 3), None),                          # widths
     (torch.zeros(1, 4, 2, 0), torch.zeros(1, 4, 2, 0), None),
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 3)),
+    (torch.zeros(1, 4, 2, 4), torch.zeros(1, 3, 2, 4), None),                          # tokens
     (torch.zeros(4, 2, 4), torch.zeros(4, 2, 4), None),                                # no rows
     (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4, dtype=torch.float64), None),     # dtypes
     (torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 2, 4, dtype=torch.bfloat16)),

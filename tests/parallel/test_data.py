@@ -807,7 +807,13 @@ def freeze_second(model, on: bool) -> None:
             param.requires_grad_(on)
 
 
-@pytest.mark.parametrize("backward", [frozen_around_backward, frozen_between_forwards])
+def frozen_while_others_accumulate(model, rows, freeze) -> None:
+    with getattr(model, "no_sync", nullcontext)():
+        frozen_around_backward(model, rows, freeze)
+    model(rows + 1).square().mean().backward()
+
+
+@pytest.mark.parametrize("backward", [frozen_around_backward, frozen_between_forwards, frozen_while_others_accumulate])
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, partial(rl.fully_shard, reshard_after_forward=False)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_freezing_counts_when_backward_runs(ranks, wrap, backward):
@@ -849,6 +855,20 @@ def test_a_model_may_be_pruned_after_it_was_wrapped(when):
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
+
+
+def test_what_was_frozen_stays_known_while_others_move():
+    def body(world):
+        model = make_layers()
+        model[0].requires_grad_(False)
+        wrapped = rl.data_parallel(model, world)
+        square_loss(wrapped, world.rank)
+        prune.l1_unstructured(model[2], "weight", amount=0.3)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(rl.ConfigError, match=r"0.weight was frozen when the model was prepared"):
+            square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
 
 
 def test_a_parameter_that_comes_while_others_move_is_an_error():
@@ -937,6 +957,20 @@ def test_one_optimizer_may_step_while_the_parameters_of_another_accumulate(wrap)
     for state in rl.simulate(2, body):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=RTOL, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_no_parameter_is_updated_by_the_gradient_of_one_rank(wrap):
+    def body(world):
+        model = wrap(make_layers(), world)
+        square_loss(model, world.rank)
+        with model.no_sync():
+            square_loss(model, world.rank)
+        for param in model.parameters():
+            with pytest.raises(UnitError, match="no_sync"):
+                torch.optim.SGD([param], lr=0.05).step()
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])

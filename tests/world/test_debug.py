@@ -306,6 +306,20 @@ def test_calls_behind_one_that_was_too_late_fail_with_it_at_once(backend):
     assert took[0] < 6   # of 9
 
 
+def test_calls_behind_one_that_lost_a_rank_fail_with_it():
+    def body(world):
+        world.barrier()
+        if world.rank == 1:
+            world.close()
+            return
+        handles = [world.all_reduce(torch.ones(4), async_op=True, label=f"bucket {number}") for number in range(3)]
+        for wait in (*(handle.wait for handle in handles), world.barrier):
+            with pytest.raises(rl.RankLost, match=r"collective number 2 of this group: lost rank 1: it has ended"):
+                wait()
+
+    rl.simulate(2, body, timeout=60.0, backend="rankloom")
+
+
 def test_an_asynchronous_call_works_in_inference_mode():
     def body(world):
         with torch.inference_mode():

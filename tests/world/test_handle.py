@@ -100,6 +100,73 @@ def test_no_more_than_a_few_dozen_are_held_of_those_that_do_not_say_that_they_en
     assert Silent.waited == MANY - MOST_DROPPED
 
 
+def test_a_call_of_several_works_is_held_until_all_have_ended():
+    class Work:
+        def __init__(self, is_over: bool):
+            self.is_completed, self.waited = lambda: is_over, 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    class Held:
+        """As a handle."""
+
+    flight, works = InFlight(), [Work(True), Work(False)]
+    flight.adopt(works)
+    flight.add(Held())
+    assert [*flight._dropped] == [works] and not any(work.waited for work in works)
+
+
+def test_a_dropped_call_that_times_out_while_it_is_waited_for_is_an_error_of_ours():
+    over = threading.Barrier(2)
+
+    def body(world):
+        world.barrier()
+        if world.rank == 0:
+            with pytest.raises(rl.CollectiveTimeout, match="rank 0"):
+                for _ in range(MANY):
+                    world.recv(torch.zeros(3), 1, async_op=True, label="never sent")
+        over.wait(20)
+
+    rl.simulate(2, body, timeout=1)
+
+
+def test_a_handle_of_a_closed_group_says_so():
+    both_receive = threading.Barrier(2)
+
+    def body(world):
+        world.barrier()
+        handle = world.recv(torch.zeros(3), 1 - world.rank, async_op=True)
+        both_receive.wait(20)
+        world.close()
+        with pytest.raises(rl.RankLost, match="the group was closed before this ended"):
+            handle.wait()
+        return handle.works is None
+
+    assert rl.simulate(2, body) == [True] * 2
+
+
+def test_a_world_is_idle_when_no_call_of_any_of_its_groups_is_in_flight():
+    all_looked = threading.Barrier(4)
+
+    def body(world):
+        found = []
+        for group in (world, world.group("shard")):
+            handle = group.recv(torch.zeros(3), 1, async_op=True) if group.rank == 0 else None
+            found.append(world.is_idle)
+            all_looked.wait(20)
+            if group.rank == 1:
+                group.send(torch.ones(3), 0)
+            if handle is not None:
+                handle.wait()
+            found.append(world.is_idle)
+        return found
+
+    waits, idles = [False, True], [True, True]
+    expected = [waits + waits, idles + idles, idles + waits, idles + idles]
+    assert rl.simulate(rl.Mesh(replicate=2, shard=2), body, backend="rankloom") == expected
+
+
 def test_an_error_that_a_wait_has_raised_is_not_raised_again_by_another_call():
     def body(world):
         world.barrier()

@@ -71,7 +71,10 @@ class Begins(Protocol):
 
 
 class Handle:
-    """A collective in flight. `wait()` returns its result; do not use the buffers before. One that is dropped goes on."""
+    """A collective in flight. `wait()` returns its result; do not use the buffers before.
+
+    One that is dropped goes on. But keep those of many sends: over gloo, of more than MOST_DROPPED the next call waits for the oldest.
+    """
 
     def __init__(self, group: Begins, label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
         self.group, self.label, self._finish = group, label, finish
