@@ -23,7 +23,7 @@ Read bucket.py before this file; parallel/data.py and train/engine.py use it.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -97,13 +97,14 @@ class GradientReducer:
             owner.grad = None
         self._none_unsynced()
 
-    def expect_summed(self, param: Tensor) -> None:
-        """Called before the user's own optimizer updates `param`: raise UnitError when ranks would diverge, unless inside `no_sync`."""
+    def expect_summed(self, params: Sequence[Tensor]) -> None:
+        """Called before the user's own optimizer updates these: raise UnitError when ranks would diverge, unless inside `no_sync`."""
         meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
-        if meant or param.grad is None or self.group.size == 1:
+        if meant or self.group.size == 1:
             return
         unsynced = {*self._arrivals}.union(*(bucket.unsynced for bucket in self.buckets))   # other optimizers' parameters, perhaps
-        name = next((name for name in unsynced if self.owners[name] is param), None)
+        updated = {id(param) for param in params if param.grad is not None} if unsynced else ()
+        name = next((name for name in unsynced if id(self.owners[name]) in updated), None)
         if name is not None:
             raise UnitError(f"rank {self.group.world_rank}: an optimizer updates {name} by the gradient of this rank alone, so ranks would "
                             "diverge: the last backward ran inside of `no_sync`, or has not ended (an optimizer in a hook). Step after a "

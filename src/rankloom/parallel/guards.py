@@ -57,24 +57,26 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            if name := getattr(param, CUT, None):
-                raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model "
-                                "was sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
-            for reducer in _reducers(param):
-                reducer.expect_summed(param)
+    params = _params(optimizer)
+    if name := next((getattr(param, CUT) for param in params if hasattr(param, CUT)), None):
+        raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model was "
+                        "sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
+    for reducer in dict.fromkeys(reducer for param in params for reducer in _reducers(param)):
+        reducer.expect_summed(params)
     followers = _followers(optimizer)
     if not is_elementwise(optimizer):
         _expect_whole_tensors(optimizer)
-    params = {id(param) for param_group in optimizer.param_groups for param in param_group["params"]}
     for sharding in followers:
-        _expect_reduced(sharding, params)
+        _expect_reduced(sharding, {*map(id, params)})
         sharding.wait_for_readers()
 
 
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for param_group in optimizer.param_groups for param in param_group["params"]]
+
+
 def _expect_whole_tensors(optimizer: torch.optim.Optimizer) -> None:
-    found = [vars(param) for param_group in optimizer.param_groups for param in param_group["params"]]
+    found = [vars(param) for param in _params(optimizer)]
     part = next((of[PART] for of in found if PART in of), None)
     if part or any(OWNED in of for of in found):
         what = (f"{part} was cut over the tensor ranks, each of which has a part: i" if part else
@@ -101,5 +103,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _followers(optimizer: torch.optim.Optimizer) -> dict[Sharding, None]:
-    found = (getattr(param, OWNED, None) for param_group in optimizer.param_groups for param in param_group["params"])
+    found = (getattr(param, OWNED, None) for param in _params(optimizer))
     return dict.fromkeys(sharding for sharding in found if sharding is not None)   # in one order on all ranks
