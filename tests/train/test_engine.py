@@ -575,6 +575,26 @@ def test_an_iterator_over_another_number_of_micro_batches_is_refused():
     quickly(2, body, rl.BatchError, "rank .: the iterator .* has 2 micro-batches, but accumulate=3")
 
 
+@pytest.mark.parametrize("pieces, accumulate, is_told", [
+    ([{"x": rows(4)}] * 2, 3, True), ([(rows(2),)] * 2, 1, True), ([rows(4)] * 3, 3, True),
+    ([rows(2)] * 2, 1, False), ((rows(4),) * 2, 2, False), (iter([rows(2)] * 2), 2, False)])
+def test_an_error_says_how_micro_batches_are_given_if_a_list_may_be_some(pieces, accumulate, is_told):
+    def body(world):
+        def loss(model, batch):
+            raise TypeError("a list of rows is no tensor")
+
+        with pytest.raises(TypeError, match="no tensor") as error:
+            prepare(world, loss=loss, accumulate=accumulate).step(pieces)
+        return getattr(error.value, "__notes__", [])
+
+    notes, = rl.simulate(1, body)
+    assert bool(notes) == is_told
+    if is_told:
+        assert notes == [f"rank 0: this list of {len(pieces)} was taken as one batch, to be cut in accumulate={accumulate} micro-batches. "
+                         f"If it holds micro-batches, give exactly {accumulate} of them; those that are plain tensors as an iterator, "
+                         "`iter(batch)`"]
+
+
 def test_nan_in_a_micro_batch_that_came_alone_is_named():
     def body(world):
         pieces = [{"x": rows(1)}, {"x": rows(2) * (math.nan if world.rank else 1.0)}]

@@ -37,10 +37,27 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
         if len(pieces) != accumulate:
             raise BatchError(f"rank {rank}: the iterator given to a step has {len(pieces)} micro-batches, but accumulate={accumulate}")
         return pieces if accumulate > 1 else pieces[0]
-    nested = isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) or is_dataclass(piece) for piece in batch)
-    if not nested or len(batch) != accumulate:
+    if not _is_list_of_batches(batch) or len(batch) != accumulate:
         return batch
     return MicroBatches(batch) if accumulate > 1 else batch[0]
+
+
+def _is_list_of_batches(batch: Any) -> bool:
+    return isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) or is_dataclass(piece) for piece in batch)
+
+
+@contextmanager
+def step_with(batch: Any, accumulate: int, rank: int) -> Iterator[Any]:
+    """A context for a step, of the batch `as_given`. An error inside gets a note if a list was taken as one batch, and may be several."""
+    given = as_given(batch, accumulate, rank)
+    try:
+        yield given
+    except Exception as error:
+        if given is batch and isinstance(batch, list) and (accumulate > 1 or _is_list_of_batches(batch)):
+            error.add_note(f"rank {rank}: this list of {len(batch)} was taken as one batch, to be cut in accumulate={accumulate} "
+                           f"micro-batches. If it holds micro-batches, give exactly {accumulate} of them; those that are plain tensors as "
+                           "an iterator, `iter(batch)`")
+        raise
 
 
 @contextmanager

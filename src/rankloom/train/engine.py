@@ -35,7 +35,7 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
-from rankloom.train.batches import MicroBatches, as_given, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches
+from rankloom.train.batches import MicroBatches, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
     alike_on_any_ranks,
@@ -138,8 +138,8 @@ class Engine:
         self.placement.abandon()   # clear what a failed step left behind
         self._experts.begin_step()
         self.settings.float8.begin_step(whole=isinstance(self.placement, ReplicatedPlacement))
-        with explain_out_of_memory(self.world_rank, self.group.device, self.held):
-            batch = as_given(batch, self.settings.accumulate, self.world_rank)
+        with (explain_out_of_memory(self.world_rank, self.group.device, self.held),
+              step_with(batch, self.settings.accumulate, self.world_rank) as batch):
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
             if self._is_first:
                 compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
