@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
@@ -355,6 +356,49 @@ def test_what_is_computed_again_drops_the_same_tokens(recompute, mesh, options):
 @pytest.mark.parametrize("mesh", [{"context": 2, "expert": 2}, {"context": 3}], ids=str)
 def test_a_mixture_of_experts_and_rows_that_ranks_do_not_divide_drop_the_same(mesh):
     expect_one_process(mesh, {}, moe=MoEConfig(experts=4, top_k=2, ffn=12), length=19)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that the model itself runs again in backward."""
+
+    def __init__(self, reentrant: bool | None, uses: int = 1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.uses = reentrant, uses
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks] * self.uses:
+            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        return x
+
+
+def train_checkpointed(world, reentrant: bool | None, uses: int = 1, **options):
+    engine = rl.prepare(Checkpointed(reentrant, uses), loss=lambda model, x: (model(x).square().sum(), len(x)), world=world,
+                        optimizer=lambda params: torch.optim.SGD(params, lr=0.1), **options)
+    rows = torch.linspace(-1, 2, 48, dtype=torch.float64).view(8, 6).tensor_split(engine.group.size)[engine.group.rank]
+    return [engine.step(rows).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("mesh", "options"), [({}, {}), ({"replicate": 2}, {"accumulate": 2}), ({"shard": 2}, {"stage": 3})])
+def test_a_model_that_checkpoints_its_own_blocks_drops_the_same_in_backward(mesh, options, reentrant):
+    expected, = rl.simulate(1, lambda world: train_checkpointed(world, None))
+    for found in rl.simulate(rl.Mesh(**mesh), lambda world: train_checkpointed(world, reentrant, **options)):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_checkpoint_of_dropout_that_is_used_twice_is_refused_and_recompute_is_not():
+    def body(world):
+        with pytest.raises(ConfigError, match=r"dropout blocks.\d.2 is used several times, .* give `prepare` recompute='full'"):
+            train_checkpointed(world, False, uses=2)
+        return train_checkpointed(world, None, uses=2), train_checkpointed(world, None, uses=2, recompute="full")
+
+    (expected, found), = rl.simulate(1, body)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_rows_of_two_lengths_in_one_loss_are_computed_again_as_they_were():

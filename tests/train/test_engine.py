@@ -1,6 +1,7 @@
 """The engine: what it reports, what it refuses, and that a bad step harms nobody. Equality with one process: tests/test_equivalence.py."""
 
 import copy
+import itertools
 import math
 import time
 import warnings
@@ -573,6 +574,12 @@ def test_an_iterator_over_another_number_of_micro_batches_is_refused():
     pieces = [{"x": rows(2)}, {"x": rows(3)}]
     body = lambda world: prepare(world, loss=ragged, accumulate=3).step(iter(pieces))
     quickly(2, body, rl.BatchError, "rank .: the iterator .* has 2 micro-batches, but accumulate=3")
+
+
+def test_an_endless_iterator_is_refused_and_not_read():
+    for accumulate in (1, 2):
+        body = lambda world: prepare(world, accumulate=accumulate).step(itertools.repeat(rows(2)))   # noqa: B023
+        quickly(2, body, rl.BatchError, rf"rank .: the iterator .* has more micro-batches, but accumulate={accumulate}\..*islice")
 
 
 @pytest.mark.parametrize("pieces, accumulate, is_told", [

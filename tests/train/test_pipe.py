@@ -280,6 +280,82 @@ def test_a_sequence_of_modules_is_cut_between_them(pipe, schedule):
     expect_equal(rl.Mesh(pipe=pipe), plain_sequence(), of_classes, float_batches(), pipe=schedule)
 
 
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "gpipe")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_module_may_stand_in_a_sequence_twice(tied, pipe, schedule):
+    """One activation function for all layers, or a layer that is tied to another."""
+    torch.manual_seed(4)
+    act, first, second, third = nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+    layers = nn.Linear(WIDTH, 16), first, second, first if tied else third, nn.Linear(16, CLASSES)
+    model = nn.Sequential(*(module for layer in layers for module in (layer, act)))
+    expect_equal(rl.Mesh(pipe=pipe), model.double(), of_classes, float_batches(), pipe=schedule)
+
+
+class Scaled(nn.Sequential):
+    """A sequence with a buffer of its own."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES))
+        self.register_buffer("scale", torch.ones(1))
+
+
+def hidden_tanh(model):
+    first, second, third = model
+    return [({"0": first}, lambda x: second(first(x)).tanh()), ({"2": third}, third)]
+
+
+@pytest.mark.parametrize(("make", "pipe", "name"), [
+    (Scaled, None, "scale"),
+    (lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)), rl.Pipe(pieces=hidden_tanh), "1.weight")])
+def test_a_parameter_or_buffer_that_no_piece_has_is_named(make, pipe, name):
+    model = make().double()
+    with pytest.raises(rl.ConfigError, match=f"^{name} of .* is in no piece, so no stage would train and save it"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(replicate=2), rl.Mesh(pipe=2)])
+def test_a_model_that_comes_in_evaluation_mode_is_trained_in_training_mode_on_any_mesh(mesh):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double().eval()
+    expect_equal(mesh, model, of_classes, float_batches())
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_the_values_of_a_stage_may_lie_in_any_order(rank):
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)).double()
+    model[0].register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+    model[2].register_parameter("frozen", nn.Parameter(torch.arange(6.0).view(2, 3).t(), requires_grad=False))
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=of_classes, optimizer=adamw, world=world, accumulate=2)
+        return engine.full_state_dict(rank)["model"]
+
+    for at, state in enumerate(rl.simulate(rl.Mesh(pipe=2), body)):
+        if rank in (None, at):
+            assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+class Fork(nn.Linear):
+    """Gives two tensors."""
+
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+class Join(nn.Linear):
+    """Takes two, as one argument."""
+
+    def forward(self, pair):
+        return pair[0] + super().forward(pair[1])
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+def test_a_tuple_between_two_modules_of_a_sequence_is_one_argument(pipe):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), Fork(16, 16), Join(16, 16), nn.Linear(16, CLASSES)).double()
+    expect_equal(rl.Mesh(pipe=pipe), model, of_classes, float_batches())
+
+
 def test_modules_without_parameters_stay_with_the_one_before():
     assert [list(modules) for modules, _ in sequential_pieces(plain_sequence())] == [["0", "1", "2", "3"], ["4", "5"], ["6"], ["7"]]
 

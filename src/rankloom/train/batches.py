@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,11 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
     raises: BatchError when an iterator does not give `accumulate` micro-batches
     """
     if isinstance(batch, Iterator):
-        pieces = MicroBatches(batch)
+        pieces = MicroBatches(islice(batch, accumulate + 1))   # it may be endless
         if len(pieces) != accumulate:
-            raise BatchError(f"rank {rank}: the iterator given to a step has {len(pieces)} micro-batches, but accumulate={accumulate}")
+            count = f"{len(pieces)} micro-batches" if len(pieces) < accumulate else "more micro-batches"
+            raise BatchError(f"rank {rank}: the iterator given to a step has {count}, but accumulate={accumulate}. Of a longer one give "
+                             "the next: itertools.islice(iterator, accumulate)")
         return pieces if accumulate > 1 else pieces[0]
     if not _is_list_of_batches(batch) or len(batch) != accumulate:
         return batch

@@ -42,6 +42,8 @@ class DropoutKey:
     rows: range = range(1)
     here: tuple[Spans, int] | None = None                 # positions of this rank's tokens, and the length of a row; None: all
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
+    is_replayed: bool = False                             # `recompute` has set all of this back
+    _called_again: set[str] = field(default_factory=set)  # modules that were used twice
     _runs: Sequence[range] = ()
 
     def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
@@ -73,8 +75,18 @@ class DropoutKey:
         self.here = spans, length
 
     def next_seed(self, name: str) -> int:
-        """The seed of the next call of module `name`."""
-        call = self.calls[name] = self.calls.get(name, -1) + 1
+        """The seed of the next call of module `name`. If a checkpoint of the model's own calls it in backward: that of the call in forward.
+
+        raises: ConfigError if it cannot be known which call that was
+        """
+        if torch._C._current_graph_task_id() == -1 or self.is_replayed:
+            call = self.calls[name] = self.calls.get(name, -1) + 1
+            self._called_again |= {name} if call else set()
+        elif name in self._called_again:
+            raise ConfigError(f"dropout {name} is used several times, and a checkpoint of the model's own runs it again in backward, when "
+                              "it cannot know which of its masks to repeat: leave the checkpoint out, and give `prepare` recompute='full'")
+        else:
+            call = 0
         return key_to_seed(self.seed, "dropout", self.step, name, call)
 
 

@@ -161,6 +161,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     schedule = schedule if sparing else send_gradients_first(schedule)
     runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(pieces, count))]
     stages = [Stage(run) for run in runs]
+    _expect_all_in_stages(model, stages)
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
@@ -169,8 +170,18 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
                         hooks=Hooks(before=turn.select_microbatch, scale=lambda: turn.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
+    body.training = model.training   # the engine looks at it, as at any model's
     return LocalStages(body, pipeline, turn, names, tuple(model.state_dict()),
                        {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
+
+
+def _expect_all_in_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Raise ConfigError for a parameter or a buffer that no stage has: it would be neither trained nor saved."""
+    held = {id(value) for stage in stages for value in stage.state_dict(keep_vars=True).values()}
+    left = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor) and id(value) not in held]
+    if left:
+        raise ConfigError(f"{left[0]} of {type(model).__name__} is in no piece, so no stage would train and save it. A piece names all "
+                          "modules that its function uses: ({\"layers.3\": module}, function)")
 
 
 def pieces_for(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
@@ -287,7 +298,7 @@ class PipelinePlacement(SplitPlacement):
 
     def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: Goal | None) -> Tensor | None:
         """Send the value that stage `root` has gathered. Returns it on the ranks that get it."""
-        here = None if value is None else value.to(self.group.device)
+        here = None if value is None else value.to(self.group.device).contiguous()
         if goal is None:
             sent = torch.empty_like(like, device=self.group.device) if here is None else here
             self.pipe.broadcast(sent, root, label="values of a stage")

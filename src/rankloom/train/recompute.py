@@ -320,7 +320,7 @@ class Replay:
     def __enter__(self) -> None:
         self._before()
         for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
-            self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls)
+            self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls, is_replayed=key.is_replayed)
             _set(key, step, rows, here, dict(calls))
         self._draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
@@ -333,8 +333,8 @@ class Replay:
             self._learn(self._reuse.used)
 
 
-def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int]) -> None:
-    key.step, key.rows, key.here, key.calls = step, rows, here, calls
+def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int], *, is_replayed: bool = True) -> None:
+    key.step, key.rows, key.here, key.calls, key.is_replayed = step, rows, here, calls, is_replayed
 
 
 # ---------------------------------------------------------------------- what a block costs

@@ -51,16 +51,19 @@ def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
 
 
 def sequential_pieces(model: nn.Sequential) -> list[Piece]:
-    """Its children, one after the other. Those without parameters, such as activation functions, stay with the one before."""
+    """Its children, one after the other, each as often as it stands there. Those without parameters, such as activation functions, stay
+    with the one before."""
     runs: list[dict[str, nn.Module]] = [{}]
-    for name, child in model.named_children():
+    for name, child in model._modules.items():   # `named_children` would leave out the second use of a module
+        assert child is not None, "a sequence calls all that it holds"
         if has_parameters(child) and any(map(has_parameters, runs[-1].values())):
             runs.append({})
         runs[-1][name] = child
     return [(run, partial(_run_in_turn, tuple(run.values()))) for run in runs]
 
 
-def _run_in_turn(modules: Sequence[nn.Module], x: Any) -> Any:
+def _run_in_turn(modules: Sequence[nn.Module], *values: Any) -> Any:
+    x: Any = values if len(values) > 1 else values[0]   # in a sequence a tuple is one argument
     for module in modules:
         x = module(x)
     return x
