@@ -97,6 +97,38 @@ def train_all(names, dtype, world):
     return {name: train(WRAPPINGS[name], dtype, world) for name in names}
 
 
+def uneven(world):
+    """DDP on ranks with unequal numbers of batches, of which those that are still at work count."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)).double())
+    rows = torch.linspace(-1, 1 + world.rank, 32, dtype=torch.float64).view(4, 8)
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(2 + world.rank):
+            model.zero_grad()
+            model(rows * (1 + step)).square().sum().backward()
+    return [param.grad.tolist() for param in model.parameters()]
+
+
+def compiled(world):
+    """What compiled functions that call torch.distributed return."""
+    def calls(x):
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.barrier()
+        return x + 1
+
+    def messages(x):
+        dist.send(x, 1) if world.rank == 0 else dist.recv(x, 0)
+        return x + 1
+
+    told = [torch.compile(function, backend="eager")(torch.arange(4.0) + world.rank).tolist() for function in (messages, calls)]
+    torch.manual_seed(0)
+    model = torch.compile(DistributedDataParallel(torch.nn.Linear(4, 1)), backend="eager")
+    for _ in range(2):   # the second forward begins with a broadcast
+        model(torch.arange(4.0) + world.rank).sum().backward()
+    return told + [param.grad.tolist() for param in model.parameters()]
+
+
 # ---------------------------------------------------------------- torch.distributed's functions
 
 
@@ -213,7 +245,7 @@ def begin(port, world):
 
 
 BODIES = {   # by the number of ranks
-    2: {"training": partial(train_all, list(WRAPPINGS), torch.float32), "calls": each_call},
+    2: {"compiled": compiled, "training": partial(train_all, list(WRAPPINGS), torch.float32), "calls": each_call, "uneven": uneven},
     3: {"training": partial(train_all, ["DDP", "FSDP2"], torch.float64), "calls": each_call},
     4: {"training": partial(train, hybrid, torch.float64), "groups": groups_and_tensors},
 }
@@ -265,6 +297,13 @@ def test_with_two_ranks_ddp_and_fsdp2_reach_gloos_losses_to_the_last_bit(told):
         assert all(losses[-1] < losses[0] for losses in ours.values()), "and they learn"
 
 
+@pytest.mark.parametrize("what", ["uneven", "compiled"])
+def test_ddp_with_uneven_batches_and_compiled_calls_do_what_they_do_on_gloo(told, what):
+    for rank in told[2]:
+        ours, gloos = rank[what]
+        assert ours == gloos and ours
+
+
 def test_with_three_ranks_ddp_and_fsdp2_reach_gloos_losses(told):
     for rank in told[3]:
         ours, gloos = rank["training"]
@@ -303,6 +342,14 @@ def test_torch_knows_the_backend_without_an_import_and_a_program_may_end_in_its_
                "dist.all_reduce(x); print(x.tolist(), dist.get_backend())")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[1.0, 1.0] rankloom\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("imports", ["import rankloom.transport; import torch", "from rankloom import transport; import torch"])
+def test_the_backend_may_be_imported_before_torch(imports):
+    """torch, which it imports, loads the plug-in while it is being imported itself."""
+    program = f"{imports}; import torch.distributed as dist; print('rankloom' in dist.Backend.backend_list)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 if __name__ == "__main__":

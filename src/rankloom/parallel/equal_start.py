@@ -83,7 +83,8 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
         names, root = next(filter(None, everyone)), group.world_rank
         warnings.warn(f"the models of ranks {ranks} differed from rank {root}'s, that of rank {ranks[0]} in {len(names)} tensors "
                       f"(first: {names[0]}); rank {root}'s values are used. Seed the model's initialisation the same on all ranks "
-                      "to avoid this warning.", stacklevel=3)
+                      "to avoid this warning; threads of `rl.simulate` share torch's generator: make the model before, and copy it.",
+                      stacklevel=3)
     return changed
 
 

@@ -39,6 +39,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
           device: str = "cpu") -> list[T]:
     """Run `body(world)` in processes of this host, one for each rank. Returns their results in rank order.
 
+    The processes import the program: call this under `if __name__ == "__main__":`.
     When a rank raises, the others are ended, and its exception is raised here with its traceback as a note. If a rank dies
     without an exception (a signal, os._exit), or after it has sent its result, this raises RankFailed.
     timeout: seconds after which a silent peer counts as lost

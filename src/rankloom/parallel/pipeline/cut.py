@@ -35,10 +35,10 @@ class Stage(nn.Module):
                 _place(self, name, part)
 
     def forward(self, *values: Any) -> Any:
-        """Run the pieces. A tuple becomes the arguments of the next piece."""
+        """Run the pieces. A tuple or a list becomes the arguments of the next piece, as between two stages."""
         for run in self._runs:
             output = run(*values)
-            values = output if isinstance(output, tuple) else (output,)
+            values = tuple(output) if isinstance(output, tuple | list) else (output,)
         return values if len(values) > 1 else values[0]
 
 

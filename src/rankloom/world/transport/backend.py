@@ -5,12 +5,18 @@ names; so the group itself decides by the device of each tensor.
 This file is imported at every `import torch` where rankloom is installed; the backend itself is imported with the first group.
 """
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from importlib.abc import SourceLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
 
-NAME = "rankloom"
+NAME, COMPILER = "rankloom", "torch._dynamo"
 
 
 def register() -> None:
@@ -18,6 +24,7 @@ def register() -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         _keep_the_recorder_out()
+        _keep_the_compiler_out()
 
 
 def _keep_the_recorder_out() -> None:
@@ -27,6 +34,37 @@ def _keep_the_recorder_out() -> None:
     if attach:
         is_ours = lambda group: isinstance(group, import_module("rankloom.world.transport.work").AsBackend)
         torchs._maybe_attach_flight_recorder = lambda group, *rest: None if is_ours(group) else attach(group, *rest)
+
+
+def _keep_the_compiler_out() -> None:
+    """torch.compile steps into functions that are written in Python, and fails in the methods of a group: it must call them as they are."""
+    if COMPILER in sys.modules:
+        _call_as_it_is(sys.modules[COMPILER])
+    else:
+        sys.meta_path.insert(0, _WhenCompilerComes())   # importing it takes a second, and few programs need it
+
+
+def _call_as_it_is(compiler: Any) -> None:
+    compiler.trace_rules.add("rankloom.world.transport")
+
+
+class _WhenCompilerComes:
+    """Acts when the compiler is imported, once."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        """Called by Python for each import."""
+        if name != COMPILER:
+            return None
+        sys.meta_path.remove(self)   # type: ignore[arg-type]
+        spec = find_spec(name)
+        if spec is not None and isinstance(spec.loader, SourceLoader):
+            spec.loader.exec_module = partial(_run, spec.loader.exec_module)   # type: ignore[method-assign]
+        return spec
+
+
+def _run(load: Callable[[Any], None], compiler: Any) -> None:
+    load(compiler)
+    _call_as_it_is(compiler)
 
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ import datetime
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,10 +131,18 @@ class Pending(Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future:
-        """A future that a thread of this group sets when the work has ended."""
+        """A future that a thread of this group sets when the work has ended; one that is set, if it has ended by now."""
         future: torch.futures.Future = torch.futures.Future()
-        self._herald.announce(self, future)
+        if self._ended:
+            tell(self, future)
+        else:
+            self._herald.announce(self, future)
         return failing_in_cpp(future)
+
+    @property
+    def is_one_number(self) -> bool:
+        """Whether its result is one number, by itself in memory."""
+        return len(self._result) == 1 and self._result[0].numel() == 1 and self._result[0].untyped_storage().nbytes() <= 16
 
     def _end(self, why: int, seconds: float | None) -> None:
         with self._lock:
@@ -167,7 +176,15 @@ class Pending(Work):
 
 
 class InFlight(set[Pending]):
-    """Works in flight whose callers may have dropped them."""
+    """Works in flight whose callers may have dropped them.
+
+    The last few of one number each are kept when they have ended, too: DDP's `join` leaves such a work to C++ alone, which asks for its
+    result later, and would wait for good on what is left of it without the Python object.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: deque[Pending] = deque(maxlen=16)
 
     def add(self, work: Pending) -> None:
         """Keep this work until it has ended; also settle others, as their callers may never ask."""
@@ -175,6 +192,8 @@ class InFlight(set[Pending]):
             other.settle()
         work.holder = self
         super().add(work)
+        if work.is_one_number:
+            self._numbers.append(work)
 
 
 class AllOf(Work):
@@ -212,6 +231,10 @@ class AsBackend:
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether torch may ask for memory in which calls are quicker: no, as all ranks would have to ask together."""
+        return False
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a time-out of its own. Its error names all ranks that did not come, whatever `wait_all_ranks` is."""
