@@ -163,7 +163,8 @@ def test_and_one_that_is_trains_as_in_one_process(mesh, loss):
     expect_equal(mesh, gpt(), loss, token_batches(ROWS, TOKENS, VOCAB))
 
 
-def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(pipe=2, context=2)])
+def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on(mesh):
     documents = (torch.arange(TOKENS) >= TOKENS // 3).long().expand(ROWS, -1).contiguous()
     batches = [((tokens, documents), targets) for tokens, targets in token_batches(ROWS, TOKENS, VOCAB)]
 
@@ -172,7 +173,7 @@ def test_a_loss_of_packed_rows_gets_the_documents_that_it_passes_on():
         logits = model(tokens, documents=documents)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
 
-    expect_equal(rl.Mesh(pipe=2), gpt(), loss, batches)
+    expect_equal(mesh, gpt(), loss, batches)
 
 
 def test_the_auxiliary_losses_of_experts_belong_to_any_loss():
@@ -311,6 +312,16 @@ def test_a_parameter_or_buffer_that_no_piece_has_is_named(make, pipe, name):
     model = make().double()
     with pytest.raises(rl.ConfigError, match=f"^{name} of .* is in no piece, so no stage would train and save it"):
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+def test_an_example_may_have_another_dtype_than_the_precision(precision):
+    model, batches = plain_sequence().float(), [(rows.float(), targets) for rows, targets in float_batches()]
+    found = []
+    for pipe in (None, rl.Pipe(example=batches[0])):
+        body = lambda world: trained(world, model, of_classes, batches, precision=precision, pipe=pipe)   # noqa: B023
+        found.append(rl.simulate(rl.Mesh(pipe=2), body)[0][0])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)   # cut at another place, the same arithmetic
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(replicate=2), rl.Mesh(pipe=2)])

@@ -76,8 +76,11 @@ class Pipe:
             stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else _ModelStandIn
             return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
 
+        example = pipe.example
+        if example is not None and precision.compute is not None and precision.master is None:   # as the model itself (prepare.py)
+            example = (cast_floats_in(example[0], precision.compute), example[1])
         numbers = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
-        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, pipe.example, pipe.memory,
+        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, example, pipe.memory,
                           numbers, embeddings(model))
 
 

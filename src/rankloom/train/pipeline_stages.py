@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ class Turn:
         if self._apart is not None:
             some = self._apart.some(tokens.shape[1], tokens.device)
             self._parts.append(some)
-            return some.cut(tokens, tokens.shape[1]), some.cut(targets, tokens.shape[1])
+            cut = partial(some.cut, length=tokens.shape[1])
+            return cut(tokens) if documents is None else (cut(tokens), cut(documents)), cut(targets)
         if self.context.size == 1:
             self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
             return given, targets

@@ -239,6 +239,19 @@ def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused,
     expect_equal(ranks, make, run, plan=columns | {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"})
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
+@pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
+def test_an_mlp_may_be_cut_beside_attention_that_is_left_whole(attribute, fused, ffn, ranks):
+    def make():
+        model = shaken(InOneModule(attribute, fused, ffn))
+        for param in model.parameters():
+            param.data *= 0.2
+        return model
+
+    expect_equal(ranks, make, run, plan={"up": "colwise", "gate": "colwise", "down": "rowwise"})
+
+
 GROUPED = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
 
 
@@ -425,6 +438,11 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(
 def test_gate_and_up_in_one_matrix_are_not_cut_as_one():
     with pytest.raises(ConfigError, match="gate_up has 48 output features, and down takes 24: .* say packed_colwise"):
         rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Gated()), {"gate_up": "colwise", "down": "rowwise"}, world))
+
+
+def test_queries_keys_and_values_in_one_matrix_are_not_cut_as_one():
+    with pytest.raises(ConfigError, match="qkv has 36 output features, and o takes 12: .* say packed_qkv_colwise"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(InOneModule("num_heads", True, 20), {"qkv": "colwise", "o": "rowwise"}, world))
 
 
 def test_a_model_without_a_plan_needs_one():

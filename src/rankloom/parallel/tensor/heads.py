@@ -117,6 +117,11 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
     return None
 
 
+def has_width(module: nn.Module) -> bool:
+    """Whether an attribute of the module says how wide a head is."""
+    return _first(module, WIDTHS) > 0
+
+
 def of_an_mlp(name: str) -> bool:
     """Whether a layer of this name belongs to an MLP, whatever stands beside it."""
     return bool(OF_AN_MLP.fullmatch(name.rpartition(".")[2].lower()))

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes, hooks_of, is_hooked
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.heads import Cut, fused_heads_of, heads_of, of_an_mlp, tell_local_counts
+from rankloom.base.names import full_name
+from rankloom.parallel.tensor.heads import Cut, fused_heads_of, has_width, heads_of, of_an_mlp, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
@@ -208,9 +209,11 @@ def column(site: Site, *, gathers: bool = False) -> None:
     else:
         siblings = {name: n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent}
         attention = [n for name, n in siblings.items() if not of_an_mlp(name)]
-        is_beside = of_an_mlp(site.name) and (attention or "packed_qkv_colwise" in cutting.words_in(site.parent).values())
+        is_beside = of_an_mlp(site.name) and (
+            attention or "packed_qkv_colwise" in cutting.words_in(site.parent).values() or _has_whole_layers(site))
         heads = None if is_beside else heads_of(cutting.model.get_submodule(site.parent), site.parent, attention or [*siblings.values()])
         if heads:
+            _expect_unfused(site, features, len(siblings))
             spans, is_partial = heads.spans(features, ranks)
             cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
@@ -220,15 +223,32 @@ def column(site: Site, *, gathers: bool = False) -> None:
     _cut_outputs(site, transposed, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
 
 
+def _has_whole_layers(site: Site) -> bool:
+    """Whether the module around this layer has linear layers that the plan leaves whole: its attention, perhaps."""
+    children = site.cutting.model.get_submodule(site.parent).named_children()
+    return any(is_transposed(child) is not None and full_name(site.parent, name) not in site.cutting.words for name, child in children)
+
+
 def _expect_one_matrix(site: Site, features: int, siblings: int) -> None:
     """Raise ConfigError for gate and up fused in one matrix: then the row-cut layer after it takes half its features."""
-    model = site.cutting.model
-    behind = [name for name, word in site.cutting.words_in(site.parent).items() if word == "rowwise"]
-    for name in behind if siblings == 1 else ():
-        takes = _in_features(model.get_submodule(name))
-        if takes and features == 2 * takes:
-            raise ConfigError(f"{site.name} has {features} output features, and {name} takes {takes}: cut as one matrix, two fused ones "
-                              "(gate and up) would be cut across each other; say packed_colwise")
+    if name := _takes_a_part(site, features, 2, siblings):
+        raise ConfigError(f"{site.name} has {features} output features, and {name} takes {features // 2}: cut as one matrix, two fused "
+                          "ones (gate and up) would be cut across each other; say packed_colwise")
+
+
+def _expect_unfused(site: Site, features: int, siblings: int) -> None:
+    """Raise ConfigError for queries, keys and values that seem to be fused end to end, where no width of a head says that they are not."""
+    name = _takes_a_part(site, features, 3, siblings)
+    if name and not has_width(site.cutting.model.get_submodule(site.parent)):
+        raise ConfigError(f"{site.name} has {features} output features, and {name} takes {features // 3}: queries, keys and values, fused "
+                          "end to end, would be cut across each other; say packed_qkv_colwise. If those of each head lie side by side, "
+                          "give the module around them a head_dim")
+
+
+def _takes_a_part(site: Site, features: int, parts: int, siblings: int) -> str | None:
+    """The row-cut layer behind this one, if this is the only column-cut one before it, and `parts` times as wide."""
+    behind = [name for name, word in site.cutting.words_in(site.parent).items() if word == "rowwise"] if siblings == 1 else []
+    return next((name for name in behind if features == parts * _in_features(site.cutting.model.get_submodule(name))), None)
 
 
 def _in_features(module: nn.Module) -> int:
