@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
@@ -580,6 +581,68 @@ def test_an_endless_iterator_is_refused_and_not_read():
     for accumulate in (1, 2):
         body = lambda world: prepare(world, accumulate=accumulate).step(itertools.repeat(rows(2)))   # noqa: B023
         quickly(2, body, rl.BatchError, rf"rank .: the iterator .* has more micro-batches, but accumulate={accumulate}\..*islice")
+
+
+class Student(nn.Module):
+    """Has a teacher that follows it in its own forward, and adds noise from torch's generator and from one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.teacher = nn.Linear(2, 3).double(), nn.Linear(2, 3).double().requires_grad_(False)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for behind, ahead in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                behind.mul_(0.9).add_(ahead, alpha=0.1)
+        noise = torch.randn(3, dtype=torch.float64) + torch.randn(3, generator=self.generator, dtype=torch.float64)
+        return self.net(x) + self.teacher(x) + 0.1 * noise
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_looking_for_a_mean_before_the_first_step_changes_no_teacher_and_draws_nothing(stage):
+    plain = Student()
+    optimizer = sgd(plain.net.parameters())
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = plain(rows(8, seed=step)).square().sum()
+        (loss / 8).backward()
+        optimizer.step()
+        expected.append(loss.item() / 8)
+
+    def body(world):
+        engine = rl.prepare(Student(), loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=sgd, world=world, stage=stage)
+        return [engine.step(rows(8, seed=step)).loss for step in range(3)]
+
+    assert rl.simulate(1, body) == [pytest.approx(expected, rel=RTOL)]
+
+
+def test_a_forward_that_changes_a_frozen_parameter_is_refused_where_its_number_depends_on_the_ranks():
+    def body(world):
+        model = Student()
+        model.forward = lambda x: model.net(x) + model.teacher(x) * model.teacher.bias.add_(0.1)
+        loss = lambda model, x: (model(x).square().sum(), len(x))
+        rl.prepare(model, loss=loss, optimizer=sgd, world=world, deterministic=4).step(rows(8))
+
+    quickly(2, body, rl.ConfigError, "rank .: the forward has changed the frozen parameter teacher.bias, .* after `engine.step`")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_state_is_loaded_where_hooks_rename_what_is_in_it(stage):
+    """As torch's own wrapper for checkpointing does."""
+    def body(world):
+        model = nn.Sequential(nn.Linear(2, 4), checkpoint_wrapper(nn.Linear(4, 2))).double()
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=adamw, world=world, stage=stage)
+        engine.step(rows(8, seed=world.rank))
+        state = engine.full_state_dict()
+        first = engine.step(rows(8, seed=world.rank)).loss
+        engine.load_full_state_dict(state)
+        return first, engine.step(rows(8, seed=world.rank)).loss, list(state["model"])
+
+    for first, again, names in rl.simulate(2, body):
+        assert first == again and names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 @pytest.mark.parametrize("pieces, accumulate, is_told", [

@@ -167,6 +167,28 @@ def test_a_gradient_that_no_tensor_rank_has_whole_is_refused_before_the_update(m
     assert rl.simulate(mesh, body) == pytest.approx(alone * mesh.size, rel=1e-5)
 
 
+def test_and_one_that_comes_when_what_stands_behind_it_is_zero_no_more():
+    """An output that begins with zeros gives no gradient to what is before it in the first step, and equal ones to all ranks."""
+    def begin():
+        model = NormedHeads()
+        nn.init.zeros_(model.down.weight)
+        return model
+
+    batch, loss = torch.randn(12, 4, generator=torch.Generator().manual_seed(5)), lambda model, x: (model(x).sin().sum(), len(x))
+
+    def body(world):
+        told = prepare(begin(), world, loss, tensor_plan=HEADS)
+        told.step(batch)
+        with pytest.raises(rl.LossError, match=r"the gradient of norm\.weight, which every tensor rank holds whole, .* has a part of it"):
+            told.step(batch)
+        right = prepare(begin(), world, loss, tensor_plan=HEADS | {"norm": "replicated_with_grad_allreduce"})
+        return [right.step(batch).loss for _ in range(7)]
+
+    expected, = rl.simulate(1, lambda world: [engine.step(batch).loss for engine in [prepare(begin(), world, loss)] for _ in range(7)])
+    for losses in rl.simulate(rl.Mesh(tensor=2), body):
+        assert losses == pytest.approx(expected, rel=1e-4)   # fp32
+
+
 @pytest.mark.parametrize(("found", "is_told"), [
     ([[3.0, 1.0], [3.0, 1.02]], True), ([[3.0, 1.0], [3.0, 1.005]], False), ([[3.0, 0.0], [3.0, 1.0]], True),
     ([[3.0, 1e-8], [3.0, 0.0]], False), ([[0.0, 0.0], [0.0, 0.0]], False), ([[float("inf"), 1.0], [float("inf"), 1.0]], False)])

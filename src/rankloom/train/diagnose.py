@@ -15,7 +15,7 @@ import secrets
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rankloom.parallel.build import digest
 from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
+from rankloom.train.draws import Draws, generators_of
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -38,6 +39,7 @@ TokensApart = Callable[[Apart], AbstractContextManager[None]]
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 PROCESS = secrets.token_hex(8)   # with the process id: equal for simulated ranks, which share torch's generator
+FEW_STEPS = 5
 SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
 
 
@@ -79,7 +81,9 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
                                                 label="does the loss seem a mean"))
-    expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
+    devices = [group.device] if group.device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=world.size == 1):   # on several ranks draws are not those of one process in any case
+        expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
     if world.mesh.context > 1:
         expect_sum_over_tokens(totals_of, model, parts[0], world, apart, on_any)
 
@@ -90,7 +94,9 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
 
     A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error, because a
     model may return other things in training. The loss is called without dropout, with gradients enabled, and equally often on
-    every rank; buffers are restored afterwards. A compiled model is not checked: it would be compiled again for the halves.
+    every rank; buffers, frozen parameters and generators of modules are restored afterwards, and on one rank torch's own generator. (What
+    else a loss changes, such as a queue of its own, it changes a few times before the first step.) A compiled model is not checked: it
+    would be compiled again for the halves.
     parts:    rows, and their two halves
     on_any:   whether a condition holds on any rank
     together: ranks wait for each other in a forward
@@ -98,7 +104,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     """
     if runs_compiled(model):
         return
-    with evaluating(model), _buffers_put_back(model):
+    with evaluating(model), _state_put_back(model):
         (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
         rows = rows_of(parts[0], rank)
         if _is_mean_of_one(whole, count, halves, rows):
@@ -128,7 +134,7 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     if runs_compiled(model):
         return
     found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
-    with evaluating(model), _buffers_put_back(model):
+    with evaluating(model), _state_put_back(model):
         for some in tried:
             with torch.no_grad(), apart(some):   # as nothing is kept, the budget of a recompute sees none of it
                 found.append(_tried(totals_of, batch, model, world.rank, together=True)[:2])
@@ -188,13 +194,22 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
 
 
 @contextmanager
-def _buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers afterwards: a forward inside belongs to no step."""
+def _state_put_back(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, frozen parameters, and generators in attributes of modules afterwards: a forward inside belongs to no step.
+
+    Frozen parameters only if they are fewer than the trained ones, whose gradients will need as much memory: a teacher that follows a
+    student, but no large model around a small adapter.
+    """
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
-    values = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.layout == torch.strided]
+    frozen = [param for param in model.parameters() if not param.requires_grad and param.untyped_storage().nbytes()]
+    if sum(param.nbytes for param in frozen) > sum(param.nbytes for param in model.parameters() if param.requires_grad):
+        frozen = []
+    values = [(kept, kept.detach().clone()) for kept in (*model.buffers(), *frozen) if kept.layout == torch.strided]
+    draws = Draws(generators_of(model))
     try:
         yield
     finally:
+        draws.set_back(ExitStack())
         for now, own in held:
             now.clear()
             now.update(own)
@@ -247,9 +262,10 @@ def _warn_of_equal_rows(group: Group, mine: list[list[Any]] | None) -> None:
 
 
 def expect_one_model(world: World, totals: Tensor, norms: Mapping[str, float]) -> None:
-    """In the first step, before the update: raise LossError, on all ranks, when tensor ranks differ in what must be equal.
+    """In each of the first FEW_STEPS, before the update: raise LossError, on all ranks, when tensor ranks differ in what must be equal.
 
-    That is the loss, and the gradients of the parameters that each of them holds whole. A collective of the world.
+    That is the loss, and the gradients of the parameters that each of them holds whole. (One step is not enough: no gradients come to what
+    is multiplied with a matrix that begins with zeros.) A collective of the world.
     totals: [loss sum, count]
     norms:  name of such a parameter -> norm of its gradient
     """
@@ -310,19 +326,28 @@ class KeyedDrawsOnly(TorchDispatchMode):
 
 @contextmanager
 def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
-    """For the first steps: a forward inside that draws from torch's own generator, or changes a buffer, raises ConfigError.
+    """For the first steps: a forward inside that draws from torch's own generator, or changes a buffer or a frozen parameter, raises
+    ConfigError.
 
     How many forwards a rank runs depends on the number of ranks, and so would anything that one forward hands on to the next.
     """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: value.detach().clone() for name, value in _untrained(model)}
     with KeyedDrawsOnly(rank):
         yield
-    for name, buffer in model.named_buffers():
-        old = before.get(name, buffer)
-        if old.shape == buffer.shape and not _same_bits(old, buffer):   # a buffer of another shape is a cache that grew, not a statistic
-            raise ConfigError(f"rank {rank}: the forward has changed the buffer {name}, and ranks run forward for their own rows only, so "
+    for name, value in _untrained(model):
+        old = before.get(name, value)
+        if old.shape == value.shape and not _same_bits(old, value):   # a buffer of another shape is a cache that grew, not a statistic
+            kind = "frozen parameter" if isinstance(value, nn.Parameter) else "buffer"
+            raise ConfigError(f"rank {rank}: the forward has changed the {kind} {name}, and ranks run forward for their own rows only, so "
                               "deterministic training would depend on the number of ranks. Leave out what keeps statistics or counts in "
-                              "forward (spectral_norm, codebooks ...), or fill the buffer when the model is made")
+                              "forward (spectral_norm, codebooks ...), fill the buffer when the model is made, or let a teacher follow "
+                              "after `engine.step`")
+
+
+def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and frozen parameters that have memory here."""
+    yield from model.named_buffers()
+    yield from ((name, param) for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes())
 
 
 def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:

@@ -38,6 +38,7 @@ from rankloom.train.alike import Numbers, expect_alike, numbers_of
 from rankloom.train.batches import MicroBatches, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import (
+    FEW_STEPS,
     alike_on_any_ranks,
     compare_rows,
     expect_one_model,
@@ -147,7 +148,7 @@ class Engine:
                 self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
             totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
-            if self._is_first:
+            if self._is_first or self.steps_done < FEW_STEPS:
                 expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
                 self._is_first = False
             loss, count, norm, finite = self._apply(totals, batch)

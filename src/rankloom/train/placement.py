@@ -233,8 +233,9 @@ class ReplicatedPlacement:
         shapes = shapes_in(self.model.state_dict(keep_vars=True))
         self._world.agree(difference(shapes, state, f"rank {self._world.rank}"), error=ModelMismatch, label="load a state dict")
         self.model.load_state_dict(state)
+        names = {id(value): name for name, value in self.model.state_dict(keep_vars=True).items()}   # hooks may have renamed them
         for name, owner in self.owners.items():
-            owner.copy_(state[name])
+            owner.copy_(state[names[id(self._masters.params[name])]])
         self._reducer.summing.begin_anew()
         self.publish()
 
