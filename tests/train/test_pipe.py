@@ -394,6 +394,48 @@ def test_what_cannot_be_cut_so_is_refused_with_what_to_do():
         attempt(rl.Pipe(example=float_batches()[0]), Residual)
 
 
+class GatedInside(nn.Module):
+    """Every layer also gets what came before the first, through a gate that may begin at zero."""
+
+    def __init__(self, gate):
+        super().__init__()
+        torch.manual_seed(7)
+        self.table, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.layers = nn.ModuleList(GatedLayer(gate) for _ in range(4))
+        self.double()
+
+    def forward(self, tokens):
+        x = first = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x, first)
+        return self.out(x)
+
+
+class GatedLayer(nn.Linear):
+    def __init__(self, gate):
+        super().__init__(8, 8)
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def forward(self, x, first):
+        return x + super().forward(x).tanh() + self.gate * first
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.5])
+def test_what_layers_get_beside_the_stream_is_found_even_if_it_counts_for_nothing_yet(gate):
+    model = GatedInside(gate)
+    with pytest.raises(rl.ConfigError, match=r"GatedInside gives another output .* layers.\d, or what comes behind it, gets more than"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_logits, token_batches(ROWS, TOKENS, VOCAB)))
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def from_meta(world):
+        with torch.device("meta"):
+            made = GatedInside(gate)
+        return trained(world, made, of_logits, token_batches(ROWS, TOKENS, VOCAB), initialize=lambda name, into: into.copy_(values[name]))
+
+    with pytest.raises(rl.ConfigError, match=r"GatedInside gives another output"):
+        rl.simulate(rl.Mesh(pipe=2), from_meta)
+
+
 # ------------------------------------------------------------------ where a language model is cut
 
 

@@ -11,6 +11,7 @@ Read parallel/pipeline/cut.py before this file.
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
@@ -28,6 +30,7 @@ from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import has_parameters, tensors_in
 
 Inputs = Callable[[], Any]
+READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
 
 
@@ -48,7 +51,7 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
         _expect_all_in(runs, model)
         value = trial
         for run in runs:
-            value = _try(run, value, model)
+            value = _try_apart(run, value, model)
         _expect_same(value, output, model)
     for run in runs:
         run.inputs = inputs
@@ -82,6 +85,46 @@ def _try(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any)
     except Exception as error:
         raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
                           f"{type(error).__name__}: {error}; {ADVICE}") from error
+
+
+def _try_apart(run: "_PieceRange", value: Any, model: nn.Module) -> Any:
+    """Run some pieces. raises: ConfigError if their output follows from what a stand-in returned, whose values mean nothing
+
+    Such an output may look right: a gate that begins at zero hides what it lets in later.
+    """
+    followed = run.follow = Followed()
+    try:
+        with followed:
+            output = _try(run, value, model)
+    except ConfigError:   # of an operation that cannot be followed, such as a compiled one, or of the model itself
+        return _try(run, value, model)
+    finally:
+        run.follow = None
+    if any(id(x) in followed.tensors for x in tensors_in(output)):
+        raise ConfigError(f"{type(model).__name__} gives another output when it is cut into its layers: {run.entry}, or what comes behind "
+                          "it, gets more than the output of the layer before, something computed before the layers. Only one tensor "
+                          f"may pass from layer to layer; {ADVICE}")
+    return output
+
+
+class Followed(TorchDispatchMode):
+    """A context that finds which tensors follow from some: by what was computed, whatever the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}   # by id; held, so that no other gets the id of one
+
+    def add(self, x: Tensor) -> None:
+        """From now on follow `x`."""
+        self.tensors[id(x)] = x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = tensors_in((*args, *(kwargs or {}).values()))
+        if any(id(x) in self.tensors for x in given) and not READS_NO_VALUES.search(func.__name__):
+            for x in tensors_in(found):
+                self.add(x)
+        return found
 
 
 # ------------------------------------------------------------------ which modules come before the layers, which after
@@ -255,6 +298,7 @@ class _PieceRange:
 
     entry, exit:       the layers where activations come in and go out
     arriving, leaving: these activations, during a call
+    follow:            during a trial, what finds out where the values of stand-ins go
     """
 
     def __init__(self, model: nn.Module, roles: _Roles, pieces: range, inputs: Inputs | None,
@@ -265,6 +309,7 @@ class _PieceRange:
         self.modules = {name: modules[name] if modules else model.get_submodule(name) for name in names}
         self.arriving: Tensor | None = None
         self.leaving: Tensor | None = None
+        self.follow: Followed | None = None
         last = len(roles.layers) - 1
         self.entry, self.exit = (roles.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
         others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
@@ -327,7 +372,10 @@ class _PieceRange:
         assert self.arriving is not None, "the front is computed, not stood in for"
         x = next(tensors_in((*args, *kwargs.values())))   # some models pass tokens by name
         rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens
-        return self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
+        zeros = self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
+        if self.follow is not None:
+            self.follow.add(zeros)
+        return zeros
 
 
 def _identity(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
