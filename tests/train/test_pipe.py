@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.models.config import MoEConfig
@@ -418,6 +419,32 @@ class GatedLayer(nn.Linear):
 
     def forward(self, x, first):
         return x + super().forward(x).tanh() + self.gate * first
+
+
+class Checkpointing(nn.Module):
+    """Runs its layers again in backward, by itself."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(7)
+        self.reentrant, self._require_grads_hooks = reentrant, ["as `transformers` keeps them"]
+        self.table, self.out = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.double()
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if torch.is_grad_enabled() else layer(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_model_that_checkpoints_the_layer_at_a_border_is_told_of_recompute(reentrant, schedule):
+    model = Checkpointing(reentrant)
+    with pytest.raises(rl.ConfigError, match=r"Checkpointing checkpoints layers.\d, a layer at the border .* give `prepare` recompute="):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_logits, token_batches(ROWS, TOKENS, VOCAB), pipe=schedule))
 
 
 @pytest.mark.parametrize("gate", [0.0, 0.5])

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hook" in name)   # torch's own: libraries keep others under such names
+
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
     """The attributes in which torch keeps a module's hooks. A module that takes them over has its hooks, and their handles still work.
@@ -20,7 +22,7 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
     >>> any(hooks_of(layer).values())
     True
     """
-    return {name: value for name, value in vars(module).items() if "hook" in name}
+    return {name: value for name, value in vars(module).items() if name in _HOOKS}
 
 
 def copy_user_attributes(to: Tensor, frm: Tensor) -> None:

@@ -299,6 +299,7 @@ class _PieceRange:
     entry, exit:       the layers where activations come in and go out
     arriving, leaving: these activations, during a call
     follow:            during a trial, what finds out where the values of stand-ins go
+    with_grad:         whether a call runs with gradients
     """
 
     def __init__(self, model: nn.Module, roles: _Roles, pieces: range, inputs: Inputs | None,
@@ -310,6 +311,7 @@ class _PieceRange:
         self.arriving: Tensor | None = None
         self.leaving: Tensor | None = None
         self.follow: Followed | None = None
+        self.with_grad = False
         last = len(roles.layers) - 1
         self.entry, self.exit = (roles.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
         others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
@@ -328,6 +330,7 @@ class _PieceRange:
 
     def __call__(self, *values: Any) -> Any:
         """Output of the piece before, or the model's arguments -> activations after these pieces, or the model's output."""
+        self.with_grad = torch.is_grad_enabled()
         if self.pieces[0] > 0:
             (self.arriving,) = values
             values = self._called_with(values[0])
@@ -357,7 +360,10 @@ class _PieceRange:
         return shell
 
     def _border_layer(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer where activations come in or go out."""
+        """The layer where activations come in or go out. raises: ConfigError when a checkpoint calls it, which sees other activations"""
+        if torch.is_grad_enabled() != self.with_grad or torch._C._current_graph_task_id() != -1:
+            raise ConfigError(f"{type(self.shells[0]).__name__} checkpoints {name}, a layer at the border of a stage: switch its own "
+                              "checkpointing off, and give `prepare` recompute='full'")
         if name == self.entry and self.arriving is not None:
             x, self.arriving = self.arriving, None
         output = self.modules[name](x, *args, **kwargs) if name in self.modules else self._pass_through(x)
