@@ -166,6 +166,11 @@ def test_what_the_command_line_asks_for_wins_over_the_deterministic_of_the_file_
         load_config(path, [*flags, "--train.deterministic=true"])
 
 
+def test_what_is_wrong_without_it_too_is_told_in_place_of_it(file):
+    with pytest.raises(ConfigError, match=r"heads = 2 cannot be shared evenly by \[mesh\] tensor 3"):
+        load_config(file(SIXTEEN + "deterministic = true\n"), ["--mesh.tensor=3", "--model.preset=1M"])
+
+
 @pytest.mark.parametrize(("text", "flags"), [
     ("deterministic = true\n", ["--mesh.replicate=16"]), ("deterministic = true\n[comm]\ncompress = 'int8'\n", []),
     ("deterministic = true\n[comm]\ncompress = 'int8'\n", ["--train.steps=5"])], ids=["shards enough", "no flag", "the file itself"])

@@ -725,6 +725,8 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"sink": "log"}, "sink='log' cannot be called"), ({"schedule": 1e-3}, "schedule=0.001 cannot be called, expected a function"),
     ({"clip": "1.0"}, "clip='1.0' is of type str, expected a norm above 0, or None"),
     ({"deterministic": None}, "deterministic=None is of type NoneType"),
+    ({"offload": "none", "stage": 3}, "offload='none' is of type str, expected True or False"),
+    ({"compile": "no"}, "compile='no' is of type str"), ({"offload_activations": "false"}, "offload_activations='false' is of type str"), ({"seed": None}, "seed=None is of type NoneType"),
     ({"all_reduce": None}, "no all-reduce None. Known: auto"), ({"compress": None}, "no compression None. Did you mean 'none'"),
     ({"context": 2}, "no context parallelism 2"), ({"stage": 3, "ahead": 1.5}, "ahead=1.5 is of type float, expected a whole number"),
     ({"stage": 3, "reshard_after_forward": None}, "reshard_after_forward=None is no number"),

@@ -64,7 +64,8 @@ class Mesh:
     def expect_ranks(self, ranks: int) -> None:
         """Raise unless the grid needs exactly `ranks` ranks; the message shows the arithmetic."""
         if self.size != ranks:
-            raise MeshError(f"mesh {self} needs {self.product()} = {self.size} ranks, but there are {ranks}")
+            raise MeshError(f"mesh {self} needs {self.product()} = {self.size} ranks, but there are {ranks}: start as many, or name "
+                            "another mesh")
 
     def product(self) -> str:
         """The product of the axes that split anything, for messages: `pipe 2 x tensor 2`."""

@@ -183,8 +183,8 @@ def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
 def expect_rows(rows: int, pieces: int, rank: int) -> None:
     """Raise BatchError when a rank has fewer rows than pieces."""
     if rows < pieces:
-        raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; "
-                         "give it at least one row for each, or accumulate less")
+        advice = "one row for each, or accumulate less" if pieces > 1 else "one row, of which the loss may count 0 items"
+        raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; give it at least {advice}")
 
 
 def laid_out_anew(x: Tensor) -> Tensor:

@@ -53,6 +53,13 @@ def check_types(model: Any, world: Any, **functions: Any) -> None:
             expect_callable(name, function, "a function")
 
 
+def check_plain(*, seed: Any, **switches: Any) -> None:
+    """Check the types of the seed, and of what is on or off: a text such as "none" would count as on."""
+    expect_type("seed", seed, int, "a whole number")
+    for name, switch in switches.items():
+        expect_type(name, switch, int, "True or False")
+
+
 def check_numbers(settings: Settings) -> None:
     """Check the ranges of numbers."""
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:

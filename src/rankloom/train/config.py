@@ -182,16 +182,17 @@ def _in_free_order(table: Table, file: Table, where: str, error: ConfigError) ->
     """The config without the file's `deterministic`, if that stands against what the command line asks for, whatever its number. Warns.
 
     table:  the file's, with the overrides; file: without them
-    raises: `error`, that of the table, where this is not so
+    raises: `error`, that of the table, where this is not so; where the config is wrong without `deterministic`, too: why
     """
     train = table.get("train")
     if not (isinstance(train, dict) and train.get("deterministic") and _is_valid(file, where)):
         raise error
     free, of_any_number = (table | {"train": train | {"deterministic": shards}} for shards in (False, MANY_SHARDS))
-    if _is_valid(of_any_number, where) or not _is_valid(free, where):
+    if _is_valid(of_any_number, where):
         raise error
+    config = make_config(free, where)
     warnings.warn(f"[train] deterministic of {where} is off in this run, because of what the command line asks for: {error}", stacklevel=3)
-    return make_config(free, where)
+    return config
 
 
 def _is_valid(table: Table, where: str) -> bool:

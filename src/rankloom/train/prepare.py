@@ -35,7 +35,16 @@ from rankloom.shard.unit import Fill
 from rankloom.train.alike import code_of, expect_alike
 from rankloom.train.blocks import classes_in
 from rankloom.train.budget import NONE
-from rankloom.train.checks import check_axes, check_blocks, check_model, check_numbers, check_options, check_types, logical_shards
+from rankloom.train.checks import (
+    check_axes,
+    check_blocks,
+    check_model,
+    check_numbers,
+    check_options,
+    check_plain,
+    check_types,
+    logical_shards,
+)
 from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
@@ -116,6 +125,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                "gradient_memory": gradient_memory}
     changes_blocks = recompute != NONE or offload_activations or compile
     check_numbers(settings)
+    check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
     check_model(model, world, settings)
     check_axes(model, world, context, tensor_plan)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage

@@ -212,7 +212,7 @@ class Train(ConfigSection):
         if self.local_batch_size is None and self.global_batch_size is None:
             raise ValueError("give local_batch_size or global_batch_size")
         if self.eval_every and not self.evaluate:
-            raise ValueError("eval_every has no meaning with evaluate = false: set it to 0, too")
+            raise ValueError("eval_every has no meaning with evaluate = false: set it to 0, too (--train.eval_every 0)")
         return self
 
 
