@@ -10,7 +10,7 @@ from awkward import make_model
 from rankloom.base.errors import ConfigError
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.pieces import gpt_loss, gpt_pieces
-from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages, pieces_of
+from rankloom.parallel.pipeline.cut import Stage, balance, find_tied, make_stages, pieces_of
 
 CONFIG = dict(vocab_size=19, seq_len=8, width=8, layers=3, heads=2, kv_heads=1, ffn=12)
 
@@ -80,3 +80,9 @@ def test_memory_keeps_pieces_apart_that_time_would_join():
 def test_a_cut_that_cannot_be_is_refused_with_the_reason(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_a_list_is_arguments_of_the_next_piece_as_between_two_stages():
+    halve, join = nn.Identity(), nn.Identity()
+    pieces = [({"halve": halve}, lambda x: [x / 2, x]), ({"join": join}, lambda half, whole: [half + whole])]
+    assert Stage(pieces)(torch.ones(2))[0].tolist() == [1.5, 1.5] and type(Stage(pieces)(torch.ones(2))) is list

@@ -36,10 +36,11 @@ class Stage(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         """Run the pieces. A tuple or a list becomes the arguments of the next piece, as between two stages."""
+        output: Any = None
         for run in self._runs:
             output = run(*values)
-            values = tuple(output) if isinstance(output, tuple | list) else (output,)
-        return values if len(values) > 1 else values[0]
+            values = output if isinstance(output, tuple) else tuple(output) if type(output) is list else (output,)
+        return output if type(output) is list else values if len(values) > 1 else values[0]
 
 
 def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
