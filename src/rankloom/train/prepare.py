@@ -125,7 +125,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                "gradient_memory": gradient_memory}
     changes_blocks = recompute != NONE or offload_activations or compile
     check_numbers(settings)
-    check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
+    check_plain(seed=seed, offload_activations=offload_activations, compile=compile)
     check_model(model, world, settings)
     check_axes(model, world, context, tensor_plan)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
