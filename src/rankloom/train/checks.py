@@ -4,9 +4,11 @@ rules.py says which options exclude each other. A mistake that shows only when a
 """
 
 from collections.abc import Mapping
+from numbers import Integral
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,9 +57,9 @@ def check_types(model: Any, world: Any, **functions: Any) -> None:
 
 def check_plain(*, seed: Any, **switches: Any) -> None:
     """Check the types of the seed, and of what is on or off: a text such as "none" would count as on."""
-    expect_type("seed", seed, int, "a whole number")
+    expect_type("seed", seed, Integral, "a whole number")
     for name, switch in switches.items():
-        expect_type(name, switch, int, "True or False")
+        expect_type(name, switch, (int, np.bool_, NoneType), "True or False")
 
 
 def check_numbers(settings: Settings) -> None:

@@ -361,7 +361,9 @@ class _PieceRange:
 
     def _border_layer(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer where activations come in or go out. raises: ConfigError when a checkpoint calls it, which sees other activations"""
-        if torch.is_grad_enabled() != self.with_grad or torch._C._current_graph_task_id() != -1:
+        given = self.modules[name].parameters() if name in self.modules else [x if self.arriving is None else self.arriving]
+        trains = any(value.requires_grad for value in given)   # frozen layers may well be called without gradients
+        if (self.with_grad and not torch.is_grad_enabled() and trains) or torch._C._current_graph_task_id() != -1:
             raise ConfigError(f"{type(self.shells[0]).__name__} checkpoints {name}, a layer at the border of a stage: switch its own "
                               "checkpointing off, and give `prepare` recompute='full'")
         if name == self.entry and self.arriving is not None:

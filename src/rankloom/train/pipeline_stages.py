@@ -178,8 +178,10 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
 
 def _expect_all_in_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Raise ConfigError for a parameter or a buffer that no stage has: it would be neither trained nor saved."""
-    held = {id(value) for stage in stages for value in stage.state_dict(keep_vars=True).values()}
-    left = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor) and id(value) not in held]
+    held = {id(value) for stage in stages for value in (*stage.parameters(), *stage.buffers())}
+    saved = model.state_dict(keep_vars=True).keys()
+    left = [name for name, param in model.named_parameters() if id(param) not in held]
+    left += [name for name, buffer in model.named_buffers() if id(buffer) not in held and name in saved]
     if left:
         raise ConfigError(f"{left[0]} of {type(model).__name__} is in no piece, so no stage would train and save it. A piece names all "
                           "modules that its function uses: ({\"layers.3\": module}, function)")

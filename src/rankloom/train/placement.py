@@ -235,7 +235,7 @@ class ReplicatedPlacement:
         self.model.load_state_dict(state)
         names = {id(value): name for name, value in self.model.state_dict(keep_vars=True).items()}   # hooks may have renamed them
         for name, owner in self.owners.items():
-            owner.copy_(state[names[id(self._masters.params[name])]])
+            owner.copy_(state[names.get(id(self._masters.params[name]), name)])
         self._reducer.summing.begin_anew()
         self.publish()
 
