@@ -197,14 +197,10 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
 def _state_put_back(model: nn.Module) -> Iterator[None]:
     """Restore buffers, frozen parameters, and generators in attributes of modules afterwards: a forward inside belongs to no step.
 
-    Frozen parameters only if they are fewer than the trained ones, whose gradients will need as much memory: a teacher that follows a
-    student, but no large model around a small adapter.
+    Frozen parameters only where they are few: see `_untrained`.
     """
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
-    frozen = [param for param in model.parameters() if not param.requires_grad and param.untyped_storage().nbytes()]
-    if sum(param.nbytes for param in frozen) > sum(param.nbytes for param in model.parameters() if param.requires_grad):
-        frozen = []
-    values = [(kept, kept.detach().clone()) for kept in (*model.buffers(), *frozen) if kept.layout == torch.strided]
+    values = [(kept, kept.detach().clone()) for _, kept in _untrained(model) if kept.layout == torch.strided]
     draws = Draws(generators_of(model))
     try:
         yield
@@ -345,9 +341,15 @@ def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
 
 
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and frozen parameters that have memory here."""
+    """Buffers, and frozen parameters that have memory here, such as those of a teacher that follows a student.
+
+    These only if they are no more than the trained ones, whose gradients will need as much memory as copies of them: not a large model
+    around a small adapter.
+    """
     yield from model.named_buffers()
-    yield from ((name, param) for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes())
+    frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes()}
+    if sum(param.nbytes for param in frozen.values()) <= sum(param.nbytes for param in model.parameters() if param.requires_grad):
+        yield from frozen.items()
 
 
 def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:

@@ -59,12 +59,19 @@ class DropoutKey:
 
     def set_rows(self, step: int, rows: range) -> None:
         """Before each micro-batch. rows: the numbers of its rows in the global batch"""
-        self.step, self.rows = step, rows
+        self._begin(step)
+        self.rows = rows
         self.calls.clear()
 
     def set_microbatches(self, step: int, runs: Sequence[range]) -> None:
         """For a pipeline, whose micro-batches run in the order of the schedule: the rows of each of this rank's micro-batches."""
-        self.step, self._runs = step, runs
+        self._begin(step)
+        self._runs = runs
+
+    def _begin(self, step: int) -> None:
+        if step != self.step:   # forwards between two steps, as for samples, have no backward
+            self._called_again.clear()
+        self.step = step
 
     def select_microbatch(self, microbatch: int) -> None:
         """Before this rank's micro-batch of that number, from 0."""

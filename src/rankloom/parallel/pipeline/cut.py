@@ -40,7 +40,7 @@ class Stage(nn.Module):
         for run in self._runs:
             output = run(*values)
             values = output if isinstance(output, tuple) else tuple(output) if type(output) is list else (output,)
-        return output if type(output) is list else values if len(values) > 1 else values[0]
+        return output
 
 
 def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:

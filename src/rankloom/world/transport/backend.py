@@ -49,14 +49,19 @@ def _call_as_it_is(compiler: Any) -> None:
 
 
 class _WhenCompilerComes:
-    """Acts when the compiler is imported, once."""
+    """Acts when the compiler is imported. (Some only ask where it is.)"""
+
+    is_asking = False
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         """Called by Python for each import."""
-        if name != COMPILER:
+        if name != COMPILER or self.is_asking:
             return None
-        sys.meta_path.remove(self)   # type: ignore[arg-type]
-        spec = find_spec(name)
+        self.is_asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is not None and isinstance(spec.loader, SourceLoader):
             spec.loader.exec_module = partial(_run, spec.loader.exec_module)   # type: ignore[method-assign]
         return spec
