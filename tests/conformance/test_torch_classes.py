@@ -344,6 +344,15 @@ def test_torch_knows_the_backend_without_an_import_and_a_program_may_end_in_its_
     assert (done.stdout, done.returncode) == ("[1.0, 1.0] rankloom\n", 0), done.stderr
 
 
+def test_who_asks_where_the_compiler_is_does_not_hinder_it():
+    program = ("import importlib.util, rankloom.transport, torch, torch.distributed as dist; importlib.util.find_spec('torch._dynamo');"
+               "dist.init_process_group('rankloom', store=dist.HashStore(), rank=0, world_size=1);"
+               "f = torch.compile(lambda x: (dist.all_reduce(x, async_op=True).wait(), x + 1)[1], backend='eager');"
+               "print(f(torch.ones(2)).tolist())")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[2.0, 2.0]\n", 0), done.stderr
+
+
 @pytest.mark.parametrize("imports", ["import rankloom.transport; import torch", "from rankloom import transport; import torch"])
 def test_the_backend_may_be_imported_before_torch(imports):
     """torch, which it imports, loads the plug-in while it is being imported itself."""

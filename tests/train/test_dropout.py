@@ -391,6 +391,21 @@ def test_a_model_that_checkpoints_its_own_blocks_drops_the_same_in_backward(mesh
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_forwards_between_two_steps_do_not_count_as_uses():
+    def body(world):
+        engine = rl.prepare(Checkpointed(False), loss=lambda model, x: (model(x).square().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        rows, losses = torch.linspace(-1, 2, 48, dtype=torch.float64).view(8, 6), []
+        for _ in range(3):
+            losses.append(engine.step(rows).loss)
+            with torch.no_grad():
+                assert not torch.equal(engine.model(rows), engine.model(rows))
+        return losses
+
+    expected, = rl.simulate(1, lambda world: train_checkpointed(world, None))
+    assert rl.simulate(1, body) == [pytest.approx(expected, rel=1e-12)]
+
+
 def test_a_checkpoint_of_dropout_that_is_used_twice_is_refused_and_recompute_is_not():
     def body(world):
         with pytest.raises(ConfigError, match=r"dropout blocks.\d.2 is used several times, .* give `prepare` recompute='full'"):

@@ -645,6 +645,21 @@ def test_a_state_is_loaded_where_hooks_rename_what_is_in_it(stage):
         assert first == again and names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
+def test_a_state_is_loaded_where_hooks_show_copies():
+    def body(world):
+        model = nn.Linear(2, 2).double()
+        model._register_state_dict_hook(lambda module, state, prefix, meta: state.update({k: v.clone() for k, v in state.items()}))
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=adamw, world=world)
+        engine.step(rows(8))
+        state = engine.full_state_dict()
+        first = engine.step(rows(8)).loss
+        engine.load_full_state_dict(state)
+        return first, engine.step(rows(8)).loss
+
+    (first, again), = rl.simulate(1, body)
+    assert first == again
+
+
 @pytest.mark.parametrize("pieces, accumulate, is_told", [
     ([{"x": rows(4)}] * 2, 3, True), ([(rows(2),)] * 2, 1, True), ([rows(4)] * 3, 3, True),
     ([rows(2)] * 2, 1, False), ((rows(4),) * 2, 2, False), (iter([rows(2)] * 2), 2, False)])

@@ -368,6 +368,62 @@ def test_a_tuple_between_two_modules_of_a_sequence_is_one_argument(pipe):
     expect_equal(rl.Mesh(pipe=pipe), model, of_classes, float_batches())
 
 
+@pytest.mark.parametrize("wrap", [list, tuple])
+def test_the_last_output_reaches_the_loss_as_it_is(wrap):
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return wrap([super().forward(x)])
+
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, 16), Wrapped(16, CLASSES)).double()
+    loss = lambda model, batch: (F.cross_entropy(model(batch[0])[0], batch[1], reduction="sum"), len(batch[1]))
+    expect_equal(rl.Mesh(pipe=2), model, loss, float_batches())
+
+
+class Noted(nn.Linear):
+    """Has extra state, a tensor, and shows copies of its values."""
+
+    def __init__(self, *widths):
+        super().__init__(*widths)
+        self._register_state_dict_hook(lambda module, state, prefix, meta: state.update({k: v.clone() for k, v in state.items()}))
+
+    def get_extra_state(self):
+        return torch.ones(1)
+
+    def set_extra_state(self, state):
+        assert state.tolist() == [1.0]
+
+
+def test_extra_state_and_copies_in_a_state_dict_are_no_missing_parameters():
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), Noted(16, 16), nn.Linear(16, CLASSES)).double()
+    rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
+
+
+class FrozenFirst(nn.Module):
+    """Its first layer is frozen, and called without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.table, self.out = nn.Embedding(VOCAB, 8).requires_grad_(False), nn.Linear(8, VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+        self.double()
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            x = self.layers[0](self.table(tokens))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_frozen_layers_may_be_called_without_gradients(schedule):
+    expect_equal(rl.Mesh(pipe=2), FrozenFirst(), of_logits, token_batches(ROWS, TOKENS, VOCAB), pipe=schedule)
+
+
 def test_modules_without_parameters_stay_with_the_one_before():
     assert [list(modules) for modules, _ in sequential_pieces(plain_sequence())] == [["0", "1", "2", "3"], ["4", "5"], ["6"], ["7"]]
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,31 +226,27 @@ def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
     expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
 
 
+def small(attribute: str, fused: bool, ffn: int) -> nn.Module:
+    """With small values: the cosine of an output of thousands has lost four digits."""
+    model = shaken(InOneModule(attribute, fused, ffn))
+    for param in model.parameters():
+        param.data *= 0.2
+    return model
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
 @pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
 def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused, ffn, ranks):
-    def make():
-        model = shaken(InOneModule(attribute, fused, ffn))
-        for param in model.parameters():
-            param.data *= 0.2   # the cosine of an output of thousands has lost four digits
-        return model
-
     columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
-    expect_equal(ranks, make, run, plan=columns | {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"})
+    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan=columns | {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
 @pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
 def test_an_mlp_may_be_cut_beside_attention_that_is_left_whole(attribute, fused, ffn, ranks):
-    def make():
-        model = shaken(InOneModule(attribute, fused, ffn))
-        for param in model.parameters():
-            param.data *= 0.2
-        return model
-
-    expect_equal(ranks, make, run, plan={"up": "colwise", "gate": "colwise", "down": "rowwise"})
+    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan={"up": "colwise", "gate": "colwise", "down": "rowwise"})
 
 
 GROUPED = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
