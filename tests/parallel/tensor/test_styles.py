@@ -239,7 +239,8 @@ def small(attribute: str, fused: bool, ffn: int) -> nn.Module:
 @pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
 def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused, ffn, ranks):
     columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
-    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan=columns | {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"})
+    rest = {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"}
+    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan=columns | rest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
