@@ -222,6 +222,22 @@ def test_the_first_failure_wins_over_those_that_it_causes():
         assert quickly(4, body, Mine).__notes__[0].startswith("(rank 2 of 4 failed first")
 
 
+@pytest.mark.parametrize("cause", [rl.CollectiveTimeout("rank 0: nobody came"), Mine(7, "")], ids=["time-out", "own"])
+def test_a_rank_that_tells_of_its_closed_connection_before_its_peer_tells_why_it_closed_is_not_the_first(cause):
+    """gloo closes the connections of a call that times out before the call returns."""
+    told = threading.Event()
+
+    def body(world):
+        if world.rank == 1:
+            told.set()
+            raise rl.RankLost("rank 1: connection closed by peer")
+        told.wait()
+        time.sleep(0.1)
+        raise cause
+
+    assert quickly(2, body, type(cause)) is cause
+
+
 def test_a_failed_simulation_leaves_no_thread_behind():
     def body(world):
         if world.rank == 1:

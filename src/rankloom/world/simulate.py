@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankloom.base.errors import CollectiveTimeout, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
@@ -44,7 +45,7 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 
 
 class _Simulation:
-    """One call of `simulate`: a world for each thread, and the first failure."""
+    """One call of `simulate`: a world for each thread, and what failed."""
 
     def __init__(self, ranks: int | Mesh, body: Callable[[World], Any], timeout: float, topology: Topology | None, backend: str):
         size = as_mesh(ranks).size
@@ -52,7 +53,7 @@ class _Simulation:
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
         self.lock = threading.Lock()
-        self.failed: tuple[int, BaseException] | None = None
+        self.failed: list[tuple[int, BaseException]] = []   # in the order in which the ranks told of it
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
         self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
         self.results: list[Any] = [None] * size
@@ -78,7 +79,7 @@ class _Simulation:
         for thread in closing:
             thread.join()
         if self.failed:
-            rank, error = self.failed
+            rank, error = min(self.failed, key=lambda failure: _lost_another(failure[1]))   # the earliest of several that are alike
             error.add_note(f"(rank {rank} of {len(self.worlds)} failed first; the others were stopped because of it)")
             raise error
         return self.results
@@ -107,9 +108,17 @@ class _Simulation:
         except BaseException as error:   # handed to the caller of simulate, never swallowed
             with self.lock:
                 self.failed_at = self.failed_at or time.monotonic()
-                self.failed = self.failed or (rank, error)
+                self.failed.append((rank, error))
             if joined := self.worlds[rank]:
                 joined.close()
+
+
+def _lost_another(error: BaseException) -> bool:
+    """Whether a rank failed because a connection closed: one that failed before may tell of it a moment later.
+
+    gloo closes the connections of a call that times out before the call itself returns to its thread.
+    """
+    return isinstance(error, RankLost) and not isinstance(error, CollectiveTimeout)
 
 
 @cache
