@@ -32,6 +32,7 @@ def caught(error):
     ([raised(0, "ValueError", 2.0), raised(1, "KeyError", 1.0)], 1, "the first of two errors"),
     ([raised(0, "RankLost", 1.0), raised(1, "KeyError", 2.0)], 1, "an error, although its clock says later"),
     ([raised(0, "CollectiveTimeout", 1.0), raised(1, "RankLost", 2.0)], 0, "only collateral: the first"),
+    ([raised(0, "RankLost", 1.0), raised(1, "CollectiveTimeout", 1.1)], 1, "only collateral: the time-out closed the connection"),
     ([raised(0, "RankLost", 1.0), Ending(1, -9, 0.9)], 1, "a killed rank before the one that lost it"),
     ([raised(0, "RuntimeError", 1.0, "Connection closed by peer [::1]"), Ending(1, -9, 2.0)], 1, "raw gloo is collateral too"),
     ([raised(0, "RuntimeError", 1.0), Ending(1, -9, 2.0)], 0, "any other RuntimeError is not"),

@@ -53,19 +53,24 @@ class Ending:
             return "stopped"
         return "left" if self.code in CLEAN_CODES else "cause"
 
+    @property
+    def lost_another(self) -> bool:
+        """Whether a connection closed under it; False for one that waited until a time-out."""
+        return self.part == "collateral" and self.failure is not None and self.failure.type != "CollectiveTimeout"
+
 
 def pick_cause(endings: Sequence[Ending]) -> Ending:
     """The rank that failed first by itself; the others only lost it, waited for it, or were stopped.
 
     A rank with an error of its own comes first, the earliest of several. Without one: when ranks lost a connection, a rank that
-    ended as if all were done; else a rank that does not respond.
+    ended as if all were done; else a rank that does not respond. Then one that waited in vain: it closes its connections before it
+    can tell why.
     """
     collateral = [ending for ending in endings if ending.part == "collateral"]
     first = min(collateral, key=lambda ending: ending.time, default=None)
-    lost = first and first.failure and first.failure.type != "CollectiveTimeout"
-    silent = ["left", "hung"] if lost else ["hung", "left"]
+    silent = ["left", "hung"] if first and first.lost_another else ["hung", "left"]
     order = ["cause", *silent, "collateral", "stopped"]
-    return min(endings, key=lambda ending: (order.index(ending.part), ending.time, ending.rank))
+    return min(endings, key=lambda ending: (order.index(ending.part), ending.lost_another, ending.time, ending.rank))
 
 
 def explain(endings: Sequence[Ending], width: int = 100) -> RankloomError:
