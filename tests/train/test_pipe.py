@@ -293,6 +293,36 @@ def test_a_module_may_stand_in_a_sequence_twice(tied, pipe, schedule):
     expect_equal(rl.Mesh(pipe=pipe), model.double(), of_classes, float_batches(), pipe=schedule)
 
 
+class Boxes(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.box = box
+
+    def forward(self, x):
+        return self.box(x)
+
+
+class Opens(nn.Linear):
+    """Takes what may be a tensor in a box."""
+
+    def forward(self, x):
+        return super().forward(x[0])
+
+
+@pytest.mark.parametrize("box", [lambda x: (x,), lambda x: [x]], ids=["tuple", "list"])
+@pytest.mark.parametrize("is_at_border", [True, False])
+def test_one_element_in_a_tuple_between_two_pieces_is_refused_and_inside_a_piece_stays(box, is_at_border):
+    """Between pieces it would become the element, and the next module would take its first row."""
+    torch.manual_seed(4)
+    inside = [] if is_at_border else [Boxes(lambda x: x[0])]
+    model = nn.Sequential(nn.Linear(WIDTH, 16), Boxes(box), *inside, (Opens if is_at_border else nn.Linear)(16, CLASSES)).double()
+    if is_at_border:
+        with pytest.raises(rl.ConfigError, match="a Boxes gives the next module of its nn.Sequential a (tuple|list) of one element.*return"):
+            rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
+    else:
+        expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
+
+
 class Scaled(nn.Sequential):
     """A sequence with a buffer of its own."""
 

@@ -60,13 +60,16 @@ def sequential_pieces(model: nn.Sequential) -> list[Piece]:
         if has_parameters(child) and any(map(has_parameters, runs[-1].values())):
             runs.append({})
         runs[-1][name] = child
-    return [(run, partial(_run_in_turn, tuple(run.values()))) for run in runs]
+    return [(run, partial(_run_in_turn, tuple(run.values()), run is runs[-1])) for run in runs]
 
 
-def _run_in_turn(modules: Sequence[nn.Module], *values: Any) -> Any:
+def _run_in_turn(modules: Sequence[nn.Module], is_last: bool, *values: Any) -> Any:
     x: Any = values if len(values) > 1 else values[0]   # in a sequence a tuple is one argument
     for module in modules:
         x = module(x)
+    if isinstance(x, tuple | list) and len(x) == 1 and not is_last:
+        raise ConfigError(f"a {type(module).__name__} gives the next module of its nn.Sequential a {type(x).__name__} of one element; between "
+                          "the pieces of a pipeline that cannot be told from the element itself: return the element")
     return x
 
 
