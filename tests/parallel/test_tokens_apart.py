@@ -1,6 +1,7 @@
 """A model whose tokens see each other elsewhere than in attention is told of before its first forward over context ranks."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -51,6 +52,20 @@ class Shifts(Reader):
 
     def mixed(self, x, part):
         return super().mixed(x + F.pad(x, (0, 0, 1, 0))[:, :-1], part)
+
+
+class ShiftsThroughAGate(Reader):
+    """As Shifts, once it has learned to open the gate."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def let_in(self, shifted):
+        return self.gate * shifted if isinstance(self.gate, nn.Parameter) else self.gate(shifted)
+
+    def mixed(self, x, part):
+        return super().mixed(x + self.let_in(F.pad(x, (0, 0, 1, 0))[:, :-1]), part)
 
 
 class AttendsByItself(Reader):
@@ -121,6 +136,57 @@ def test_an_engine_tells_before_its_first_step(mesh):
             prepared(wrong).step(rows)
 
     rl.simulate(mesh, body)
+
+
+def closed_gates():
+    linear = nn.Linear(16, 16)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return {"number": nn.Parameter(torch.zeros(())), "vector": nn.Parameter(torch.full((16,), 1e-6)), "matrix": linear}
+
+
+@pytest.mark.parametrize("stage", [None, 0, 3])
+@pytest.mark.parametrize("kind", closed_gates())
+def test_a_gate_that_begins_closed_does_not_hide_what_it_will_let_in(kind, stage):
+    torch.manual_seed(3)
+    model = ShiftsThroughAGate(closed_gates()[kind])
+    loss = lambda model, batch: model(batch[0], targets=batch[1])
+
+    def body(world):
+        mine = copy.deepcopy(model)
+        if stage is None:
+            context_parallel(mine, world)(batch()[0])
+        else:
+            rl.prepare(mine, loss=loss, optimizer=torch.optim.AdamW, world=world, stage=stage).step(batch())
+
+    with pytest.raises(rl.ConfigError, match="the query of attention 1, of shape .* is another"):
+        rl.simulate(rl.Mesh(context=2), body)
+
+
+@pytest.mark.parametrize("kind", closed_gates())
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gate_has_its_own_values_again_after_the_look(kind, fails):
+    class Gated(Reader):
+        """Right: the gate lets in what the token itself has."""
+
+        def mixed(self, x, part):
+            if fails:
+                raise ArithmeticError("in the middle")
+            return super().mixed(x + (self.gate * x if isinstance(self.gate, nn.Parameter) else self.gate(x)), part)
+
+    model = make(Gated)
+    model.gate = closed_gates()[kind]
+    truth, models, whole = copy.deepcopy(model), [model, copy.deepcopy(model)], {name: id(p) for name, p in model.named_parameters()}
+
+    def body(world):
+        mine = context_parallel(models[world.rank], world)
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            mine(batch()[0])
+        assert all(torch.equal(param, truth.get_parameter(name)) for name, param in mine.named_parameters())
+
+    rl.simulate(2, body)
+    assert {name: id(param) for name, param in model.named_parameters()} == whole
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("kind", [PoolsTheLoss, Weighs])

@@ -317,7 +317,7 @@ def test_one_element_in_a_tuple_between_two_pieces_is_refused_and_inside_a_piece
     inside = [] if is_at_border else [Boxes(lambda x: x[0])]
     model = nn.Sequential(nn.Linear(WIDTH, 16), Boxes(box), *inside, (Opens if is_at_border else nn.Linear)(16, CLASSES)).double()
     if is_at_border:
-        with pytest.raises(rl.ConfigError, match="a Boxes gives the next module of its nn.Sequential a (tuple|list) of one element.*return"):
+        with pytest.raises(rl.ConfigError, match="a Boxes hands on a (tuple|list) of one element.*return"):
             rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
     else:
         expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())

@@ -3,10 +3,12 @@
 On ranks that share a sequence all but `part.attend` and `part.gather` sees the tokens that are here. A position counted from 0, a
 convolution, a shift, a mean over the row would see a shorter row on each rank, and train a little worse without a word. So before the
 first forward a few tokens go through the model with an attention that leaves each to itself: first all, then those with even positions,
-then the others. What becomes of a token must be the same, whichever are beside it.
+then the others. What becomes of a token must be the same, whichever are beside it. That must hold whatever the parameters are, so those
+that begin at nothing, such as gates, do not hide what they let in later: they are other numbers meanwhile.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from rankloom.world.group import Group
 AT_MOST = 48             # tokens; half of them can be cut over 2, 3, 4, 6, 8 tensor ranks
 ALL, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 TOKEN_IF_WITHIN = 0.05   # of the length of the vector that becomes of a token: what 16 bits in another kernel may change, many times over
+NOTHING = 1e-2           # parameters whose elements are all smaller may hide what they are multiplied with
 SUM_IF_WITHIN = {torch.bfloat16: 2e-2, torch.float16: 2e-2}   # of a sum over all tokens, by its dtype
 SUM_IF_WITHIN_ELSE = 1e-3                                     # where parts of the model may compute in 16 bits
 
@@ -81,12 +84,49 @@ def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tu
         return
     length = tokens.shape[1]
     parts = [Apart(which).some(length, tokens.device) for which in (ALL, ALL, EVEN, ODD)]
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), _without_small_parameters(model):
         runs = [_run(model, args, kwargs, length, part) for part in parts]
     problem = None if any(part.shows_rows for part in parts) else _first_difference(runs, len(parts[0].positions))
     group.agree(problem and f"{group.where('context parallel')}: {type(model).__name__} is not the same function of a token when others "
                 f"are left out: {problem}. A rank has its own tokens only: take positions from `part.positions`, let tokens see each other "
                 "in `part.attend` only, and ask `part.gather` for what needs whole rows", label="tokens apart")
+
+
+@contextmanager
+def _without_small_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, trained parameters of next to nothing are others, of a usual size, while the module that holds them runs.
+
+    Not longer and not in place: sharded parameters have values only then, and ranks may share their memory.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def replace(module: nn.Module, _args: Any) -> None:
+        for name, param in module._parameters.items():
+            if param is not None and param.requires_grad and param.is_floating_point() and not (param.abs() >= NOTHING).any():
+                replaced.append((module, name, param))
+                module._parameters[name] = nn.Parameter(_of_usual_size(param))
+
+    def put_back(module: nn.Module | None, *_call: Any) -> None:
+        for holder, name, param in replaced:
+            if module is None or holder is module:
+                holder._parameters[name] = param
+        replaced[:] = [each for each in replaced if module is not None and each[0] is not module]
+
+    hooks = [hook for module in model.modules() if module._parameters
+             for hook in (module.register_forward_pre_hook(replace), module.register_forward_hook(put_back, prepend=True))]
+    try:
+        yield
+    finally:
+        put_back(None)
+        for hook in hooks:
+            hook.remove()
+
+
+def _of_usual_size(param: Tensor) -> Tensor:
+    """Ones for a gate or a vector of them; for a matrix, what it would begin with if it did not begin at zero. The same on every rank."""
+    if param.dim() < 2:
+        return torch.ones_like(param)
+    return (torch.randn(param.shape, generator=torch.Generator().manual_seed(0)) * param.shape[-1] ** -0.5).to(param)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int,

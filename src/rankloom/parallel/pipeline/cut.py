@@ -68,7 +68,7 @@ def _run_in_turn(modules: Sequence[nn.Module], is_last: bool, *values: Any) -> A
     for module in modules:
         x = module(x)
     if isinstance(x, tuple | list) and len(x) == 1 and not is_last:
-        raise ConfigError(f"a {type(module).__name__} gives the next module of its nn.Sequential a {type(x).__name__} of one element; between "
+        raise ConfigError(f"a {type(module).__name__} hands on a {type(x).__name__} of one element in an nn.Sequential; between "
                           "the pieces of a pipeline that cannot be told from the element itself: return the element")
     return x
 
