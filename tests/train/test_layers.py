@@ -294,6 +294,41 @@ class Dropping(Decoder):
         return x
 
 
+class NoisyBetween(Decoder):
+    """Changes what passes from layer to layer, in training only. shape of the change: a new tensor, or in place"""
+
+    in_place = False
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = step(x, 1.0)
+            if self.training:
+                x = x.mul_(1.5) if self.in_place else F.dropout(x, 0.5)
+        return x
+
+
+class NoisyBetweenInPlace(NoisyBetween):
+    in_place = True
+
+
+class NoisyAround(Decoder):
+    """Changes what goes into the first layer and what comes out of the last, in training only."""
+
+    def layers(self, x):
+        noisy = lambda x: F.dropout(x, 0.5) if self.training else x
+        return noisy(super().layers(noisy(x)))
+
+
+class Masked(Decoder):
+    """Makes a mask of the embedding's output, of which it takes the shape only, and gives it to every layer."""
+
+    def layers(self, x):
+        scale = x[..., :1].clone().fill_(0.5) + x[..., 1:2].clone().zero_()
+        for step in self.body.steps:
+            x = step(x, scale)
+        return x
+
+
 class AsksLayers(Decoder):
     """Reads a norm inside of a layer."""
 
@@ -425,11 +460,26 @@ def test_trying_a_model_leaves_it_as_it_was():
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
     (ByWeight, "gives another output when it is cut into its layers"),
+    (NoisyBetween, "NoisyBetween changes, in training, what body.steps.0 gives to the layer behind it"),
+    (NoisyBetweenInPlace, "changes, in training, what body.steps.0 gives to the layer behind it.*pipe=rl.Pipe"),
     (Rescales, r"Rescales changes body.steps.0.norm.weight when it is called, and no stage can change what another has"),
     (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
     with pytest.raises(rl.ConfigError, match=reason):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
+
+
+@pytest.mark.parametrize("kind", [NoisyAround, Masked])
+def test_what_stays_inside_a_piece_is_not_refused(kind):
+    model = kind()
+    before = torch.get_rng_state()
+    pieces = layer_pieces(model)
+    assert torch.equal(torch.get_rng_state(), before), "the trial in training drew from the global generator"
+    value, tokens = batches()[0][0], batches()[0][0]
+    model.eval()
+    for stage in make_stages(pieces, [1, 1, 2, 1]):
+        value = stage(value)
+    assert torch.equal(value["logits"], model(tokens)["logits"])
 
 
 @pytest.mark.parametrize(("sizes", "left_out", "refused"), [

@@ -11,9 +11,7 @@ Read parallel/pipeline/cut.py before this file.
 
 import copy
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,17 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
 from rankloom.base.names import full_name
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import has_parameters, tensors_in
+from rankloom.train.trial import ADVICE, Followed, expect_same_between_layers, try_call, zero_buffers
 
 Inputs = Callable[[], Any]
-READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
-ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
 
 
 def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = None) -> list[Piece]:
@@ -45,7 +41,7 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
     """
     layer_list = _list_of_layers(model)
     trial = _trial_tokens(model) if example is None else example
-    with torch.no_grad(), evaluating(model), _zero_buffers(model, next(tensors_in(trial)).device):
+    with torch.no_grad(), evaluating(model), zero_buffers(model, next(tensors_in(trial)).device):
         roles, output = _find_roles(model, layer_list, trial)
         runs = [_PieceRange(model, roles, run, inputs and (lambda: trial)) for run in _ranges(roles)]
         _expect_all_in(runs, model)
@@ -53,6 +49,7 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
         for run in runs:
             value = _try_apart(run, value, model)
         _expect_same(value, output, model)
+        expect_same_between_layers(model, roles.layers, lambda: try_call(model, trial, model, **_options(model)))
     for run in runs:
         run.inputs = inputs
     return [(run.modules, run) for run in runs]
@@ -65,28 +62,6 @@ def _ranges(roles: "_Roles") -> list[range]:
     return [range(start, stop) for start, stop in pairwise([*starts, layers + 2])]
 
 
-@contextmanager
-def _zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, meta buffers are zeros on `device`: parameters of a model from the meta device are there already, without values."""
-    missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
-               if buffer is not None and buffer.is_meta]
-    for buffers, key, buffer in missing:
-        buffers[key] = torch.zeros_like(buffer, device=device)
-    try:
-        yield
-    finally:
-        for buffers, key, buffer in missing:
-            buffers[key] = buffer
-
-
-def _try(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
-    try:
-        return call(*value, **options) if isinstance(value, tuple) else call(value, **options)
-    except Exception as error:
-        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
-                          f"{type(error).__name__}: {error}; {ADVICE}") from error
-
-
 def _try_apart(run: "_PieceRange", value: Any, model: nn.Module) -> Any:
     """Run some pieces. raises: ConfigError if their output follows from what a stand-in returned, whose values mean nothing
 
@@ -95,9 +70,9 @@ def _try_apart(run: "_PieceRange", value: Any, model: nn.Module) -> Any:
     followed = run.follow = Followed()
     try:
         with followed:
-            output = _try(run, value, model)
+            output = try_call(run, value, model)
     except ConfigError:   # of an operation that cannot be followed, such as a compiled one, or of the model itself
-        return _try(run, value, model)
+        return try_call(run, value, model)
     finally:
         run.follow = None
     if any(id(x) in followed.tensors for x in tensors_in(output)):
@@ -105,26 +80,6 @@ def _try_apart(run: "_PieceRange", value: Any, model: nn.Module) -> Any:
                           "it, gets more than the output of the layer before, something computed before the layers. Only one tensor "
                           f"may pass from layer to layer; {ADVICE}")
     return output
-
-
-class Followed(TorchDispatchMode):
-    """A context that finds which tensors follow from some: by what was computed, whatever the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[int, Tensor] = {}   # by id; held, so that no other gets the id of one
-
-    def add(self, x: Tensor) -> None:
-        """From now on follow `x`."""
-        self.tensors[id(x)] = x
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = tensors_in((*args, *(kwargs or {}).values()))
-        if any(id(x) in self.tensors for x in given) and not READS_NO_VALUES.search(func.__name__):
-            for x in tensors_in(found):
-                self.add(x)
-        return found
 
 
 # ------------------------------------------------------------------ which modules come before the layers, which after
@@ -187,7 +142,7 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, 
     hooks = [child.register_forward_hook(partial(note, name=name)) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
     try:
-        output = _try(model, trial, model, **_options(model))
+        output = try_call(model, trial, model, **_options(model))
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,0 +1,108 @@
+"""Calls on trial, of a model that is to be cut into its layers: what they show of it, whatever the values are.
+
+train/layers.py cuts it, and says what a piece is.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankloom.base.errors import ConfigError
+from rankloom.parallel.wrapping import tensors_in
+
+READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
+OVERWRITES = {"zero_.default", "fill_.Scalar"}   # operations that leave nothing of what was in a tensor
+ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
+
+
+@contextmanager
+def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, meta buffers are zeros on `device`: parameters of a model from the meta device are there already, without values."""
+    missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
+               if buffer is not None and buffer.is_meta]
+    for buffers, key, buffer in missing:
+        buffers[key] = torch.zeros_like(buffer, device=device)
+    try:
+        yield
+    finally:
+        for buffers, key, buffer in missing:
+            buffers[key] = buffer
+
+
+def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
+    try:
+        return call(*value, **options) if isinstance(value, tuple) else call(value, **options)
+    except Exception as error:
+        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
+                          f"{type(error).__name__}: {error}; {ADVICE}") from error
+
+
+class Followed(TorchDispatchMode):
+    """A context that finds which tensors follow from some: by what was computed, whatever the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}   # by id; held, so that no other gets the id of one
+
+    def add(self, x: Tensor) -> None:
+        """From now on follow `x`."""
+        self.tensors[id(x)] = x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.__name__ in OVERWRITES:
+            self.tensors.pop(id(args[0]), None)
+            return found
+        given = tensors_in((*args, *(kwargs or {}).values()))
+        if any(id(x) in self.tensors for x in given) and not READS_NO_VALUES.search(func.__name__):
+            for x in tensors_in(found):
+                self.add(x)
+        return found
+
+
+def expect_same_between_layers(model: nn.Module, layers: Sequence[str], call: Callable[[], Any]) -> None:
+    """Raise ConfigError if the model, in training only, does something to what one of its layers gives to the next.
+
+    Pieces are compared with the model in evaluation, where it draws no random numbers, so they would not show that. What the modules
+    around the layers do is looked at; the layers and all others stay in evaluation.
+    """
+    around = [module for name, module in model.named_modules() if any(layer.startswith(f"{name}." if name else "") for layer in layers)]
+    in_evaluation = _handed_on(model, layers, call)
+    devices = [device] if (device := next(model.parameters()).device).type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for module in around:
+            module.training = True
+        try:
+            in_training = _handed_on(model, layers, call)
+        finally:
+            for module in around:
+                module.training = False
+    for layer, before, now in zip(layers, in_evaluation, in_training):
+        if before and not now:
+            raise ConfigError(f"{type(model).__name__} changes, in training, what {layer} gives to the layer behind it, where a stage may "
+                              f"end; move that into the layer, or {ADVICE}")
+
+
+def _handed_on(model: nn.Module, layers: Sequence[str], call: Callable[[], Any]) -> list[bool]:
+    """Of each layer but the last that is called: whether the next one is given its output, the same tensor with the same values."""
+    seen: list[Any] = []   # what the first came with, what it gave, what the second came with, ...
+
+    def note(values: Any) -> None:
+        x = next(tensors_in(values), None)
+        seen.append(x is not None and (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version))
+
+    hooks = []
+    for layer in map(model.get_submodule, layers):
+        hooks.append(layer.register_forward_pre_hook(lambda _, args, kwargs: note((*args, *kwargs.values())), with_kwargs=True))
+        hooks.append(layer.register_forward_hook(lambda _, _args, output: note(output)))
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [given == taken for given, taken in zip(seen[1::2], seen[2::2])]
