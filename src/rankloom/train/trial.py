@@ -35,6 +35,7 @@ def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
+    """What the call gives. value: its argument, or a tuple of them. raises: ConfigError with what the call raised"""
     try:
         return call(*value, **options) if isinstance(value, tuple) else call(value, **options)
     except Exception as error:

@@ -1,5 +1,7 @@
 """What a rank has sent, and how long it waited: the account that tests compare with the bills of base/cost.py."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rankloom.base.cost import Bill
@@ -30,3 +32,14 @@ class Ledger:
         self.bytes += sent
         if self.whole is not None:
             self.whole.enter(sent, messages)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what this thread sends is entered nowhere: calls that look at a model, and are no part of its work."""
+        ledgers = [ledger for ledger in (self, self.whole) if ledger is not None]
+        before = [(ledger.messages, ledger.bytes, ledger.calls, ledger.waited) for ledger in ledgers]
+        try:
+            yield
+        finally:
+            for ledger, numbers in zip(ledgers, before):
+                ledger.messages, ledger.bytes, ledger.calls, ledger.waited = numbers

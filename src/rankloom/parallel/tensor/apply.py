@@ -26,6 +26,7 @@ from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_
 from rankloom.parallel.guards import guard_part
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.layers import watch_dropout
+from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
 from rankloom.world.group import Group
@@ -71,6 +72,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
                if words.get(name) in COLUMNS and is_transposed(module) is not None]
     cutting = Cutting(model, group, words, {name: out_features(module) for name, module in outputs}, pieces=overlap)
     _expect_entry(cutting)
+    whole = keep_whole(model, words) if group.size > 1 else {}
     _cut_modules(cutting)
     cutting.expect_ties()
     cutting.tell_attention()
@@ -78,6 +80,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     modules = dict(model.named_modules(remove_duplicate=False))   # of experts the plan names parameters
     columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
     watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
+    look_before_first_call(model, whole, group, cutting.stream)
     if group.size > 1:
         watch_parameters = partial(_watch_parameters, group=group, finish=finish_gradients)
         watch_parameters(model)

@@ -44,8 +44,8 @@ def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
     alike = not layout.partial and not any(layout.cut)
     mine = torch.tensor([x.dim(), *x.shape], device=x.device)
     if alike:
-        mine = torch.cat((mine, _bits(x)))
-    everyone = group.all_gather(_mixed(mine).sum()[None], label=f"{label}: compare")
+        mine = torch.cat((mine, bits(x)))
+    everyone = group.all_gather(fingerprint(mine)[None], label=f"{label}: compare")
     if differs := [rank for rank, theirs in zip(group.ranks, everyone) if theirs != everyone[0]]:
         raise CollectiveMismatch(f"{group.where(label)}: a tensor of shape {tuple(x.shape)} is laid out as {layout}, "
                                  + ("alike on all ranks, " if alike else "of one shape on all ranks, ") +
@@ -53,15 +53,15 @@ def expect_alike(x: Tensor, layout: Layout, group: Group, label: str) -> None:
                                  "same dropout?")
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
     """The bits of each element as an integer [n]."""
     flat = x.resolve_conj().resolve_neg().contiguous().flatten()
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(x.element_size(), torch.uint8)).long()
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """A hash of each number [n] and its position, so that swapping two changes the sum of all. source: Steele et al. 2014"""
+def fingerprint(numbers: Tensor) -> Tensor:
+    """One number for many integers [n] in their order: the sum of a hash of each and its position. source: Steele et al. 2014"""
     stirred = numbers + torch.arange(1, len(numbers) + 1, device=numbers.device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         stirred = (stirred ^ (stirred >> shift)) * factor
-    return stirred ^ (stirred >> 31)
+    return (stirred ^ (stirred >> 31)).sum()

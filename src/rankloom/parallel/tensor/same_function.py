@@ -1,0 +1,199 @@
+"""Is a block whose layers are cut over ranks the same function as the whole block? It is shown once, before its first call.
+
+A plan is words, and a wrong one trains a little worse without an error: queries, keys and values in one matrix, cut across each other; a
+softmax or a mean over features of which a rank has some; a bias that every rank adds. So `tensor_parallel` keeps two copies without
+memory, whole and cut, of one block of each kind. When the block is called first, both copies get the same random parameters, the cut one
+its parts of them, and are called with the block's arguments. What they return must be equal, up to rounding.
+
+Random parameters, because those of the model may hide what they let in later: output layers and gates often begin at zero. In debug mode
+tags.py follows the layouts of all activations instead, and says where the first is not what it should be.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rankloom.base.errors import RankLost
+from rankloom.base.layout import Layout
+from rankloom.base.names import full_name
+from rankloom.base.rng import stream
+from rankloom.parallel.tensor.compare import bits, fingerprint
+from rankloom.parallel.tensor.holding import holdings
+from rankloom.parallel.tensor.moves import WHOLE, redistribute
+from rankloom.parallel.wrapping import repeated_blocks, tensors_in
+from rankloom.world.group import Group
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]   # arguments by position and by name
+Returned = dict[str, list[Tensor]]              # by module
+AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
+MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
+OF_WHAT_IS_ADDED = 0.02   # that may be rounding, many times over, in 16 bits in another kernel
+OF_SUMS = 1.5       # roundings of what comes out, where much is added to: two sums in a block, each rounded twice, a fifth of an eps each
+TRIES = 3           # calls that may pass before a block is left in peace that could not be looked at
+TF32 = 2.0**-10     # relative precision of a product of 32-bit matrices on a GPU, as some multiply them
+
+
+def keep_whole(model: nn.Module, words: Mapping[str, str]) -> dict[str, nn.Module]:
+    """Before the cut: one block of each kind that the plan cuts, by name, as a copy without memory. Without blocks, the model.
+
+    Blocks are of one kind when they are of one class, with the same words and shapes. One that cannot be copied is left out.
+    """
+    kept: dict[Any, tuple[str, nn.Module]] = {}
+    for name in list(repeated_blocks(model)) or [""]:
+        block = model.get_submodule(name)
+        inside = tuple((word_of[len(name):], word) for word_of, word in words.items() if word_of.startswith(full_name(name, "")))
+        kind = (type(block), inside, tuple(param.shape for param in block.parameters()))
+        if inside and kind not in kept and (whole := without_memory(block)) is not None:
+            kept[kind] = name, whole
+    return dict(kept.values())
+
+
+def without_memory(block: nn.Module) -> nn.Module | None:
+    """A copy whose parameters and buffers have no memory; None for a block that cannot be copied, or has others than floating point."""
+    tensors = [*block.parameters(), *block.buffers()]
+    if not all(param.is_floating_point() for param in block.parameters()) or sum(param.numel() for param in block.parameters()) > AT_MOST:
+        return None
+    empty = {id(x): torch.empty_like(x, device="meta") for x in tensors}
+    memo: dict[int, Any] = {id(x): nn.Parameter(empty[id(x)], False) if isinstance(x, nn.Parameter) else empty[id(x)] for x in tensors}
+    try:
+        return copy.deepcopy(block, memo)
+    except Exception:   # anything may hang on a user's module: locks, handles, results of operations
+        return None
+
+
+def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], group: Group, stream: Layout) -> None:
+    """After the cut: compare each block that `keep_whole` kept with its whole copy, before its first call.
+
+    stream: the layout of activations between blocks
+    sent:   at that call, what a forward of the block sends, and two small collectives. Not in the ledger
+    raises: ConfigError, then, on all ranks
+    """
+    for name, whole in kept.items():
+        block = model.get_submodule(name)
+        if (cut := without_memory(block)) is not None:
+            look = _Look(whole, cut, group, name, stream if name else WHOLE)
+            block.register_forward_pre_hook(look, with_kwargs=True)
+
+
+class _Look:
+    """A forward pre-hook that compares a block's copies, once, and is gone."""
+
+    def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, stream: Layout):
+        self.whole, self.cut, self.group, self.name, self.stream = whole, cut, group, name, stream
+        self.tries = TRIES
+        for block in (whole, cut):
+            block.eval()
+            block._forward_pre_hooks.clear()   # what these change is changed already, or behind the block
+            block._forward_hooks.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Look":
+        return self   # a copy of the model has the same peers
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
+            return
+        with torch.no_grad(), _disable_current_modes(), self.group.ledger.aside():
+            told = "" if self.group.debug else self._told(block, args, kwargs)
+            self.tries -= 1
+            if told is None and self.tries:
+                return
+            for key in [key for key, hook in block._forward_pre_hooks.items() if hook is self]:
+                del block._forward_pre_hooks[key], block._forward_pre_hooks_with_kwargs[key]
+            self.group.agree(told and f"{self.group.where('tensor_parallel')}: {self.name or 'the model'}, a {type(block).__name__}, is "
+                             f"another function when it is cut over ranks: {told}. Does the plan cut something across? Matrices fused in "
+                             "one (packed_colwise, packed_qkv_colwise), a head, or features that are looked at together (a softmax, a "
+                             "mean, a norm)", label="same function")
+
+    def _told(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, or ranks got others'
+        arguments."""
+        values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
+        held, here = holdings(self.cut), dict(block.named_buffers())
+        given = _with_first(args, kwargs, lambda x: redistribute(x, self.stream, WHOLE, self.group, label="same function"))
+        whole = _called(self.whole, values | here, *given)
+        device = self.group.device
+        mine = fingerprint(torch.cat([torch.tensor([whole is None], device=device), *(bits(x).to(device) for x in tensors_in(given))]))
+        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or whole is None:
+            return None
+        parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
+        cut = _called(self.cut, parts | here, args, kwargs)
+        if cut is None:
+            return None
+        if self.stream is not WHOLE:
+            cut[""] = [redistribute(x, self.stream, WHOLE, self.group, label="same function") for x in cut[""][:1]]
+        x = next(tensors_in(given))
+        wrong = [name for name in whole if name in cut and any(_differs(ours, truth, x) for ours, truth in zip(cut[name], whole[name]))]
+        return "" if "" not in wrong else "it returns other values" + (f", the first behind {wrong[0]}" if wrong[0] else "")
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
+    """The arguments of a call, the first of them, or the first tensor passed by name, changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+    return args, kwargs | ({} if name is None else {name: change(kwargs[name])})
+
+
+def _values(block: nn.Module, like: Tensor) -> dict[str, Tensor]:
+    """Random parameters, the same on every rank: matrices and gates with which activations neither vanish nor grow, small biases."""
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    values = {}
+    for name, param in block.named_parameters():
+        drawn = torch.randn(param.shape, generator=stream(0, name, device=like.device), device=like.device)
+        values[name] = (drawn * param.shape[-1] ** -0.5 if param.dim() > 1 else float(not name.endswith("bias")) + 0.1 * drawn).to(dtype)
+    return values
+
+
+def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
+    """What the block and each module in it return, in the order in which they do, the block ("") last; None if it raises.
+
+    Whatever it raises: if that is a mistake of the user's, the call that comes next raises it too.
+    """
+    returned: Returned = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: returned.update({name: [x.clone() for x in tensors_in(output)]})
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in block.named_modules()]
+    try:
+        functional_call(block, dict(values), _copied(args), _copied(kwargs))
+        return returned
+    except RankLost:
+        raise
+    except Exception:
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copied(value: Any) -> Any:
+    """Arguments for a call that may change them, such as a cache of keys."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    return {key: _copied(each) for key, each in value.items()} if type(value) is dict else copy.deepcopy(value)
+
+
+def _differs(cut: Tensor, whole: Tensor, x: Tensor) -> bool:
+    """Whether many of the vectors in what two copies return differ by more than rounding. Of other shapes, such as features that stay
+    cut, nothing is known. x: what the block was given: what it adds to that must be the same"""
+    if cut.shape != whole.shape or not whole.is_floating_point() or not whole.isfinite().all():
+        return False
+    rows = [value.double().reshape(-1, value.shape[-1] if value.dim() else 1) for value in (cut, whole)]
+    added = rows[1] - x.double().reshape(rows[1].shape) if x.shape == whole.shape else rows[1]
+    bound = OF_WHAT_IS_ADDED * added.norm(dim=1) + OF_SUMS * _precision(whole) * rows[1].norm(dim=1)
+    return float(((rows[0] - rows[1]).norm(dim=1) > bound).double().mean()) > MANY
+
+
+def _precision(x: Tensor) -> float:
+    """The relative precision with which `x` may have been computed."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return TF32 if dtype == torch.float32 and kind == "cuda" else torch.finfo(dtype).eps

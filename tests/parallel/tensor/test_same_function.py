@@ -1,0 +1,236 @@
+"""A block that a plan makes another function is told of before its first call over tensor ranks, whatever its parameters are."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rankloom as rl
+from rankloom.parallel.tensor.same_function import AT_MOST, keep_whole, without_memory
+
+WIDTH, HEADS, TOKENS = 16, 4, 6
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Block(nn.Module):
+    """Right: between the two layers, each feature is looked at by itself. Its output layer may begin at zero, and hide what is wrong."""
+
+    def __init__(self, *, hidden=32, closed=False):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        if closed:
+            nn.init.zeros_(self.down.weight)
+
+    def inside(self, x):
+        return F.gelu(x)
+
+    def forward(self, x, *, cache=None):
+        if cache is not None:
+            cache.append(len(cache))
+            assert cache == [0], "it was called before with this cache"
+        return x + self.down(self.inside(self.up(self.norm(x))))
+
+
+class Softmax(Block):
+    def inside(self, x):
+        return x.softmax(-1)
+
+
+class Centered(Block):
+    def inside(self, x):
+        return x - x.mean(-1, keepdim=True)
+
+
+class Normed(Block):
+    def inside(self, x):
+        return F.layer_norm(x, x.shape[-1:])
+
+
+class AddsTwice(Block):
+    """A bias of its own, behind the sum, is right; one before it is added by every rank."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.more = nn.Parameter(torch.zeros(()))
+
+    def inside(self, x):
+        return super().inside(x) + self.more * x.sum(-1, keepdim=True)
+
+
+class FusedKeysAndValues(nn.Module):
+    """Queries of their own, but keys and values in one matrix, end to end."""
+
+    def __init__(self, **_options):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.kv, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def parts(self, x):
+        return self.q(x), *self.kv(x).chunk(2, -1)
+
+    def forward(self, x):
+        query, key, value = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in self.parts(x))
+        return x + self.o(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class FusedEndToEnd(FusedKeysAndValues):
+    """All in one matrix, end to end; of a module that has the width of a head `colwise` takes them for lying side by side."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.head_dim, self.qkv = WIDTH // HEADS, nn.Linear(WIDTH, 3 * WIDTH)
+        del self.q, self.kv
+
+    def parts(self, x):
+        return self.qkv(x).chunk(3, -1)
+
+
+class Model(nn.Module):
+    def __init__(self, kind=Block, layers=2, **options):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(kind(**options) for _ in range(layers))
+
+    def forward(self, x, **options):
+        for layer in self.layers:
+            x = layer(x, **options)
+        return x
+
+
+def rows(dtype=torch.float32):
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def call(model, plan=PLAN, ranks=2, **options):
+    """The model's output over tensor ranks, in its first call."""
+    copies, x = [copy.deepcopy((model, options)) for _ in range(ranks)], rows(next(model.parameters()).dtype)
+    cut = lambda world: rl.tensor_parallel(copies[world.rank][0], plan, world)
+    return rl.simulate(ranks, lambda world: cut(world)(x, **copies[world.rank][1]).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("kind", [Softmax, Centered, Normed, AddsTwice])
+def test_features_that_are_looked_at_together_are_an_error_though_they_are_cut(kind, closed, dtype):
+    model = Model(kind, closed=closed).to(dtype)
+    with pytest.raises(rl.ConfigError, match=rf"layers.0, a {kind.__name__}, is another function .* the first behind down\. Does the plan"):
+        call(model)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("kind", "plan"), [
+    (FusedKeysAndValues, {"layers.*.q": "colwise", "layers.*.kv": "colwise", "layers.*.o": "rowwise"}),
+    (FusedEndToEnd, {"layers.*.qkv": "colwise", "layers.*.o": "rowwise"})])
+def test_matrices_that_are_fused_and_cut_as_one_are_an_error(kind, plan, layers):
+    model = Model(kind, layers)
+    with pytest.raises(rl.ConfigError, match=f"{'layers.0, a' if layers > 1 else 'the model, a'}.*, is another function"):
+        call(model, plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_rounding_leaves_is_no_difference(ranks, layers, dtype):
+    model = Model(layers=layers).to(dtype)
+    truth = model(rows(dtype))
+    for found in call(model, ranks=ranks):
+        torch.testing.assert_close(found, truth.detach(), rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_an_engine_tells_in_its_first_step(stage, precision, recompute):
+    wrong, right = Model(Softmax, closed=True), Model()
+    loss = lambda model, batch: (model(batch).square().sum(), len(batch))
+
+    def body(world):
+        prepared = lambda model: rl.prepare(copy.deepcopy(model), loss=loss, optimizer=torch.optim.AdamW, world=world, stage=stage,
+                                            precision=precision, recompute=recompute, tensor_plan=PLAN)
+        engine = prepared(right)
+        losses = [engine.step(rows()).loss for _ in range(2)]
+        with pytest.raises(rl.ConfigError, match="a Softmax, is another function"):
+            prepared(wrong).step(rows())
+        return losses
+
+    found = rl.simulate(rl.Mesh(shard=2, tensor=2), body)
+    assert all(losses[1] < losses[0] for losses in found)
+
+
+def test_the_first_call_leaves_no_trace():
+    """Hooks, generators, gradients, arguments and the ledger are as if it had not been looked."""
+    models = [Model() for _ in range(2)]
+
+    def body(world):
+        model = rl.tensor_parallel(models[world.rank], PLAN, world)
+        seen, said = [], []
+        model.layers[0].down.register_forward_hook(lambda module, args, y: seen.append((module is model.layers[0].down, module.training)))
+        for _ in range(2):
+            before = copy.copy(world.ledger)
+            model(rows(), cache=None).sum().backward()
+            said.append((world.ledger.bytes - before.bytes, world.ledger.calls - before.calls))
+        model.layers[0](rows(), cache=[])
+        assert not any(module._forward_pre_hooks for module in model.layers.children())
+        return seen[-3:], said
+
+    state = torch.get_rng_state()
+    for seen, said in rl.simulate(2, body):
+        assert seen == [(True, True)] * 3 and said[0] == said[1] and said[0][1] == 4
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_cache_that_is_passed_is_not_written_to():
+    assert len(call(Model(layers=1), cache=[])) == 2
+
+
+class Unusual(Block):
+    """What cannot be looked at: a handle that cannot be copied, or a type that is compared with."""
+
+    def __init__(self, what):
+        super().__init__()
+        if what == "uncopied":
+            self.lock = threading.Lock()
+        self.what = what
+
+    def inside(self, x):
+        assert self.what != "asserts" or self.norm.weight.eq(1).all(), "the parameters are not those of the model"
+        return x.softmax(-1)
+
+
+@pytest.mark.parametrize("what", ["uncopied", "asserts"])
+def test_a_block_that_cannot_be_copied_or_called_with_other_parameters_is_not_judged(what):
+    models = [Model(Unusual, what=what) for _ in range(2)]
+
+    def body(world):
+        mine = rl.tensor_parallel(models[world.rank], PLAN, world)
+        for _ in range(4):
+            mine(rows())
+        return [len(layer._forward_pre_hooks) for layer in mine.layers]
+
+    assert rl.simulate(2, body) == [[0, 0]] * 2, "a hook that tries again and again"
+
+
+def test_ranks_that_bring_other_arguments_are_not_judged():
+    """That is another mistake, which the engine tells of by itself."""
+    models = [Model() for _ in range(2)]
+    rl.simulate(2, lambda world: rl.tensor_parallel(models[world.rank], PLAN, world)(rows() + world.rank))
+
+
+def test_one_block_of_each_kind_is_kept_without_memory():
+    model = Model(layers=3)
+    model.layers.append(Block(hidden=64))
+    words = {f"layers.{n}.{name}": word for n in range(4) for name, word in (("up", "colwise"), ("down", "rowwise"))}
+    kept = keep_whole(model, words)
+    assert list(kept) == ["layers.0", "layers.3"]
+    assert all(x.is_meta for block in kept.values() for x in block.parameters())
+    assert keep_whole(model, {name: word for name, word in words.items() if "layers.2" in name}).keys() == {"layers.2"}
+
+
+@pytest.mark.parametrize(("block", "kept"), [
+    (lambda: nn.Linear(2, 2), True), (lambda: nn.Linear(AT_MOST, 2, device="meta"), False),
+    (lambda: nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)]), False)])
+def test_what_is_too_large_or_no_number_is_not_kept(block, kept):
+    assert (without_memory(block()) is not None) is kept
