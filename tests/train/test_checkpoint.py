@@ -303,6 +303,35 @@ def test_a_number_of_a_tensor_stays_one_where_a_rank_has_a_slice_of_one_element(
     assert rl.simulate(rl.Mesh(shard=here), go_on)[0] == pytest.approx(straight, rel=1e-5)   # fp32: the sums are in another order
 
 
+class Slowly(torch.optim.SGD):
+    """Keeps a value under a name with a slash and a percent sign, as paths of metrics have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["ema/5%2F"] = 0.5 * state.get("ema/5%2F", 0.0) + param.grad
+            state["seen/at"] = state.get("seen/at", 0) + 1
+            param.sub_(0.1 * state["ema/5%2F"])
+
+
+def test_a_value_of_an_optimizer_may_have_a_slash_in_its_name(tmp_path):
+    loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+    def body(world):
+        torch.manual_seed(0)
+        engines = [rl.prepare(nn.Linear(4, 4), loss=loss, world=world, optimizer=Slowly) for _ in range(2)]
+        engines[0].step(rows)
+        engines[0].save(tmp_path)
+        engines[1].load(tmp_path)
+        assert engines[1].full_state_dict()["optimizer"]["state"]["weight"]["seen/at"] == 1
+        return [engine.step(rows).loss for engine in engines]
+
+    ((one, other),) = rl.simulate(1, body)
+    assert one == other
+
+
 class Computed(nn.Linear):
     """Its state dict has something that it makes up."""
 

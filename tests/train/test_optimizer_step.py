@@ -119,6 +119,25 @@ def test_whoever_reads_gradients_before_a_fused_step_reads_the_mean(derived):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # two roundings of 2**-24 a step, and Adam's quotient
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_of_several_fused_optimizers_may_get_a_hook_between_two_steps(kind):
+    """What the kernel scaled by in the step before was kept, and the gradients were scaled twice."""
+    found = {}
+    for hooked in (False, True):
+        params, flats = make()
+        optimizer = Optimizers([kind(params[:1], lr=0.1, fused=True), kind(params[1:], lr=0.1, fused=True)])
+        for step in range(3):
+            if step == 1 and hooked:
+                optimizer.optimizers[0].register_step_pre_hook(lambda *_: None)
+            for param, flat in zip(params, flats):
+                param.grad = flat
+            fill(flats, step)
+            apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)
+        found[hooked] = params
+    for one, other in zip(found[False], found[True]):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # as above
+
+
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
 def test_the_norm_is_that_of_the_mean_gradient_whatever_the_loss_scale(scale):
     params, flats = make(torch.float64)

@@ -225,9 +225,10 @@ def test_the_first_failure_wins_over_those_that_it_causes():
 @pytest.mark.parametrize("cause", [rl.CollectiveTimeout("rank 0: nobody came"), Mine(7, "")], ids=["time-out", "own"])
 def test_a_rank_that_tells_of_its_closed_connection_before_its_peer_tells_why_it_closed_is_not_the_first(cause):
     """gloo closes the connections of a call that times out before the call returns."""
-    told = threading.Event()
+    joined, told = threading.Barrier(2), threading.Event()
 
     def body(world):
+        joined.wait(AT_ONCE)
         if world.rank == 1:
             told.set()
             raise rl.RankLost("rank 1: connection closed by peer")

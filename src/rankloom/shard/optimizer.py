@@ -90,8 +90,7 @@ class Optimizers:
     def step(self) -> None:
         """One step of each."""
         for optimizer in self.optimizers:
-            if self._step_supports_amp_scaling:
-                optimizer.grad_scale, optimizer.found_inf = self.grad_scale, self.found_inf   # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = self.grad_scale, self.found_inf   # type: ignore[attr-defined]
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -105,7 +104,7 @@ Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
 
 @dataclass(frozen=True, slots=True)
 class AsBuilt:
-    """An optimizer as it was built: parameters and hooks added later are an error.
+    """An optimizer as it was built: parameters added later are an error, and hooks where it updates pieces.
 
     rates:  of its groups           params: the ids of their parameters
     hooked: which of its optimizers have hooks

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
@@ -196,14 +197,19 @@ def _lies_alike(key: str, value: Tensor, owner: nn.Parameter, numbers: Container
 
 def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, lies_alike: bool) -> list[Part]:
     """The parts of one optimizer value. lies_alike: sharded as the parameter is; otherwise equal on every rank that has it"""
-    saved = f"{OPTIMIZER}{key}/{piece.name}"
+    saved = OPTIMIZER + _joint(key, piece.name)
     return state.placement.parts_like(saved, piece, value) if lies_alike else [whole_part(saved, value)]
+
+
+def _joint(key: str, name: str) -> str:
+    """One name for the value that an optimizer has under a key of a parameter. Only the latter's name may have a slash in it."""
+    return f"{quote(key, safe='')}/{name}"
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
     """Everything that is not a tensor. Extra state and optimizer values, by name, may differ by rank; the rest is equal on all ranks."""
     run = state.run()
-    values = {f"{key}/{name}": value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
+    values = {_joint(key, name): value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
     extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if is_extra(name)}
     groups = whole_state(state.optimizer, state.placement.owners, {})["param_groups"]
     plain = [{key: value.tolist() if isinstance(value, Tensor) else value for key, value in part.items()} for part in groups]
@@ -283,7 +289,7 @@ def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
     for joint, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
                          for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
         key, _, name = joint.partition("/")
-        held.setdefault(name, {})[key] = value
+        held.setdefault(name, {})[unquote(key)] = value
     groups = manifest.facts["param_groups"]
     if len(groups) == len(state.optimizer.param_groups):
         groups = [{key: _like(ours.get(key), value) for key, value in saved.items()}
