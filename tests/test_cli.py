@@ -359,3 +359,14 @@ def test_ctrl_c_ends_a_bench_within_seconds(folder):
         begin = time.monotonic()
         child.communicate()
     assert child.returncode == 130 and time.monotonic() - begin < AT_ONCE
+
+
+@pytest.mark.parametrize(("words", "code"), [("--help", 128 + signal.SIGPIPE), ("train --help", 128 + signal.SIGPIPE),
+                                             ("presets", 128 + signal.SIGPIPE), ("schedule list", 0)])
+def test_a_reader_that_ends_early_is_not_taken_for_a_failed_rank(words, code):
+    """rich itself would exit with 1."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-m", "rankloom", *words.split()], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (code, "")

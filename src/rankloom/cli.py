@@ -4,7 +4,8 @@ This module and `rankloom --help` import neither torch nor pydantic: each comman
 below do the work; this file has arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM, 129 when the terminal or the reader of the output was closed.
+143 after SIGTERM, 129 when the terminal or the reader of a training's output was closed.
+0 or 141 when the reader of other output has ended, such as `| head`.
 """
 
 import errno
@@ -24,6 +25,7 @@ from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.files import make_folder
 from rankloom.base.text import printable, show_any_text, whole_number
+from rankloom.watch.progress import Progress, Screen
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself ro
 
 app = App(
     name="rankloom", version=__version__, help_format="plaintext",
-    help="Train models on many ranks, and see what every rank does.",
+    help="Train models on many ranks, and see what every rank does.", console=Screen(),
 )
 
 
@@ -65,7 +67,7 @@ def main() -> None:
             raise SystemExit(1) from None
         if not isinstance(error, BrokenPipeError):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # the reader, such as `| head`, has ended
+        _print_no_more()
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
@@ -147,7 +149,6 @@ def _be_a_rank(config: "Config") -> None:
     """Train as one rank: join the others, if there are any. Rank 0 draws the progress."""
     from rankloom.train.config import with_ranks
     from rankloom.train.loop import train as train_loop
-    from rankloom.watch.progress import Progress, Screen
     from rankloom.world.join import init
     from rankloom.world.launch import find_place
 
@@ -335,17 +336,17 @@ def bench(
 
 
 def _show(parts: "Iterable[str | Text | Table]") -> None:
-    from rich.console import Console
-
-    console = Console()
     try:
         for part in parts:
-            print(part, flush=True) if isinstance(part, str) else console.print(part)
+            print(part, flush=True) if isinstance(part, str) else app.console.print(part)
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if not isinstance(error, BrokenPipeError) and error.errno != errno.EIO:   # the reader has ended, or the terminal was closed
             raise
-        # The reader, such as `| head`, has ended, or the terminal was closed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
+
+
+def _print_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _words(text: str) -> list[str]:
@@ -410,11 +411,10 @@ def show(
     save
         Also write the schedule with its messages to this file (.txt). It can be edited, and shown again.
     """
-    from rich.console import Console
 
     from rankloom.schedule import show_schedule
 
-    console = Console()
+    console = app.console
     _show(show_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs, columns=console.width,
                         coloured=bool(console.color_system) and not console.no_color, svg=svg, trace=trace, save=save))
 
