@@ -83,6 +83,17 @@ def test_costs_too_small_to_be_drawn_are_refused(costs):
         list(show_schedule("1f1b", **NOTHING | {"costs": costs}))
 
 
+@pytest.mark.parametrize(("said", "told"), [
+    ({"mesage": 5}, "there is no 'mesage' in such a file. Did you mean 'message'"), ({"kept": 0.5}, "there is no 'kept'"),
+    ({"forward": "12"}, "expected F,I,W"), ({"forward": 1}, "expected F,I,W")])
+def test_a_file_of_costs_is_read_to_the_letter(tmp_path, said, told):
+    """An unknown key was ignored, and a text read as a list of digits."""
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"forward": [1, 1], "input": [1, 1], "weight": [1, 1]} | said))
+    with pytest.raises(ConfigError, match=f"--costs {file}: {told}"):
+        read_costs(str(file), 2)
+
+
 @pytest.mark.parametrize("costs", ["1e308,1e308,1e308", "1e307,1,1", "1e304,1,1"])   # the last: in the units of a trace
 def test_costs_that_add_up_to_more_than_a_number_holds_are_refused(costs):
     with pytest.raises(ConfigError, match=f"--costs {costs}: together they are more than a number can hold"):

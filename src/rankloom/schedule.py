@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.files import saving
 from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
@@ -56,6 +56,9 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
     return schedule
 
 
+COSTS = ("forward", "input", "weight", "message", "send")   # of a file
+
+
 def read_costs(text: str | None, stages: int) -> Costs:
     """Parse "F,I,W" or "F,I,W,message", the times of a stage; or a .json file with a list for each, and perhaps `send`. raises: ConfigError
 
@@ -68,6 +71,10 @@ def read_costs(text: str | None, stages: int) -> Costs:
     try:
         if read is not None:
             said = json.loads(read)
+            if unknown := sorted(said.keys() - COSTS):
+                raise ConfigError(f"there is no {unknown[0]!r} in such a file. {did_you_mean(unknown[0], COSTS)}")
+            if not all(isinstance(said[key], list) for key in ("forward", "input", "weight")):
+                raise ValueError
             forward, back, weight = (tuple(map(float, said[key])) for key in ("forward", "input", "weight"))
             return Costs(forward, back, weight, float(said.get("message", 0)), send=float(said.get("send", 0)))
         numbers = [float(word) for word in text.split(",")]

@@ -103,6 +103,7 @@ def test_without_stages_it_has_whole_targets_and_an_error_of_torch_s_says_how_to
         rl.simulate(rl.Mesh(context=2), lambda world: trained(world, gpt(), of_logits, token_batches(ROWS, TOKENS, VOCAB)))
     (note,) = (note for note in caught.value.__notes__ if "context" in note)
     assert note.startswith("with 2 context ranks") and "own_tokens(targets, world.group('context'))" in note
+    assert 'with "all_to_all" as its third argument' in note, "the kinds cut other tokens"
 
     def of_own_logits(model, batch, group):
         logits, targets = model(batch[0]), own_tokens(batch[1], group)

@@ -83,7 +83,9 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
 
 
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
-    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]   raises: ShapeMismatch"""
+    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]   raises: ShapeMismatch
+
+    kind: that of the model which gets or returns them: the kinds cut other tokens"""
     if x.dim() < 2:
         raise ShapeMismatch(f"{group.where('own tokens')}: x has shape {tuple(x.shape)}, expected whole rows [B, T, ...]")
     return Context(group, x.shape[1], kind, causal).own(x)
@@ -104,7 +106,8 @@ def tokens_named(ranks: int) -> Iterator[None]:
         if ranks > 1 and not isinstance(error, RankloomError):
             error.add_note(f"with {ranks} context ranks the model cuts what it is called with, and returns values for this rank's tokens "
                            "only. Give it the targets too, `model(tokens, targets=targets)`, or cut them alike: "
-                           "`own_tokens(targets, world.group('context'))` in rankloom.parallel.context")
+                           "`own_tokens(targets, world.group('context'))` in rankloom.parallel.context, with \"all_to_all\" as its "
+                           "third argument where that is the kind of context parallelism: other kinds cut other tokens")
         raise
 
 
