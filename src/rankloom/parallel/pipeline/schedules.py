@@ -191,7 +191,7 @@ SCHEDULES = {
     "gpipe": KnownSchedule(gpipe, "all forwards, then all backwards"),
     "1f1b": KnownSchedule(one_f_one_b, "a forward, a backward; the least memory"),
     "interleaved": KnownSchedule(interleaved, "1F1B over several stages on each rank: smaller bubble, more messages", 2, None),
-    "breadth-first": KnownSchedule(breadth_first, "GPipe over several stages on each rank: parameters are gathered once a sweep", 2, None),
+    "breadth-first": KnownSchedule(breadth_first, "GPipe over several stages on each rank: one after the other", 2, None),
     "zb-h1": KnownSchedule(zero_bubble_h1, "1F1B with the weights' gradients in the bubbles; its memory, a third of its bubble"),
     "zb-h2": KnownSchedule(zero_bubble_h2, "nearly no bubble, for twice the memory"),
     "zb-v": KnownSchedule(zero_bubble_v, "two stages on each rank, folded: nearly no bubble in 1F1B's memory", 2, 2),
