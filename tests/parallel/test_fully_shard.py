@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
@@ -1494,3 +1494,19 @@ def test_an_argument_of_another_kind_is_told_what_it_should_be(wrong, says):
             rl.fully_shard(**({"model": nn.Linear(2, 2), "group": world} | wrong))
 
     rl.simulate(2, body)
+
+
+def test_a_reentrant_checkpoint_around_several_units_is_told_what_to_do():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3))
+
+    def body(world, reentrant):
+        sharded = rl.fully_shard(copy.deepcopy(model), world, units=nn.Sequential)
+        blocks = list(sharded.module)[1:5]
+        sharded.module.forward = lambda x: sharded.module[5](checkpoint_sequential(
+            nn.Sequential(*blocks), 2, sharded.module[0](x), use_reentrant=reentrant))
+        sharded(torch.ones(2, 4)).sum().backward()
+
+    rl.simulate(2, lambda world: body(world, False))
+    with pytest.raises(rl.UnitError, match="came after section .* was reduced; a reentrant checkpoint .* give it use_reentrant=False"):
+        rl.simulate(2, lambda world: body(world, True))

@@ -348,7 +348,8 @@ class Sharding:
         self._enter_backward()
         section = self.sections[at]
         if section.settled:
-            raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced")
+            raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced; "
+                            "a reentrant checkpoint around several sections does that: give it use_reentrant=False")
         section.gradients[number].land(name, param)
         section.waiting_for.discard(name)
 
