@@ -411,7 +411,6 @@ def show(
     save
         Also write the schedule with its messages to this file (.txt). It can be edited, and shown again.
     """
-
     from rankloom.schedule import show_schedule
 
     console = app.console

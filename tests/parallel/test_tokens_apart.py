@@ -163,6 +163,14 @@ def test_a_gate_that_begins_closed_does_not_hide_what_it_will_let_in(kind, stage
         rl.simulate(rl.Mesh(context=2), body)
 
 
+@pytest.mark.parametrize("kind", ["number", "matrix"])
+def test_a_frozen_gate_stays_closed(kind):
+    torch.manual_seed(3)
+    model = ShiftsThroughAGate(closed_gates()[kind])
+    model.gate.requires_grad_(False)
+    rl.simulate(2, lambda world: context_parallel(copy.deepcopy(model), world)(batch()[0]))
+
+
 @pytest.mark.parametrize("kind", closed_gates())
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_gate_has_its_own_values_again_after_the_look(kind, fails):

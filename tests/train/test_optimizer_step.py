@@ -39,14 +39,21 @@ def totals(loss: float = 6.0, count: float = 4.0) -> torch.Tensor:
     return torch.tensor([loss, count], dtype=torch.float64)
 
 
-def run(name: str, fused: bool, clip: float | None, steps: int = 4, scale: float = 1.0, dtype: torch.dtype = torch.float32):
-    params, flats = make(dtype)
-    optimizer = OPTIMIZERS[name](params, **({"fused": True} if fused else {}))
+def step_on(optimizer, params, flats, steps: int, *, scale: float = 1.0, clip: float | None = None, before=lambda step: None):
+    """Steps with gradients of their own, and what the last one said. before: called with the number of each"""
     for step in range(steps):
+        before(step)
         for param, flat in zip(params, flats):
             param.grad = flat
         fill(flats, step, scale)
         said = apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=scale, clip=clip)
+    return said
+
+
+def run(name: str, fused: bool, clip: float | None, steps: int = 4, scale: float = 1.0, dtype: torch.dtype = torch.float32):
+    params, flats = make(dtype)
+    optimizer = OPTIMIZERS[name](params, **({"fused": True} if fused else {}))
+    said = step_on(optimizer, params, flats, steps, scale=scale, clip=clip)
     return params, [p.grad.clone() for p in params], said
 
 
@@ -107,13 +114,7 @@ def test_whoever_reads_gradients_before_a_fused_step_reads_the_mean(derived):
     for fused in (False, True):
         params, flats = make()
         optimizer = (Clipping if derived else torch.optim.AdamW)(params, lr=0.1, fused=fused)
-        for step in range(3):
-            if step == 1 and not derived:
-                optimizer.register_step_pre_hook(clip_each)
-            for param, flat in zip(params, flats):
-                param.grad = flat
-            fill(flats, step)
-            apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)
+        step_on(optimizer, params, flats, 3, before=lambda step: step == 1 and not derived and optimizer.register_step_pre_hook(clip_each))   # noqa: B023
         found[fused] = params
     for one, other in zip(found[False], found[True]):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # two roundings of 2**-24 a step, and Adam's quotient
@@ -125,14 +126,9 @@ def test_one_of_several_fused_optimizers_may_get_a_hook_between_two_steps(kind):
     found = {}
     for hooked in (False, True):
         params, flats = make()
-        optimizer = Optimizers([kind(params[:1], lr=0.1, fused=True), kind(params[1:], lr=0.1, fused=True)])
-        for step in range(3):
-            if step == 1 and hooked:
-                optimizer.optimizers[0].register_step_pre_hook(lambda *_: None)
-            for param, flat in zip(params, flats):
-                param.grad = flat
-            fill(flats, step)
-            apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)
+        one, other = (kind([param], lr=0.1, fused=True) for param in params)
+        optimizer = Optimizers([one, other])
+        step_on(optimizer, params, flats, 3, before=lambda step: step == 1 and hooked and one.register_step_pre_hook(lambda *_: None))   # noqa: B023
         found[hooked] = params
     for one, other in zip(found[False], found[True]):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # as above

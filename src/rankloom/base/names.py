@@ -8,3 +8,12 @@ def full_name(module: str, key: str) -> str:
     ('blocks.0.weight', 'weight')
     """
     return f"{module}.{key}" if module else key
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether what has this name stands in a module, the model ("") or another, and is not the module itself.
+
+    >>> is_inside("blocks.1.norm", "blocks.1"), is_inside("blocks.10", "blocks.1"), is_inside("blocks", "")
+    (True, False, True)
+    """
+    return name != module and name.startswith(full_name(module, ""))

@@ -7,6 +7,7 @@ So they are equal on every mesh, and there is no generator state to save.
 import hashlib
 
 import torch
+from torch import Tensor
 
 
 def key_to_seed(seed: int, *key: str | int) -> int:
@@ -22,3 +23,14 @@ def key_to_seed(seed: int, *key: str | int) -> int:
 def stream(seed: int, *key: str | int, device: torch.device | str = "cpu") -> torch.Generator:
     """The generator of one key, at its beginning."""
     return torch.Generator(device=device).manual_seed(key_to_seed(seed, *key))
+
+
+def usual_values(name: str, like: Tensor) -> Tensor:
+    """Random values for a parameter of a model that is only looked at, the same on every rank.
+
+    Matrices and gates with which activations neither vanish nor grow, and small biases.
+    like: has its shape, dtype and device
+    """
+    drawn = torch.randn(like.shape, generator=stream(0, name, device=like.device), device=like.device)
+    usual = drawn * like.shape[-1] ** -0.5 if like.dim() > 1 else float(not name.endswith("bias")) + 0.1 * drawn
+    return usual.to(like.dtype)

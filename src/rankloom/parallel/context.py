@@ -83,9 +83,7 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
 
 
 def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
-    """This rank's tokens of whole rows, in order of position. x: [B, T, ...] -> [B, about T/p, ...]   raises: ShapeMismatch
-
-    kind: that of the model which gets or returns them: the kinds cut other tokens"""
+    """This rank's tokens of whole rows [B, T, ...] -> [B, about T/p, ...], in order. kind: that of the model   raises: ShapeMismatch"""
     if x.dim() < 2:
         raise ShapeMismatch(f"{group.where('own tokens')}: x has shape {tuple(x.shape)}, expected whole rows [B, T, ...]")
     return Context(group, x.shape[1], kind, causal).own(x)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rankloom.base.modes import evaluating
+from rankloom.base.rng import usual_values
 from rankloom.world.group import Group
 
 AT_MOST = 48             # tokens; half of them can be cut over 2, 3, 4, 6, 8 tensor ranks
@@ -98,35 +99,26 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
 
     Not longer and not in place: sharded parameters have values only then, and ranks may share their memory.
     """
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    replaced: dict[nn.Module, dict[str, nn.Parameter]] = {}
 
     def replace(module: nn.Module, _args: Any) -> None:
-        for name, param in module._parameters.items():
-            if param is not None and param.requires_grad and param.is_floating_point() and not (param.abs() >= NOTHING).any():
-                replaced.append((module, name, param))
-                module._parameters[name] = nn.Parameter(_of_usual_size(param))
+        small = {name: param for name, param in module._parameters.items() if param is not None and param.requires_grad
+                 and param.is_floating_point() and not (param.abs() >= NOTHING).any()}
+        replaced.setdefault(module, {}).update(small)
+        module._parameters.update({name: nn.Parameter(usual_values(name, param)) for name, param in small.items()})
 
-    def put_back(module: nn.Module | None, *_call: Any) -> None:
-        for holder, name, param in replaced:
-            if module is None or holder is module:
-                holder._parameters[name] = param
-        replaced[:] = [each for each in replaced if module is not None and each[0] is not module]
+    def put_back(module: nn.Module, *_call: Any) -> None:
+        module._parameters.update(replaced.pop(module, {}))
 
     hooks = [hook for module in model.modules() if module._parameters
              for hook in (module.register_forward_pre_hook(replace), module.register_forward_hook(put_back, prepend=True))]
     try:
         yield
     finally:
-        put_back(None)
         for hook in hooks:
             hook.remove()
-
-
-def _of_usual_size(param: Tensor) -> Tensor:
-    """Ones for a gate or a vector of them; for a matrix, what it would begin with if it did not begin at zero. The same on every rank."""
-    if param.dim() < 2:
-        return torch.ones_like(param)
-    return (torch.randn(param.shape, generator=torch.Generator().manual_seed(0)) * param.shape[-1] ** -0.5).to(param)
+        for module in list(replaced):   # whose forward has failed
+            put_back(module)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
-from rankloom.base.names import full_name
+from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.wrapping import has_parameters, tensors_in
 from rankloom.train.trial import ADVICE, Followed, expect_same_between_layers, try_call, zero_buffers
@@ -113,11 +113,7 @@ def _list_of_layers(model: nn.Module) -> str:
 
 def _outermost(model: nn.Module, kind: type[nn.Module]) -> list[str]:
     found = [name for name, module in model.named_modules() if isinstance(module, kind) and len(module._modules)]
-    return [name for name in found if not any(_is_inside(name, other) for other in found)]
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and name.startswith(f"{other}." if other else "")
+    return [name for name in found if not any(is_inside(name, other) for other in found)]
 
 
 def _trial_tokens(model: nn.Module) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.names import is_inside
 from rankloom.parallel.wrapping import tensors_in
 
 READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
@@ -70,19 +71,16 @@ def expect_same_between_layers(model: nn.Module, layers: Sequence[str], call: Ca
     """Raise ConfigError if the model, in training only, does something to what one of its layers gives to the next.
 
     Pieces are compared with the model in evaluation, where it draws no random numbers, so they would not show that. What the modules
-    around the layers do is looked at; the layers and all others stay in evaluation.
+    around the layers do is looked at; the layers and all others stay in evaluation. Call it in `evaluating(model)`, which gives all
+    modules their modes back.
     """
-    around = [module for name, module in model.named_modules() if any(layer.startswith(f"{name}." if name else "") for layer in layers)]
+    around = [module for name, module in model.named_modules() if any(is_inside(layer, name) for layer in layers)]
     in_evaluation = _handed_on(model, layers, call)
     devices = [device] if (device := next(model.parameters()).device).type == "cuda" else []
     with torch.random.fork_rng(devices):
         for module in around:
             module.training = True
-        try:
-            in_training = _handed_on(model, layers, call)
-        finally:
-            for module in around:
-                module.training = False
+        in_training = _handed_on(model, layers, call)
     for layer, before, now in zip(layers, in_evaluation, in_training):
         if before and not now:
             raise ConfigError(f"{type(model).__name__} changes, in training, what {layer} gives to the layer behind it, where a stage may "

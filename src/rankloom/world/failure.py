@@ -42,6 +42,12 @@ class Failure:
         lost = self.type == "RuntimeError" and any(text in self.message for text in LOST_CONNECTION)
         return lost or self.type in COLLATERAL
 
+    @property
+    def lost_another(self) -> bool:
+        """Whether a connection closed under it. The rank that closed it may tell why a moment later: gloo closes the connections of a call
+        that times out before the call itself returns to its thread."""
+        return self.is_collateral and self.type != "CollectiveTimeout"
+
     def same_as(self, other: "Failure") -> bool:
         """Whether two ranks raised the same error; `rank 3: ` at the beginning of a message does not count."""
         texts = [(f.type, re.sub(r"^rank \d+: ", "", f.message)) for f in (self, other)]

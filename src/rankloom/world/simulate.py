@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import CollectiveTimeout, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
 from rankloom.world.connect import GLOO, World, as_mesh
+from rankloom.world.failure import describe
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class _Simulation:
         for thread in closing:
             thread.join()
         if self.failed:
-            rank, error = min(self.failed, key=lambda failure: _lost_another(failure[1]))   # the earliest of several that are alike
+            rank, error = min(self.failed, key=lambda failed: describe(failed[1]).lost_another)   # the earliest of several that are alike
             error.add_note(f"(rank {rank} of {len(self.worlds)} failed first; the others were stopped because of it)")
             raise error
         return self.results
@@ -111,14 +111,6 @@ class _Simulation:
                 self.failed.append((rank, error))
             if joined := self.worlds[rank]:
                 joined.close()
-
-
-def _lost_another(error: BaseException) -> bool:
-    """Whether a rank failed because a connection closed: one that failed before may tell of it a moment later.
-
-    gloo closes the connections of a call that times out before the call itself returns to its thread.
-    """
-    return isinstance(error, RankLost) and not isinstance(error, CollectiveTimeout)
 
 
 @cache

@@ -55,8 +55,8 @@ class Ending:
 
     @property
     def lost_another(self) -> bool:
-        """Whether a connection closed under it; False for one that waited until a time-out."""
-        return self.part == "collateral" and self.failure is not None and self.failure.type != "CollectiveTimeout"
+        """Whether a connection closed under it, and that is why it failed."""
+        return self.part == "collateral" and self.failure is not None and self.failure.lost_another
 
 
 def pick_cause(endings: Sequence[Ending]) -> Ending:

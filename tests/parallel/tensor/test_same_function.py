@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.parallel.tensor.same_function import AT_MOST, keep_whole, without_memory
@@ -140,6 +141,29 @@ def test_what_rounding_leaves_is_no_difference(ranks, layers, dtype):
         torch.testing.assert_close(found, truth.detach(), rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5)
 
 
+SEQUENCE = PLAN | {"layers.0": "sequence_split", "layers.*.norm": "sequence_parallel", "norm": "sequence_parallel_rep"}
+
+
+class WithNorm(Model):
+    """A norm behind the layers, which gathers the tokens that a plan has cut."""
+
+    def __init__(self, kind=Block):
+        super().__init__(kind)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x, **options):
+        return self.norm(super().forward(x, **options))
+
+
+def test_blocks_of_which_each_rank_has_some_tokens_are_looked_at_too():
+    right, wrong = WithNorm(), WithNorm(Softmax)
+    truth = right(rows())
+    for found in call(right, SEQUENCE):
+        torch.testing.assert_close(found, truth.detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(rl.ConfigError, match="layers.0, a Softmax, is another function"):
+        call(wrong, SEQUENCE)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
@@ -213,10 +237,60 @@ def test_a_block_that_cannot_be_copied_or_called_with_other_parameters_is_not_ju
     assert rl.simulate(2, body) == [[0, 0]] * 2, "a hook that tries again and again"
 
 
+class Wrapped(Block):
+    """Its first argument is no tensor, but has one inside; or there is none at all."""
+
+    def forward(self, x=None, *, state=None):
+        (state,) = state if x is None else x
+        return (super().forward(rows() if state is None else state),)
+
+
+@pytest.mark.parametrize("given", [lambda: ((rows(),), {}), lambda: ((), {"state": (rows(),)}), lambda: ((), {"state": (None,)})])
+def test_a_block_whose_first_argument_is_no_tensor_is_called_as_ever(given):
+    args, kwargs = given()
+    blocks = [Model(Wrapped).layers[0] for _ in range(2)]
+    (truth,) = blocks[0](*((args,) if args else ()), **kwargs)
+    cut = lambda world: rl.tensor_parallel(blocks[world.rank], {"up": "colwise", "down": "rowwise"}, world)
+    for (found,) in rl.simulate(2, lambda world: cut(world)(*((args,) if args else ()), **kwargs)):
+        torch.testing.assert_close(found, truth)
+
+
 def test_ranks_that_bring_other_arguments_are_not_judged():
     """That is another mistake, which the engine tells of by itself."""
     models = [Model() for _ in range(2)]
-    rl.simulate(2, lambda world: rl.tensor_parallel(models[world.rank], PLAN, world)(rows() + world.rank))
+    rl.simulate(2, lambda world: rl.tensor_parallel(models[world.rank], PLAN, world)(rows().roll(world.rank, 0)))
+
+
+class Drops(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def inside(self, x):
+        return self.drop(super().inside(x))
+
+
+def test_dropout_does_not_count_as_a_difference_and_no_mode_sees_the_look():
+    """Such as one that counts the operations of a step, or saves them for a recomputation."""
+    class Counts(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    models = [Model(Drops) for _ in range(2)]
+
+    def body(world):
+        model, counted = rl.tensor_parallel(models[world.rank], PLAN, world), []
+        for _ in range(2):
+            with Counts() as mode:
+                model(rows())
+            counted.append(mode.calls)
+        return counted
+
+    for first, second in rl.simulate(2, body):
+        assert first == second > 0
 
 
 def test_one_block_of_each_kind_is_kept_without_memory():

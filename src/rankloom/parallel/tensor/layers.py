@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.layout import Layout
+from rankloom.base.names import is_inside
 from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, PARTIAL, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]   # arguments by position and by name
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -137,13 +140,15 @@ def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
 
 def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to the first argument of every call of `module`, or to its first tensor passed by name."""
-    def changed(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
-        return args, kwargs | {name: change(kwargs[name])}
+    module.register_forward_pre_hook(lambda _module, args, kwargs: with_first(args, kwargs, change), with_kwargs=True)
 
-    module.register_forward_pre_hook(changed, with_kwargs=True)
+
+def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
+    """The arguments of a call, the first of them, or the first tensor passed by name, changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+    return args, kwargs | {name: change(kwargs[name])}
 
 
 def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:
@@ -217,4 +222,4 @@ def _owner(name: str, columns: list[str], rows: list[str]) -> str | None:
 
 
 def _inside(owner: str, names: list[str]) -> list[str]:
-    return [name for name in names if not owner or name.startswith(f"{owner}.")]
+    return [name for name in names if is_inside(name, owner)]

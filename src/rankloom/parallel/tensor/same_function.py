@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rankloom.base.errors import RankLost
 from rankloom.base.layout import Layout
-from rankloom.base.names import full_name
-from rankloom.base.rng import stream
+from rankloom.base.names import is_inside
+from rankloom.base.rng import usual_values
 from rankloom.parallel.tensor.compare import bits, fingerprint
 from rankloom.parallel.tensor.holding import holdings
+from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.tensor.moves import WHOLE, redistribute
 from rankloom.parallel.wrapping import repeated_blocks, tensors_in
 from rankloom.world.group import Group
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]   # arguments by position and by name
-Returned = dict[str, list[Tensor]]              # by module
+Returned = dict[str, list[Tensor]]   # by module
 AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
 MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
 OF_WHAT_IS_ADDED = 0.02   # that may be rounding, many times over, in 16 bits in another kernel
@@ -46,7 +46,7 @@ def keep_whole(model: nn.Module, words: Mapping[str, str]) -> dict[str, nn.Modul
     kept: dict[Any, tuple[str, nn.Module]] = {}
     for name in list(repeated_blocks(model)) or [""]:
         block = model.get_submodule(name)
-        inside = tuple((word_of[len(name):], word) for word_of, word in words.items() if word_of.startswith(full_name(name, "")))
+        inside = tuple((module.removeprefix(name), word) for module, word in words.items() if is_inside(module, name))
         kind = (type(block), inside, tuple(param.shape for param in block.parameters()))
         if inside and kind not in kept and (whole := without_memory(block)) is not None:
             kept[kind] = name, whole
@@ -54,7 +54,8 @@ def keep_whole(model: nn.Module, words: Mapping[str, str]) -> dict[str, nn.Modul
 
 
 def without_memory(block: nn.Module) -> nn.Module | None:
-    """A copy whose parameters and buffers have no memory; None for a block that cannot be copied, or has others than floating point."""
+    """A copy whose parameters and buffers have no memory; None for a block that is too large, has other parameters than floating-point
+    numbers, or cannot be copied."""
     tensors = [*block.parameters(), *block.buffers()]
     if not all(param.is_floating_point() for param in block.parameters()) or sum(param.numel() for param in block.parameters()) > AT_MOST:
         return None
@@ -66,25 +67,25 @@ def without_memory(block: nn.Module) -> nn.Module | None:
         return None
 
 
-def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], group: Group, stream: Layout) -> None:
+def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], group: Group, between: Layout) -> None:
     """After the cut: compare each block that `keep_whole` kept with its whole copy, before its first call.
 
-    stream: the layout of activations between blocks
-    sent:   at that call, what a forward of the block sends, and two small collectives. Not in the ledger
-    raises: ConfigError, then, on all ranks
+    between: the layout of activations between blocks
+    sent:    at that call, what a forward of the block sends, and two small collectives. Not in the ledger
+    raises:  ConfigError, then, on all ranks
     """
     for name, whole in kept.items():
         block = model.get_submodule(name)
         if (cut := without_memory(block)) is not None:
-            look = _Look(whole, cut, group, name, stream if name else WHOLE)
+            look = _Look(whole, cut, group, name, between if name else WHOLE)
             block.register_forward_pre_hook(look, with_kwargs=True)
 
 
 class _Look:
     """A forward pre-hook that compares a block's copies, once, and is gone."""
 
-    def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, stream: Layout):
-        self.whole, self.cut, self.group, self.name, self.stream = whole, cut, group, name, stream
+    def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, between: Layout):
+        self.whole, self.cut, self.group, self.name, self.between = whole, cut, group, name, between
         self.tries = TRIES
         for block in (whole, cut):
             block.eval()
@@ -95,7 +96,8 @@ class _Look:
         return self   # a copy of the model has the same peers
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
+        has_first = any(isinstance(x, Tensor) for x in args[:1] or kwargs.values())
+        if torch.compiler.is_compiling() or not has_first or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
             return
         with torch.no_grad(), _disable_current_modes(), self.group.ledger.aside():
             told = "" if self.group.debug else self._told(block, args, kwargs)
@@ -114,7 +116,7 @@ class _Look:
         arguments."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
         held, here = holdings(self.cut), dict(block.named_buffers())
-        given = _with_first(args, kwargs, lambda x: redistribute(x, self.stream, WHOLE, self.group, label="same function"))
+        given = with_first(args, kwargs, lambda x: redistribute(x, self.between, WHOLE, self.group, label="same function"))
         whole = _called(self.whole, values | here, *given)
         device = self.group.device
         mine = fingerprint(torch.cat([torch.tensor([whole is None], device=device), *(bits(x).to(device) for x in tensors_in(given))]))
@@ -124,29 +126,15 @@ class _Look:
         cut = _called(self.cut, parts | here, args, kwargs)
         if cut is None:
             return None
-        if self.stream is not WHOLE:
-            cut[""] = [redistribute(x, self.stream, WHOLE, self.group, label="same function") for x in cut[""][:1]]
+        if self.between is not WHOLE:
+            cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]
         x = next(tensors_in(given))
         wrong = [name for name in whole if name in cut and any(_differs(ours, truth, x) for ours, truth in zip(cut[name], whole[name]))]
         return "" if "" not in wrong else "it returns other values" + (f", the first behind {wrong[0]}" if wrong[0] else "")
 
 
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
-    """The arguments of a call, the first of them, or the first tensor passed by name, changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
-    return args, kwargs | ({} if name is None else {name: change(kwargs[name])})
-
-
 def _values(block: nn.Module, like: Tensor) -> dict[str, Tensor]:
-    """Random parameters, the same on every rank: matrices and gates with which activations neither vanish nor grow, small biases."""
-    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-    values = {}
-    for name, param in block.named_parameters():
-        drawn = torch.randn(param.shape, generator=stream(0, name, device=like.device), device=like.device)
-        values[name] = (drawn * param.shape[-1] ** -0.5 if param.dim() > 1 else float(not name.endswith("bias")) + 0.1 * drawn).to(dtype)
-    return values
+    return {name: usual_values(name, like.new_empty(()).expand(param.shape)) for name, param in block.named_parameters()}
 
 
 def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
