@@ -90,6 +90,19 @@ def test_the_collectives_of_a_part_are_those_of_a_group(async_op):
         assert is_out and all(torch.equal(got[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_mean_of_a_narrow_dtype_over_a_part_is_rounded_once(dtype):
+    equal = torch.cat([torch.tensor([57344.0]), torch.arange(1, 2, 1 / 128)]).to(dtype)   # of the first, float16 holds no sum
+
+    def body(world):
+        part, into = part_of(world), torch.empty_like(equal)
+        rows = equal.repeat(part.size)
+        assert part.reduce_scatter(rows, "mean", out=into) is into
+        return part.all_reduce(equal.clone(), "mean"), part.reduce_scatter(rows, "mean"), into
+
+    assert all(torch.equal(mean, equal) for means in rl.simulate(5, body) for mean in means)
+
+
 def test_the_collectives_of_a_part_cost_what_the_backends_would():
     def body(world):
         part, costs = part_of(world), []

@@ -346,7 +346,7 @@ def test_batch_norm_statistics_are_averaged_after_each_step_and_counts_kept():
             replica(x).sum().backward()
             alone[1].load_state_dict({**alone[1].state_dict(), **(truth[-1] if truth else {})})
             alone(x)
-            mean = lambda t: world.all_reduce(t.clone(), "mean")
+            mean = lambda t: world.all_reduce(t.double(), "mean").float()
             truth.append({name: mean(alone[1].get_buffer(name)) for name in ("running_mean", "running_var")})
         norm = replica.module[1]
         return norm.num_batches_tracked.item(), {n: norm.get_buffer(n) for n in truth[-1]}, truth[-1]
@@ -355,6 +355,30 @@ def test_batch_norm_statistics_are_averaged_after_each_step_and_counts_kept():
         assert count == 3
         for name in truth:
             torch.testing.assert_close(mine[name], truth[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_a_value_that_all_ranks_write_stays_as_it_is_to_the_last_bit(wrap, dtype):
+    """A sum of 16-bit numbers would be infinite, and a sum of seven equal fp32 numbers is seldom seven times one of them."""
+    values = (torch.rand(500, generator=torch.Generator().manual_seed(0)) * 60000).to(dtype)
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = alike(nn.Linear(2, 2))
+            self.register_buffer("seen", torch.zeros_like(values))
+
+        def forward(self, x):
+            self.seen.copy_(values)
+            return self.linear(x)
+
+    def body(world):
+        model = Writes()
+        wrap(model, world)(torch.ones(2, 2)).sum().backward()
+        return model.seen
+
+    assert all(torch.equal(seen, values) for seen in rl.simulate(7, body))
 
 
 def test_only_buffers_that_changed_somewhere_travel():
@@ -467,7 +491,7 @@ class Watched(nn.Module):
         self.linear, self.write = alike(nn.Linear(3, 3)), write
         for name in ("mean", "var"):
             self.register_buffer(name, torch.ones(3))
-        self.register_buffer("table", torch.rand(2 * SAMPLE, generator=torch.Generator().manual_seed(0)) / 3)
+        self.register_buffer("table", torch.rand(2 * SAMPLE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3)
 
     def forward(self, x):
         self.write(self, x)
@@ -498,7 +522,7 @@ def test_buffers_that_are_written_without_being_counted_are_averaged_too(write, 
             wrapped(x).sum().backward()
             write(alone, x)
             for name in ("mean", "var"):
-                alone.get_buffer(name).copy_(world.all_reduce(alone.get_buffer(name).clone(), "mean"))
+                alone.get_buffer(name).copy_(world.all_reduce(alone.get_buffer(name).double(), "mean"))
         return model.mean, model.var, alone.mean, alone.var, torch.equal(model.table, alone.table)
 
     for mean, var, true_mean, true_var, same in rl.simulate(3, body):

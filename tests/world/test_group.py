@@ -88,6 +88,26 @@ def test_the_mean_of_one_rank_is_what_it_has_in_every_dtype_of_floating_numbers(
         assert rl.simulate(1, lambda w, dtype=dtype: w.all_reduce(torch.ones(3).to(dtype), "mean").float().tolist()) == [[1.0] * 3]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_the_mean_of_a_narrow_dtype_is_rounded_once_and_its_sum_may_be_larger_than_the_dtype_holds(dtype, async_op, backend):
+    equal = torch.cat([torch.tensor([57344.0]), torch.arange(1, 2, 1 / 128)]).to(dtype)   # of the first, float16 holds no sum
+
+    def body(world):
+        call = lambda collective, x: collective(x, "mean", async_op=True).wait() if async_op else collective(x, "mean")
+        other = torch.full((1,), 1.0 + world.rank)
+        x = torch.nn.Parameter(torch.cat([equal.float(), other]).to(dtype))
+        rows, before = x.detach().repeat(world.size), world.ledger.bytes
+        assert call(world.all_reduce, x) is x
+        return x.detach().float(), world.ledger.bytes - before, call(world.reduce_scatter, rows).float()
+
+    expected = torch.cat([equal.float(), torch.full((1,), 2.0)])
+    for mean, sent, scattered in rl.simulate(3, body, backend=backend):
+        assert torch.equal(mean, expected) and torch.equal(scattered, expected)
+        assert sent == all_reduce_bill(len(mean) * (4 if backend == "gloo" else dtype.itemsize), 3).sent   # gloo adds in fp32
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 def test_waiting_twice_for_a_mean_divides_once(name):
     def body(world):

@@ -14,7 +14,7 @@ from rankloom.comm.all_to_all import pairwise_all_to_all
 from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
-from rankloom.world.transport.operands import completed, reduction
+from rankloom.world.transport.operands import completed, is_narrow, reduction
 
 
 class Subgroup(Group):
@@ -48,6 +48,9 @@ class Subgroup(Group):
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
         """Sum or mean of `x` over the subgroup, in place, by the ring."""
         self._expect_sum(op, x, label or "all_reduce")
+        if self._is_widened(x, op):
+            x.detach().copy_(self.all_reduce(x.detach().float(), op, label=label))
+            return self._done(x, label, async_op)
         return self._done(completed(ring_all_reduce(x, self), op, self.size), label, async_op)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
@@ -65,7 +68,9 @@ class Subgroup(Group):
         """Sum or mean of this rank's slice of `x`, by the ring; `scratch` is not used. [p*n, ...] on each -> [n, ...]"""
         self._expect_sum(op, x, label or "reduce_scatter")
         mine = self._output(out, x, (self._equal_rows(x, label or "reduce_scatter"), *x.shape[1:]), label or "reduce_scatter")
-        if self.size > 1:
+        if self._is_widened(x, op):
+            mine.detach().copy_(self.reduce_scatter(x.detach().float(), op, label=label))
+        elif self.size > 1:
             total = ring_reduce_scatter(x, self)
             mine = total if out is None else mine.copy_(total)
         return self._done(completed(mine, op, self.size), label, async_op)
@@ -75,6 +80,10 @@ class Subgroup(Group):
         """Send rows of `x` to every rank, pairwise; returns the rows sent to this rank."""
         dealt = pairwise_all_to_all(x, self, send_rows=send_rows, recv_rows=recv_rows, out=out)
         return self._done(dealt, label, async_op)
+
+    def _is_widened(self, x: Tensor, op: str) -> bool:
+        """Whether to reduce in fp32: the sum of a narrow dtype would be rounded, or infinite, before it is divided."""
+        return op == "mean" and self.size > 1 and is_narrow(x.dtype)
 
     def _expect_sum(self, op: str, x: Tensor, label: str) -> None:
         if op not in ("sum", "mean"):

@@ -10,6 +10,7 @@ from rankloom.base.tensors import version_of
 from rankloom.shard.flat import by_dtype
 from rankloom.world.group import Group
 
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 Seen = tuple[Tensor, int, int]   # a buffer, the writes to all buffers of its module, and its address
 
 
@@ -47,18 +48,22 @@ class BufferKeeper:
             return self.average_changed()
         changed = [name for name, (flag, most, least) in zip(self._common, found) if flag and most == -least]
         for name in changed:
-            buffer = now[name][0].detach()
-            values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer.resolve_neg()
-            # A count (batches tracked) is usually the same on all ranks; if not, take the largest.
-            op = "mean" if values.is_floating_point() else "max"
-            common = self.group.all_reduce(values.clone(memory_format=torch.contiguous_format), op, label=f"buffer {name}")
-            buffer.copy_(torch.view_as_complex(common) if buffer.is_complex() else common)
+            self._average(now[name][0].detach(), f"buffer {name}")
         before, self._before = self._before, self._seen()
         quiet = self._quiet(self._before)
         # A buffer that was averaged, or written openly, may be written unseen in the next step: its sample must be of its present values.
         if quiet.keys() != self._sampled.names or not all(_same(before.get(name), self._before[name]) for name in quiet):
             self._sampled = Sampled(quiet)
         return changed
+
+    def _average(self, buffer: Tensor, label: str) -> None:
+        """Of floats in a wider dtype, so that a value which is equal on all ranks stays so to the last bit."""
+        values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer.resolve_neg()
+        # A count (batches tracked) is usually the same on all ranks; if not, take the largest.
+        op = "mean" if values.is_floating_point() else "max"
+        wide = WIDER.get(values.dtype, values.dtype)
+        common = self.group.all_reduce(values.to(wide, copy=True, memory_format=torch.contiguous_format), op, label=label).to(values.dtype)
+        buffer.copy_(torch.view_as_complex(common) if buffer.is_complex() else common)
 
     def forget_changes(self) -> None:
         """Take the present values as unchanged: they are equal on all ranks."""

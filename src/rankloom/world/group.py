@@ -111,7 +111,7 @@ class Group:
     def all_reduce(self, x: Tensor, op: str = "sum", *, label: str = "", async_op: bool = False) -> Any:
         """Combine `x` over the ranks, in place; every rank gets the same result. op: sum, mean, max, min, product.
 
-        x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p
+        x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p, over gloo means of 16 bits as fp32
         """
         torchs, kernels, refusal = reduction(op, x.dtype)
         if refusal:
@@ -119,9 +119,16 @@ class Group:
         if self._at_once and not async_op and self._at_once.all_reduce(x, kernels, label):
             return completed(x, op, self.size)
         options = c10d.AllreduceOptions()
-        options.reduceOp, options.asyncOp = torchs, async_op
-        return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(x.nbytes, self.size),
-                             start=lambda pg: pg.allreduce([x], options), finish=lambda: completed(x, op, self.size))
+        options.reduceOp, options.asyncOp, summed = torchs, async_op, x
+        if torchs == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
+            options.reduceOp, summed = reduction("sum", torch.float32)[0], x.detach().float()
+
+        def finish() -> Tensor:
+            if (total := completed(summed, op, self.size)) is not x:
+                x.detach().copy_(total)
+            return x
+        return self._collect(f"all_reduce({op})", x, label, async_op, bill=all_reduce_bill(summed.nbytes, self.size),
+                             start=lambda pg: pg.allreduce([summed], options), finish=finish)
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with that of rank `root`. x: any shape, the same on all ranks."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
-from rankloom.world.transport.operands import completed, untouched
+from rankloom.world.transport.operands import completed, is_narrow, untouched
 
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -38,6 +38,9 @@ def start_dealing(pg: dist.ProcessGroup, rank: int, slices: Sequence[Tensor], th
 @torch.no_grad()   # `total` may be a parameter
 def combine_in_order(op: str, mine: Tensor, theirs: Sequence[Tensor], rank: int, total: Tensor) -> Tensor:
     """Write the sum, or as `op` says, made in rank order, to `total`, maybe `mine`. Same bits on every machine. Overwrites `theirs`."""
+    if op == "mean" and is_narrow(mine.dtype):
+        mine, *theirs = (piece.float() for piece in (mine, *theirs))
+        return total.copy_(combine_in_order(op, mine, theirs, rank, torch.empty_like(mine)))
     combine, mine = COMBINE[op], untouched(mine, total, 0)
     for piece in theirs[1:rank]:
         combine(theirs[0], piece, out=theirs[0])

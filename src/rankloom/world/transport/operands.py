@@ -23,7 +23,7 @@ NUMBERS = {dtype: code for code, dtype in enumerate((
 BYTES = NUMBERS[torch.uint8]
 _Op: Any = dist.ReduceOp.RedOpType
 OPS = {_Op.SUM: SUM, _Op.AVG: AVG, _Op.PRODUCT: PRODUCT, _Op.MIN: MIN, _Op.MAX: MAX, _Op.BAND: BAND, _Op.BOR: BOR, _Op.BXOR: BXOR}
-REDUCTIONS = {"mean": _Op.SUM, "sum": _Op.SUM, "max": _Op.MAX, "min": _Op.MIN, "product": _Op.PRODUCT}   # a mean is a sum, then `completed`
+REDUCTIONS = {"mean": _Op.SUM, "sum": _Op.SUM, "max": _Op.MAX, "min": _Op.MIN, "product": _Op.PRODUCT}   # a mean: see `reduction`
 _BITWISE = (_Op.BAND, _Op.BOR, _Op.BXOR)
 _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
 _OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}
@@ -52,19 +52,27 @@ def expects_gradient(x: Tensor) -> bool:
 
 @cache   # torch's enums are slow to look up
 def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
-    """For the name of a reduction: torch's operation, the kernel's, and what is wrong with it for this dtype, or None."""
+    """For the name of a reduction: torch's operation, the kernel's, and what is wrong with it for this dtype, or None.
+
+    A mean is a sum, then `completed`. The sum of a narrow dtype is rounded, or infinite, before that: the backend takes its mean.
+    """
     refusal = None
     if op not in REDUCTIONS:
         refusal = f"op {op!r} is not one of {', '.join(REDUCTIONS)}"
     elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         refusal = f"the mean of {dtype} is not of that dtype; sum it, then divide"
-    known = REDUCTIONS.get(op, _Op.SUM)
+    known = _Op.AVG if op == "mean" and is_narrow(dtype) else REDUCTIONS.get(op, _Op.SUM)
     return known, OPS[known], refusal
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether its numbers are floats of less than 32 bits: they are added in fp32, and rounded once."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 def completed(total: Tensor, op: str, count: int) -> Tensor:
-    """`total`, as `reduction` gave it over `count` ranks; a mean is divided now, in place. It may be a parameter."""
-    if op == "mean" and count > 1:
+    """`total`, as `reduction` gave it over `count` ranks; a mean's sum is divided now, in place. It may be a parameter."""
+    if op == "mean" and count > 1 and not is_narrow(total.dtype):
         total.detach().div_(count)
     return total
 
