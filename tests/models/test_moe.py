@@ -5,6 +5,8 @@ import dataclasses
 import json
 import math
 import types
+from contextlib import nullcontext
+from fractions import Fraction
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ def mlp_by_hand(x, gate, up, down):
 
 def kept_by_hand(chosen, config):
     """Who is kept of one row [T, k]: choice by choice, token by token, while there is room."""
-    room, taken = math.ceil(config.capacity * chosen.numel() / config.experts), [0] * config.experts
+    room, taken = math.ceil(Fraction(str(config.capacity)) * chosen.numel() / config.experts), [0] * config.experts
     kept = set()
     for choice in range(config.top_k):
         for token in range(len(chosen)):
@@ -98,6 +100,14 @@ def test_the_layer_is_its_formulas_forward_and_backward(top_k, shared, capacity)
 def test_a_capacity_above_all_tokens_drops_none(capacity):
     chosen = torch.randint(0, SMALL.experts, (2, 9, 2), generator=torch.Generator().manual_seed(1))
     assert within_capacity(chosen, dataclasses.replace(SMALL, capacity=capacity)).all()
+
+
+@pytest.mark.parametrize(("capacity", "length", "room"), [(1.1, 100, 11), (1.1, 200, 22), (2.2, 100, 22), (1.1, 50, 6)])
+def test_a_capacity_is_the_decimal_number_that_was_written(capacity, length, room):
+    """As a float, 1.1 is above 1.1: an expert would take one more."""
+    chosen = torch.zeros(1, length, 1, dtype=torch.long)
+    kept = within_capacity(chosen, dataclasses.replace(SMALL, experts=10, top_k=1, capacity=capacity))
+    assert kept.sum() == room
 
 
 @pytest.mark.parametrize("capacity", [0.25, 0.8, 1.0, 1.5])
@@ -184,6 +194,22 @@ def test_a_block_that_is_recomputed_is_counted_once_and_its_losses_too():
     assert [layer.routed.sum().item() for layer in expert_layers(twin).values()] == [24, 24] and take_auxiliary_loss(twin) is None
     for mine, ref in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, ref.grad, rtol=RTOL, atol=RTOL)
+
+
+@pytest.mark.parametrize("weights", [{"balance_loss": 0.5}, {"router_z_loss": 0.5}, {"balance_loss": 0.0}], ids=str)
+def test_a_reentrant_checkpoint_would_leave_auxiliary_losses_untrained_and_is_refused(weights):
+    layer, x = make_layer(**weights), draw(2, 6, 5).requires_grad_()
+    total = checkpoint(layer, x, use_reentrant=True).sum()
+    with pytest.raises(ConfigError, match="use_reentrant=False") if any(weights.values()) else nullcontext():
+        total.backward()
+
+
+def test_a_copy_of_a_model_owes_no_auxiliary_losses():
+    model, tokens = GPT(dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, balance_loss=0.5))), torch.arange(12)[None]
+    model(tokens)   # logits: the losses, with their graph, are not taken
+    twin = copy.deepcopy(model)
+    assert take_auxiliary_loss(model).requires_grad and take_auxiliary_loss(twin) is None
+    assert all(layer.routed is None for layer in expert_layers(twin).values()) and torch.equal(twin(tokens), model(tokens))
 
 
 def test_the_bias_changes_who_is_chosen_but_not_how_much_they_count():

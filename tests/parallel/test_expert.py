@@ -282,6 +282,10 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason():
         spread = expert_parallel(make_model(experts=10), world)
         with pytest.raises(ConfigError, match=r"the experts of blocks.0.mlp are spread already"):
             expert_parallel(spread, world)
+        own = make_model(experts=10)
+        own.blocks[1].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+        with pytest.raises(ConfigError, match=r"the experts of blocks.1.mlp, ModuleList, cannot be shared; they need `held`"):
+            expert_parallel(own, world)
 
     rl.simulate(5, body)
 

@@ -1,5 +1,6 @@
 """Mixtures of experts in training: evaluation where ranks have different numbers of batches, counts of tokens, auxiliary losses."""
 
+import copy
 import dataclasses
 from collections import Counter
 
@@ -129,6 +130,57 @@ def test_the_loss_is_the_cross_entropy_and_auxiliary_losses_stand_beside_it():
     assert with_losses[1].loss != pytest.approx(without[1].loss, rel=1e-6), "they are trained on all the same"
     assert plain.auxiliary == 0.0
     assert first.auxiliary > 2 * MOE.balance_loss, "two layers, each 1 or more for a token, and the routers' own"
+
+
+def row_by_row(model, batch):
+    """Calls the model several times before anybody takes auxiliary losses, and in evaluation mode too."""
+    logits = torch.cat([model(row[None]) for row in batch[0]])
+    with torch.no_grad():
+        model.eval()(batch[0], targets=batch[1])
+        model.train()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(shard=2), rl.Mesh(expert=2), rl.Mesh(replicate=2)], ids=str)
+def test_a_loss_may_call_the_model_several_times_and_every_call_is_charged(mesh):
+    def body(world, loss):
+        model = GPT(SHAPE, dtype=torch.float64)
+        engine = rl.prepare(model, loss=loss, optimizer=adamw, world=world, stage=3 if mesh.shard > 1 else 0)
+        model(rows(2, seed=9)[0])   # a forward of the user's, whose losses nobody takes
+        engine.evaluate([share(rows(8), engine.group)])
+        reports = []
+        for seed in range(2):
+            reports.append(engine.step(share(rows(8, seed), engine.group)))
+            engine.model(rows(2, seed=9)[0])
+        return [(*numbers(report), report.grad_norm) for report in reports]
+
+    expected = rl.simulate(1, lambda world: body(world, language_model_loss))[0]
+    for found in rl.simulate(mesh, lambda world: body(world, row_by_row)):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, rel=RTOL)
+
+
+def test_a_layer_that_runs_twice_in_a_forward_is_charged_twice():
+    class Twice(torch.nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.first = MoE(MOE, 8).double()
+            with torch.no_grad():
+                for number, param in enumerate(self.first.parameters()):
+                    param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(number)) / 3)
+            self.second = self.first if shared else copy.deepcopy(self.first)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    def body(world, shared):
+        engine = rl.prepare(Twice(shared), loss=lambda model, batch: (model(batch[0]).square().sum(), batch[0].shape[0]),
+                            optimizer=adamw, world=world)
+        report = engine.step((torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(50), dtype=torch.float64),))
+        return report.loss, report.auxiliary
+
+    found, expected = (rl.simulate(1, lambda world, shared=shared: body(world, shared))[0] for shared in (True, False))
+    assert found == pytest.approx(expected, rel=RTOL) and expected[1] > 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -213,7 +213,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.output(hidden if caches is None else hidden[:, -1:], self.output_weight)   # type: ignore[no-any-return]
         total, count = self.output(hidden, self.output_weight, targets, self.loss_kernel)
-        extra = take_auxiliary_loss(self)
+        extra = take_auxiliary_loss(self) if self.training else None
         return total if extra is None else total + extra, count
 
 

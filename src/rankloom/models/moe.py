@@ -14,13 +14,15 @@ Shapes: B rows, T tokens, W width, E experts, k chosen per token, F inner width 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.scoped import temporarily
 from rankloom.models.config import MoEConfig
@@ -130,6 +132,7 @@ class MoE(nn.Module):
 
     dispatch:  runs the experts on their rows; replaced where experts are on other ranks
     auxiliary: the auxiliary losses of the last training forward, a sum over tokens; see `take_auxiliary`
+    adds_up:   they are of all training forwards since they were taken; for whoever sees that they are always taken, as an engine does
     reported_auxiliary: the sum of those taken since the last report, detached; see `take_reported_auxiliary_loss`
     routed:    [E] tokens sent to each expert in training since `rebalance`, dropped ones included
     dropped:   choices dropped because an expert was at capacity
@@ -143,6 +146,7 @@ class MoE(nn.Module):
         self.shared = MLP(width, config.shared * config.ffn) if config.shared else None
         self.dispatch: Dispatch = run_here
         self.auxiliary: Tensor | None = None
+        self.adds_up = False
         self.reported_auxiliary: Tensor | None = None
         self.routed: Tensor | None = None
         self.dropped: Tensor | None = None
@@ -154,13 +158,13 @@ class MoE(nn.Module):
         kept = part.own(within_capacity(row, self.config)) if self.config.capacity and self.training else None
         if self.training:
             self._account(choice, row, kept)
-        else:
+        elif not self.adds_up:
             self.auxiliary = None   # an old loss that was never taken must not enter a later one
         mixed = self._through_experts(x, choice, kept)
         return mixed if self.shared is None else mixed + self.shared(x)
 
     def take_auxiliary(self) -> Tensor | None:
-        """Return the auxiliary losses of the last training forward, and clear them; see `take_auxiliary_loss` in base/loss.py."""
+        """Return `auxiliary`, and clear it; see `take_auxiliary_loss` in base/loss.py."""
         extra, self.auxiliary = self.auxiliary, None
         if extra is not None:
             self.reported_auxiliary = extra.detach() if self.reported_auxiliary is None else self.reported_auxiliary + extra.detach()
@@ -197,11 +201,23 @@ class MoE(nn.Module):
     @torch._disable_dynamo   # a compiled graph would keep the answer of its first run: "not in backward"
     def _remember(self, extra: Tensor, routed: Tensor, dropped: Tensor | None) -> None:
         if torch._C._current_graph_task_id() != -1:   # a recomputation in backward: already counted
+            self._expect_trained(extra)
             return
-        self.auxiliary = extra
+        self.auxiliary = extra if self.auxiliary is None or not self.adds_up else self.auxiliary + extra
         self.routed = routed if self.routed is None else self.routed + routed
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
+
+    def _expect_trained(self, extra: Tensor) -> None:
+        """raises: ConfigError if a recomputation is the first forward with a graph, as that of a reentrant checkpoint is"""
+        charged = self.config.balance_loss or self.config.router_z_loss
+        if charged and extra.requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            raise ConfigError("a layer of experts with auxiliary losses runs inside a reentrant checkpoint, whose forward has no graph: "
+                              "they would not be trained. Give torch.utils.checkpoint use_reentrant=False, or use `recompute=`")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy owes no losses, and has counted nothing."""
+        return self.__dict__ | dict.fromkeys(("auxiliary", "reported_auxiliary", "routed", "dropped"))
 
 
 def how_often(numbers: Tensor, n: int) -> Tensor:
@@ -219,7 +235,7 @@ def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
     which tokens are dropped depends on their row alone, not on the rest of the batch or on the rank.
     """
     rows, length, k = chosen.shape
-    room = ceil(min(config.capacity * length * k / config.experts, length * k))
+    room = min(ceil(Fraction(str(config.capacity)) * length * k / config.experts), length * k)   # 1.1 as a float is above 1.1
     asked = chosen.transpose(1, 2).flatten(1)                      # [B, k*T]: all first choices, then all second ones
     order = asked.argsort(dim=1, stable=True)
     by_expert = asked.gather(1, order)

@@ -58,7 +58,7 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     Rank r of p keeps experts r E/p to (r+1) E/p - 1 of E, under the same parameter names.
 
     sent:   per layer, forward and backward each, every row whose expert is elsewhere twice; 3(p-1) messages forward, 2(p-1) backward
-    raises: ConfigError when p does not divide the experts of a layer, there are none, or they are spread already
+    raises: ConfigError when p does not divide the experts of a layer, there are none, they are spread already, or cannot be shared
     """
     layers = expert_layers(model)
     if not layers:
@@ -68,6 +68,10 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     for name, layer in layers.items():
         if isinstance(layer.dispatch, SpreadDispatch):
             raise ConfigError(f"{group.where('expert_parallel')}: the experts of {name} are spread already")
+        if not (hasattr(layer.experts, "held") and hasattr(layer.experts, "keep")):
+            raise ConfigError(f"{group.where('expert_parallel')}: the experts of {name}, {type(layer.experts).__name__}, cannot be shared; "
+                              "they need `held`, how many experts are here, and `keep(first, count)`, which drops the others, as Experts "
+                              "of models/moe.py has them")
         if layer.experts.held % group.size:
             raise ConfigError(f"{group.where('expert_parallel')}: {name} has {layer.experts.held} experts, which {group.size} ranks cannot "
                               f"share evenly; the expert axis must divide {layer.experts.held}")

@@ -172,6 +172,7 @@ class Engine:
         Ranks may bring different numbers of batches, or none.
         """
         begin = time.perf_counter()
+        self._experts.forget_auxiliary()
         with evaluating(self.model), several_batches(batches, self.world_rank):
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]

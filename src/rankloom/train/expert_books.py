@@ -24,14 +24,21 @@ class ExpertBooks:
     def __init__(self, model: nn.Module, tokens: Group):
         self.model, self.tokens = model, tokens
         self.layers = expert_layers(model)
+        for layer in self.layers.values():
+            layer.adds_up = True   # a loss may call the model several times, or in evaluation mode too
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
     def begin_step(self) -> None:
-        """Clear what a failed step left behind."""
+        """Clear what a failed step, or a forward of the user's, left behind."""
+        self.forget_auxiliary()
         for layer in self.layers.values():
             layer.routed = layer.dropped = None
+
+    def forget_auxiliary(self) -> None:
+        """Clear the auxiliary losses that nobody took."""
+        take_auxiliary_loss(self.model)
         take_reported_auxiliary_loss(self.layers.values())
 
     def with_auxiliary(self, loss: Tensor) -> Tensor:
