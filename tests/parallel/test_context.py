@@ -359,6 +359,20 @@ def test_the_pieces_of_a_model_that_cuts_its_own_tokens_are_refused_without_a_pa
     assert rl.simulate(2, body) == [CONFIG.layers + 2] * 2
 
 
+def test_the_own_tokens_are_those_of_the_models_that_were_cut_over_the_group():
+    def body(world):
+        rows, kinds = torch.arange(8)[None], []
+        kinds.append(own_tokens(rows, world))
+        context_parallel(GPT(CONFIG), world, "all_to_all")
+        kinds.append(own_tokens(rows, world))
+        context_parallel(GPT(CONFIG), world, "ring")
+        with pytest.raises(ConfigError, match="models were cut over this group as all_to_all and ring, which own other tokens; name"):
+            own_tokens(rows, world)
+        return [own.tolist() for own in kinds], own_tokens(rows, world, "ring").tolist()
+
+    assert rl.simulate(2, body) == [([[[0, 1, 6, 7]], [[0, 1, 2, 3]]], [[0, 1, 6, 7]]), ([[[2, 3, 4, 5]], [[4, 5, 6, 7]]], [[2, 3, 4, 5]])]
+
+
 def test_rows_without_tokens_are_refused():
     with pytest.raises(ShapeMismatch, match=r"own tokens.* x has shape \(5,\), expected whole rows \[B, T, ...\]"):
         rl.simulate(2, lambda world: own_tokens(torch.zeros(5), world))

@@ -18,11 +18,12 @@ source: Liu et al. 2023 (ring attention); Jacobs et al. 2023 (DeepSpeed Ulysses)
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from rankloom.base.cost import Bill
 from rankloom.base.documents import Documents, document_cuts
-from rankloom.base.errors import ConfigError, DataError, RankloomError, ShapeMismatch, did_you_mean
+from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
@@ -41,6 +42,7 @@ from rankloom.world.group import Group, Handle
 
 RING, ALL_TO_ALL = KINDS = ("ring", "all_to_all")
 KEYED_DROPOUT = (nn.Dropout, TokenDropout)     # rl.prepare makes these draw by position
+_KINDS_OVER: "WeakKeyDictionary[Group, set[str]]" = WeakKeyDictionary()   # of the models that were cut over a group
 TellPositions = Callable[[Spans, int], None]   # takes the positions of this rank's tokens, and the length of their rows
 
 
@@ -49,7 +51,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
 
     model: its forward takes `tokens` [B, T] and a `part`, as models/gpt.py does, and returns results of this rank's tokens. Other tensors,
            such as targets, are [B, T, ...] and cut alike, or [B], one value a row. With `documents` (see `document_cuts`) attention stays
-           inside each document
+           inside each document: the `part` knows them, and the model is called without them
     kind:  "ring" or "all_to_all"
     tell:  called before every forward. Callers that draw dropout by position (`rl.prepare`) give it, and may have `nn.Dropout`s
     sent:  per layer: `ring_attention_bill` or `all_to_all_attention_bill`
@@ -69,6 +71,7 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
     if any(isinstance(hook, _OwnTokens) for hook in model._forward_pre_hooks.values()):
         raise ConfigError(f"{group.where('context_parallel')}: {type(model).__name__} is context parallel already")
     model.register_forward_pre_hook(_OwnTokens(group, kind, signature, tell), with_kwargs=True)
+    _KINDS_OVER.setdefault(group, set()).add(kind)
     return model
 
 
@@ -82,8 +85,17 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
                           "or use one context rank")
 
 
-def own_tokens(x: Tensor, group: Group, kind: str = RING, *, causal: bool = True) -> Tensor:
-    """This rank's tokens of whole rows [B, T, ...] -> [B, about T/p, ...], in order. kind: that of the model   raises: ShapeMismatch"""
+def own_tokens(x: Tensor, group: Group, kind: str | None = None, *, causal: bool = True) -> Tensor:
+    """This rank's tokens of whole rows [B, T, ...] -> [B, about T/p, ...], in order.
+
+    kind:   by default that of the models that were cut over the group, or "ring": each kind cuts other tokens
+    raises: ShapeMismatch; ConfigError without a `kind` where models of several kinds were cut over the group
+    """
+    kinds = _KINDS_OVER.get(group, {RING}) if kind is None else {kind}
+    if len(kinds) > 1:
+        raise ConfigError(f"{group.where('own tokens')}: models were cut over this group as {' and '.join(sorted(kinds))}, which own other "
+                          "tokens; name the kind of yours, the third argument")
+    (kind,) = kinds
     if x.dim() < 2:
         raise ShapeMismatch(f"{group.where('own tokens')}: x has shape {tuple(x.shape)}, expected whole rows [B, T, ...]")
     return Context(group, x.shape[1], kind, causal).own(x)
@@ -93,20 +105,6 @@ def called_apart(apart: Apart, model: nn.Module) -> AbstractContextManager[None]
     """A context in which calls of a model get some tokens of whole rows, each left to itself, on every rank the same."""
     (cutting,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _OwnTokens))
     return temporarily(cutting, apart=apart)
-
-
-@contextmanager
-def tokens_named(ranks: int) -> Iterator[None]:
-    """A context: with several context ranks, an error of torch's inside gets a note that says which tokens a model returns."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if ranks > 1 and not isinstance(error, RankloomError):
-            error.add_note(f"with {ranks} context ranks the model cuts what it is called with, and returns values for this rank's tokens "
-                           "only. Give it the targets too, `model(tokens, targets=targets)`, or cut them alike: "
-                           "`own_tokens(targets, world.group('context'))` in rankloom.parallel.context, with \"all_to_all\" as its "
-                           "third argument where that is the kind of context parallelism: other kinds cut other tokens")
-        raise
 
 
 def expect_kind(kind: str) -> None:

@@ -30,7 +30,7 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.comm.canonical import owned_leaves
-from rankloom.parallel.context import called_apart, tokens_named
+from rankloom.parallel.context import called_apart
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
@@ -49,12 +49,13 @@ from rankloom.train.diagnose import (
     warn_of_equal_draws,
 )
 from rankloom.train.dropout import DropoutKey
+from rankloom.train.error_notes import buffers_named, tokens_named
 from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
 from rankloom.train.optimizer_step import apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
-from rankloom.train.precision import UNMEASURED, LossScale, Precision, buffers_named
+from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.train.state import TrainingState, gather_state, load_state

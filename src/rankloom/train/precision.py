@@ -9,8 +9,7 @@ source: Micikevicius et al. 2018
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -132,23 +131,6 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
                 module.register_forward_hook(partial(_cast_returned, precision.compute))
     if precision.output is not None:
         model.register_forward_hook(partial(_cast_returned, precision.output))
-
-
-@contextmanager
-def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """A context: an error inside about dtypes gets a note that names buffers of another dtype than the compute dtype.
-
-    Buffers are not cast, because statistics and tables of angles need their digits. But a result with a wide buffer in it is wide.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        wide = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.dtype != precision.compute]
-        if precision.master is not None and wide and "type" in str(error):
-            error.add_note(f"precision {precision.name!r} casts parameters and inputs to {precision.compute}, and leaves buffers as they "
-                           f"are: {', '.join(wide[:3])} ({len(wide)} in all). A result with a wider buffer in it is wide too, and "
-                           "layers in 16 bits refuse it: cast the buffer where it is used, for example `x + self.table.to(x)`")
-        raise
 
 
 class MasterWeights:
