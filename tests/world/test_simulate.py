@@ -239,6 +239,18 @@ def test_a_rank_that_tells_of_its_closed_connection_before_its_peer_tells_why_it
     assert quickly(2, body, type(cause)) is cause
 
 
+@pytest.mark.parametrize(("code", "shown"), [(None, ""), (0, "0"), ("late", "'late'")])
+def test_a_rank_that_exits_does_not_end_the_caller_without_a_word(code, shown):
+    def body(world):
+        if world.rank == 1:
+            sys.exit(code)
+        world.barrier()
+
+    with pytest.raises(rl.RankFailed, match=rf"rank 1 called sys.exit\({shown}\).* ends with `return`") as caught:
+        rl.simulate(2, body)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, SystemExit)
+
+
 def test_a_failed_simulation_leaves_no_thread_behind():
     def body(world):
         if world.rank == 1:

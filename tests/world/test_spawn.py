@@ -217,6 +217,12 @@ def test_a_rank_that_leaves_in_the_middle_is_a_failure_although_it_says_that_all
         rl.spawn(2, partial(end_on, 0, leave_quietly), timeout=60)
 
 
+def test_a_rank_that_exits_does_not_end_the_caller_without_a_word():
+    with pytest.raises(rl.RankFailed, match=r"rank 0 called sys.exit\(\).* ends with `return`") as caught:
+        rl.spawn(2, partial(end_on, 0, sys.exit), timeout=60)
+    assert caught.value.rank == 0 and "in end_on" in caught.value.__notes__[0]
+
+
 def test_a_rank_that_dies_in_the_middle_of_its_answer_has_given_none():
     with pytest.raises(rl.RankFailed, match=r"rank 0 of 1 ended without a word: killed by SIGKILL"):
         rl.spawn(1, die_in_the_middle_of_the_answer)

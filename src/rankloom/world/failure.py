@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from rankloom.base.errors import RankFailed
 from rankloom.base.files import replacing
 
 # Errors that a rank raises because another is gone. Also raw torch errors, for code that does not use Group.
@@ -52,6 +53,16 @@ class Failure:
         """Whether two ranks raised the same error; `rank 3: ` at the beginning of a message does not count."""
         texts = [(f.type, re.sub(r"^rank \d+: ", "", f.message)) for f in (self, other)]
         return texts[0] == texts[1]
+
+
+def raisable(error: BaseException, rank: int) -> BaseException:
+    """What a rank raised, to be raised in the caller; for `sys.exit`, which would end the caller without a word, RankFailed."""
+    if not isinstance(error, SystemExit):
+        return error
+    failed = RankFailed(f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}), which would end its caller "
+                        "without a word; a body ends with `return`, or with an error", rank=rank)
+    failed.__cause__ = error
+    return failed
 
 
 def write_failure(error: BaseException, file: Path) -> bool:

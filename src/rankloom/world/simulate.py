@@ -14,7 +14,7 @@ from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
 from rankloom.world.connect import GLOO, World, as_mesh
-from rankloom.world.failure import describe
+from rankloom.world.failure import describe, raisable
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
@@ -28,9 +28,10 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
     """Run `body(world)` in threads of this process, one for each rank, over real gloo. Returns their results in rank order.
 
     When a rank raises, the others are woken at once, and the first exception is raised here with a note that names the rank. If
-    gloo cannot wake a thread, it is left to its time-out after a second. Starts in milliseconds. Ranks share the interpreter, so
-    this is for tests and for reading, not for speed. They also share torch's default generator: what a body draws from it depends
-    on which rank comes first, even after `torch.manual_seed`. Make models before, or draw from a generator of the body's own.
+    gloo cannot wake a thread, it is left to its time-out after a second. For `sys.exit` in a rank this raises RankFailed.
+    Starts in milliseconds. Ranks share the interpreter, so this is for tests and for reading, not for speed. They also share torch's
+    default generator: what a body draws from it depends on which rank comes first, even after `torch.manual_seed`. Make models before,
+    or draw from a generator of the body's own.
     topology: the nodes to simulate; by default one
     backend:  "gloo", or "rankloom" for shared memory
     """
@@ -80,6 +81,7 @@ class _Simulation:
             thread.join()
         if self.failed:
             rank, error = min(self.failed, key=lambda failed: describe(failed[1]).lost_another)   # the earliest of several that are alike
+            error = raisable(error, rank)
             error.add_note(f"(rank {rank} of {len(self.worlds)} failed first; the others were stopped because of it)")
             raise error
         return self.results

@@ -26,6 +26,7 @@ from rankloom.base.errors import ConfigError, RankFailed, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
+from rankloom.world.failure import raisable
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
 
     The processes import the program: call this under `if __name__ == "__main__":`.
     When a rank raises, the others are ended, and its exception is raised here with its traceback as a note. If a rank dies
-    without an exception (a signal, os._exit), or after it has sent its result, this raises RankFailed.
+    without an exception (a signal, os._exit), by sys.exit, or after it has sent its result, this raises RankFailed.
     timeout: seconds after which a silent peer counts as lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it is supported
     device:  "cpu" or "cuda"; with more ranks than GPUs, several share one
@@ -206,6 +207,7 @@ def _receive(child: Child, rank: int, size: int) -> Any:
                          rank=rank) from error
     if ok:
         return value
+    value = raisable(value, rank)
     value.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)\n{trace}")
     raise value
 
