@@ -53,6 +53,26 @@ def bucket_bytes(request):
 
 
 @pytest.mark.parametrize("compress", NAMES)
+def test_complex_gradients_are_summed_exactly_beside_compressed_ones(compress):
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.turn, self.plain = nn.Parameter(torch.ones(33, dtype=torch.complex64)), nn.Parameter(torch.eye(33))
+
+        def forward(self, x):
+            return (self.turn * x).abs().square().sum() + (self.plain @ x).square().sum()
+
+    def body(world, name):
+        replica = rl.data_parallel(Turning(), world, compress=name)
+        replica(batch(world.rank)).backward()
+        return replica.module.turn.grad, replica.module.plain.grad
+
+    exact, *compressed = (rl.simulate(3, lambda world, name=name: body(world, name))[0] for name in ("none", compress))
+    ((turn, plain),) = compressed
+    assert torch.equal(turn, exact[0]) and not torch.equal(plain, exact[1])
+
+
+@pytest.mark.parametrize("compress", NAMES)
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_gradients_are_near_the_exact_sums_and_equal_on_all_ranks(compress, p, bucket_bytes):
     exact = rl.simulate(p, lambda w: run(w, "none", bucket_bytes=bucket_bytes, steps=12))[0]

@@ -128,9 +128,9 @@ class Summing:
         self._late.append(made := LateSums())
         return made
 
-    def algorithm(self, parts: BufferParts) -> AllReduce | None:
-        """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie"""
-        lossy = self.lossy(parts)
+    def algorithm(self, parts: BufferParts, dtype: torch.dtype) -> AllReduce | None:
+        """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie; complex ones are not compressed"""
+        lossy = self.lossy(parts) if dtype.is_floating_point else None
         if lossy is None:
             return self._exact
         if not self._in_two_levels:

@@ -47,6 +47,13 @@ def test_a_search_expects_nothing_sooner_than_the_simulator_finds(seed, patience
         assert search.ends[span.action] >= span.end + 0.3 * sends - 1e-9
 
 
+def test_of_schedules_that_wait_equally_long_the_shorter_one_is_taken():
+    costs = Costs.even(3, forward=0.5, input=0.5, weight=1.0, message=0.1)
+    both = search_zero_bubble(costs, 3, 1.0), make_schedule("zb-h1", 3, 3)
+    searched, by_hand = (simulate_schedule(schedule, costs) for schedule in both)
+    assert searched.own_bubble == pytest.approx(by_hand.own_bubble, abs=1e-12) and searched.makespan <= by_hand.makespan + 1e-12
+
+
 def test_with_equal_costs_and_enough_memory_nobody_waits():
     timeline = simulate_schedule(search_zero_bubble(Costs.even(6), 24, memory=2.0), Costs.even(6))
     assert timeline.own_bubble == pytest.approx(0, abs=1e-12)

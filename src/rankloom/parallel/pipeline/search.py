@@ -17,7 +17,7 @@ PATIENCE = (0.0, 0.5, 1.0)
 
 
 def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Schedule:
-    """The best of a few schedules with one stage on each rank, for these costs; never worse than the hand-made ones.
+    """Of a few schedules with one stage on each rank, hand-made ones among them, that with the least `own_bubble`; of several the shortest.
 
     memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. Those that wait for their weight gradients only
             are not counted
@@ -29,7 +29,8 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
                           "memory 1 is what 1F1B needs")
     schedules = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
     schedules += [make_schedule(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
-    return min(schedules, key=lambda schedule: simulate_schedule(schedule, costs).own_bubble)
+    timelines = [simulate_schedule(schedule, costs) for schedule in schedules]
+    return min(timelines, key=lambda timeline: (round(timeline.own_bubble, 12), timeline.makespan)).schedule
 
 
 def stages_a_rank(name: str, chunks: int | None) -> int:
