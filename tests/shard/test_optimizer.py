@@ -12,7 +12,6 @@ from rankloom.shard.optimizer import (
     is_elementwise,
     make_optimizer,
     needs_whole_matrices,
-    optimizers_of,
     stand_in,
 )
 from shard.pieces import ELEMENTWISE, SHAPES, STEPS, WHOLE, Pieces, RowNorm, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
@@ -86,9 +85,8 @@ def test_a_plain_optimizers_state_that_is_loaded_is_cut_to_the_pieces_and_goes_o
         with torch.no_grad():
             for at, owner in mine.owners.items():
                 owner.copy_(mine.pieces[at].cut(before[at]).view(owner.shape))
-        for one, other in zip(optimizers_of(mine.optimizer), optimizers_of(plain)):
-            one.load_state_dict(other.state_dict())
-            one.load_state_dict(one.state_dict())   # what is cut already stays so
+        mine.optimizer.load_state_dict(plain.state_dict())
+        mine.optimizer.load_state_dict(mine.optimizer.state_dict())   # what is cut already stays so
         mine.train(range(2, STEPS))
         for at, owner in mine.owners.items():
             assert torch.equal(owner.detach().view(-1), mine.pieces[at].cut(expected[at].detach())), f"{at} on rank {rank}"
@@ -188,6 +186,14 @@ def test_several_optimizers_have_live_groups_one_state_and_step_together():
     both.zero_grad()
     assert vector.grad is None and matrix.grad is None
     assert make_optimizer(lambda p: [optim.SGD(p)], {"v": vector}).param_groups[0]["params"] == [vector]
+
+
+@pytest.mark.parametrize(("states", "given"), [([], "a list of 0"), ([{}] * 3, "a list of 3"), ({"state": {}}, "a dict")])
+def test_several_optimizers_take_one_state_each(states, given):
+    vector, matrix = two()
+    both = make_optimizer(lambda p: [optim.SGD([q], lr=1.0) for q in p], {"v": vector, "m": matrix})
+    with pytest.raises(ConfigError, match=f"the state of 2 optimizers was given as {given}; expected a list of one for each"):
+        both.load_state_dict(states)
 
 
 def test_a_factor_for_the_gradients_is_handed_to_all_parts_if_all_take_it():

@@ -3,6 +3,15 @@
 from rankloom.base.errors import BatchError
 
 
+def chunk_sizes(n: int, p: int) -> list[int]:
+    """The sizes of p contiguous chunks of n things, as `tensor_split` cuts: the first n % p are one longer.
+
+    >>> chunk_sizes(8, 3)
+    [3, 3, 2]
+    """
+    return [n // p + (chunk < n % p) for chunk in range(p)]
+
+
 def share(rank: int, ranks: int, n: int) -> range:
     """This rank's contiguous share of n things. Shares are disjoint and complete; their sizes differ by at most one.
 
@@ -11,6 +20,6 @@ def share(rank: int, ranks: int, n: int) -> range:
     """
     if not 0 <= rank < ranks:
         raise BatchError(f"rank {rank} of {ranks} ranks does not exist; ranks count from 0")
-    each, more = divmod(n, ranks)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))
+    sizes = chunk_sizes(n, ranks)
+    start = sum(sizes[:rank])
+    return range(start, start + sizes[rank])

@@ -1,4 +1,4 @@
-"""A table of every exact collective that needs no map of nodes; `on_nodes` adds the two-level ones.
+"""A table of the collectives that are chosen by name and add exactly; `on_nodes` adds those of two levels, which need a map of nodes.
 
 An entry has the function, its path (what all ranks wait for) and its bill (what one rank sends). In both, n (or `nbytes`) is the
 whole: the longer side of a reduce-scatter or an all-gather, and the buffer of each rank in other collectives. `wide` is

@@ -12,7 +12,7 @@ from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
 from rankloom.comm.operands import require_contiguous, require_rows
 from rankloom.world.group import Group
-from rankloom.world.transport.operands import untouched
+from rankloom.world.transport.operands import dealt_rows, untouched
 
 
 def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | None = None,
@@ -31,10 +31,7 @@ def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | N
     given = require_rows(x, group, label)
     if send_rows is None and recv_rows is None and x.shape[0] % p == 0:
         send_rows = recv_rows = [x.shape[0] // p] * p
-    if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == p or sum(send_rows) != x.shape[0] \
-            or min(*send_rows, *recv_rows) < 0 or send_rows[rank] != recv_rows[rank]:
-        raise ShapeMismatch(f"{group.where(label)}: {x.shape[0]} rows cannot be dealt as send_rows={send_rows}, "
-                            f"recv_rows={recv_rows}; give both, one number for each of {p} ranks")
+    send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, rank, p, group.where(label))
     shape = (sum(recv_rows), *x.shape[1:])
     out = x.new_empty(shape) if out is None else out
     into = require_contiguous(out, group, label)

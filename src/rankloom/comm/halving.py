@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
-from rankloom.comm.operands import chunk_sizes, cuts, require_rows, summand, summing_dtype
+from rankloom.base.shares import chunk_sizes
+from rankloom.comm.operands import cuts, require_rows, summand, summing_dtype
 from rankloom.comm.ring import gathering
 from rankloom.world.group import Group
 

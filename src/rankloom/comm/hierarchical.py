@@ -20,8 +20,9 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.shares import chunk_sizes
 from rankloom.comm.broadcast import binomial_broadcast, binomial_broadcast_bill, binomial_broadcast_path
-from rankloom.comm.operands import chunk_sizes, require_rows, summand, summing_dtype
+from rankloom.comm.operands import require_rows, summand, summing_dtype
 from rankloom.comm.ring import (
     ring_all_gather,
     ring_all_gather_bill,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.shares import chunk_sizes
 from rankloom.world.group import Group
 from rankloom.world.transport.operands import expect_operand
 
@@ -53,15 +54,6 @@ def widening(dtype: torch.dtype) -> int:
     (4, 2, 1, 1)
     """
     return summing_dtype(dtype).itemsize // dtype.itemsize
-
-
-def chunk_sizes(n: int, p: int) -> list[int]:
-    """The sizes of the p chunks in which `tensor_split` cuts n: the first n % p are one longer.
-
-    >>> chunk_sizes(8, 3)
-    [3, 3, 2]
-    """
-    return [n // p + (chunk < n % p) for chunk in range(p)]
 
 
 def cuts(n: int, p: int) -> list[int]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
-from rankloom.comm.operands import chunk_sizes, require_contiguous, require_rows, summand, summing_dtype
+from rankloom.base.shares import chunk_sizes
+from rankloom.comm.operands import require_contiguous, require_rows, summand, summing_dtype
 from rankloom.world.group import Group
 from rankloom.world.transport.operands import untouched
 

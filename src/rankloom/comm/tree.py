@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ConfigError
+from rankloom.base.shares import chunk_sizes
 from rankloom.comm.broadcast import (
     BLOCK,
     Tree,
@@ -23,7 +24,7 @@ from rankloom.comm.broadcast import (
     binomial_tree,
     block_count,
 )
-from rankloom.comm.operands import chunk_sizes, summand, summing_dtype
+from rankloom.comm.operands import summand, summing_dtype
 from rankloom.world.group import Group, Handle
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from rankloom.base.documents import Documents
+from rankloom.base.shares import chunk_sizes
 
 Spans = tuple[range, ...]            # positions that a rank owns, in order
 
@@ -45,7 +46,7 @@ def cut_sequence(length: int, ranks: int, *, zigzag: bool) -> tuple[Spans, ...]:
     ((range(0, 4),), (range(4, 7),))
     """
     chunks = 2 * ranks if zigzag else ranks
-    ends = accumulate((length // chunks + (i < length % chunks) for i in range(chunks)), initial=0)
+    ends = accumulate(chunk_sizes(length, chunks), initial=0)
     cuts = [range(start, stop) for start, stop in pairwise(ends)]
     if not zigzag:
         return tuple((cut,) for cut in cuts)

@@ -77,10 +77,15 @@ def views_of(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
     return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in slots}
 
 
+def gap_spans(slots: Sequence[Slot], total: int) -> list[tuple[int, int]]:
+    """Where the padding between the slots begins and ends, and that after the last, in a buffer of `total` elements."""
+    starts = [slot.start for slot in slots[1:]] + [total]
+    return [(slot.end, start) for slot, start in zip(slots, starts) if slot.end < start]
+
+
 def gaps_of(flat: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
     """The padding between the slots, and after the last."""
-    starts = [slot.start for slot in slots[1:]] + [flat.numel()]
-    return [flat[slot.end : start] for slot, start in zip(slots, starts) if slot.end < start]
+    return [flat[start:end] for start, end in gap_spans(slots, flat.numel())]
 
 
 def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from rankloom.shard.flat import ALIGN, Slot, lay_out
+from rankloom.shard.flat import ALIGN, Slot, gap_spans, lay_out
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class FlatLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """The elements of the flat buffer that belong to no tensor."""
-        starts, ends = [slot.start for slot in self.slots], [slot.end for slot in self.slots]
-        return [(end, start) for end, start in zip([0, *ends], [*starts, self.total]) if end < start]
+        return gap_spans(self.slots, self.total)
 
     def piece(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of the tensor `name`, flattened, that `rank` owns; (0, 0) where it has none."""

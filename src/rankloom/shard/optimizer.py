@@ -98,6 +98,19 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Those of all optimizers, in order."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give each optimizer its own, in order. raises: ConfigError unless it is a list of as many"""
+        if not isinstance(states, list | tuple) or len(states) != len(self.optimizers):
+            given = f"a list of {len(states)}" if isinstance(states, list | tuple) else f"a {type(states).__name__}"
+            raise ConfigError(f"the state of {len(self.optimizers)} optimizers was given as {given}; expected a list of one for each, in "
+                              "the order in which the optimizer function returned them")
+        for optimizer, state in zip(self.optimizers, states):
+            optimizer.load_state_dict(state)
+
 
 Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
 

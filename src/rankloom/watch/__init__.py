@@ -1,1 +1,1 @@
-"""Show a run: progress line, history, plots. Reads events and run folders, nothing else."""
+"""Show what was run: progress lines, histories, plots, drawings of a mesh. Values in, text and pictures out; only history reads files."""

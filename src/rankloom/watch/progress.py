@@ -19,7 +19,7 @@ from rich.text import Text
 from rankloom.base.events import Evaluated, Event, Notice, Progressed, Saved, StepDone
 from rankloom.base.text import printable
 
-SLOWEST_WEIGHT = 0.05        # of a step in the running means: they cover about 20 steps
+LEAST_WEIGHT = 0.05        # of a step in the running means: they cover about 20 steps
 SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be redrawn
 SECONDS_BETWEEN_DRAWS = 0.1
 LEFT_OUT = ("memory", "comm", "auxiliary", "grad", "rate", "dropped", "experts", "left")   # where a line is too long, in this order
@@ -36,7 +36,7 @@ class Pace:
 
     def after(self, done: StepDone) -> "Pace":
         """The pace with the step `done` included."""
-        weight = max(SLOWEST_WEIGHT, 1 / max(1, self.steps))
+        weight = max(LEAST_WEIGHT, 1 / max(1, self.steps))
         values = ((self.seconds, done.seconds), (self.tokens, done.count), (self.exposed, done.exposed))
         return Pace(self.steps + 1, *(old + weight * (new - old) for old, new in values))
 

@@ -30,7 +30,16 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.pairwise import combine_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
-from rankloom.world.transport.operands import completed, expect_movable, expect_operand, expect_rank, expect_tag, reduction, untouched
+from rankloom.world.transport.operands import (
+    completed,
+    dealt_rows,
+    expect_movable,
+    expect_operand,
+    expect_rank,
+    expect_tag,
+    reduction,
+    untouched,
+)
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -101,7 +110,8 @@ class Group:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnitError(f"{self.where('pickle')}: a group of ranks cannot be pickled, nor can a model that was cut over it, as "
-                        "`torch.save(model)` does. Save its state: `full_state_dict(model, group)` has the plain model's names and shapes")
+                        "`torch.save(model)` does. Save its state: `engine.full_state_dict()`, or in a loop of your own "
+                        "`full_state_dict(model, group)` of rankloom.parallel.tensor.holding, have the plain model's names and shapes")
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"
@@ -192,13 +202,9 @@ class Group:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
-        there = sum(x.shape[:1])
-        if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == self.size or x.dim() == 0 \
-                or sum(send_rows) != there or min(*send_rows, *recv_rows) < 0 or send_rows[self.rank] != recv_rows[self.rank]:
-            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {there} rows cannot be dealt as send_rows={send_rows}, "
-                                f"recv_rows={recv_rows}; give both, one number for each of {self.size} ranks")
+        send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, self.rank, self.size, self.where(label or "all_to_all"))
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
-        bill = Bill((there - send_rows[self.rank]) * (x.nbytes // max(there, 1)), self.size - 1)
+        bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
         options = c10d.AllToAllOptions()
         options.asyncOp = async_op
         return self._collect("all_to_all", x, label, async_op, bill=bill, rows=(send_rows, recv_rows), finish=lambda: mine,

@@ -222,6 +222,17 @@ def _why_meaningless(dtype: torch.dtype, op: Any) -> str | None:
     return reason
 
 
+def dealt_rows(x: Tensor, send_rows: Sequence[int] | None, recv_rows: Sequence[int] | None, rank: int, size: int,
+               where: str) -> tuple[Sequence[int], Sequence[int]]:
+    """How many rows an all-to-all of `x` sends to each rank and receives from it. raises: ShapeMismatch where that cannot be"""
+    there = sum(x.shape[:1])
+    if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == size or x.dim() == 0 \
+            or sum(send_rows) != there or min(*send_rows, *recv_rows) < 0 or send_rows[rank] != recv_rows[rank]:
+        raise ShapeMismatch(f"{where}: {there} rows cannot be dealt as send_rows={send_rows}, recv_rows={recv_rows}; give both, one number "
+                            f"for each of {size} ranks")
+    return send_rows, recv_rows
+
+
 def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
     """The table that the kernel reads if lengths differ: for each rank, offset and length, in the input and in the output."""
     return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
