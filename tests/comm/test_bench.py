@@ -213,6 +213,7 @@ def test_a_time_is_that_of_one_call_however_many_a_turn_has(work):
     ((["all_reduce"], ["rign"], [4], "fp32", 1), "no algorithm 'rign'. Did you mean 'ring'"),
     ((["all_reduce"], [], [4], "float32", 1), "no dtype 'float32'. Known: bf16, fp16, fp32, fp64."),
     ((["all_reduce"], [], [4], "fp32", 0), "turns 0: must be 1 or more"),
+    ((["all_reduce"], [], [4, 1 << 60], "fp32", 1), "a size of 1,152,921,504,606,846,976 bytes: at most 1024 GiB"),
 ])
 def test_what_there_is_not_is_refused_with_the_nearest_there_is(words, message):
     with pytest.raises(rl.ConfigError, match=message):

@@ -163,3 +163,9 @@ def test_documents_are_read_as_they_are_asked_for(tmp_path):
     assert next(every).text == "fine"
     with pytest.raises(DataError, match=":2"):
         next(every)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("at home")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [document.text for document in documents("~/mine.txt")] == ["at home"]

@@ -105,7 +105,7 @@ def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, messa
         (["--train.steps", "x"], "--train.steps: steps = 'x': must be a valid integer"),
         (["--train.steps"], "--train.steps: needs a value"),
         (["steps=3"], "steps=3: not an option"),
-        (["--steps", "3"], "--steps: not an option"),
+        (["--steps", "3"], "a setting of the file is overridden by --section.key value. Did you mean --train.steps?"),
         (["--mesh", "pipe"], "--mesh: not an option"),
         (["--mesh", "pipe=2,,"], "--mesh.pipe: pipe = '2,,': must be a valid integer"),
         (["--mesh", "replicate=2,tenosr=2"], "--mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),

@@ -112,7 +112,7 @@ def test_only_rank_0_speaks(table):
 
 def test_the_run_folder_holds_what_it_should(table):
     config = table(run={"name": "mine"})
-    summary, _ = run(config, 2)[0]
+    summary, said = run(config, 2)[0]
     folder = Path(summary.folder)
     assert {p.name for p in folder.iterdir()} == {
         "config.toml", "env.json", "events", "logs", "metrics.jsonl", "model.json", "model.safetensors", "samples.txt",
@@ -121,7 +121,10 @@ def test_the_run_folder_holds_what_it_should(table):
     told = json.loads((folder / "summary.json").read_text())
     assert told["steps"] == 5 and told["tokens"] == 5 * 12 * 16
     assert told["trigram_loss"] > 0 and told["validation_loss"] == summary.validation_loss
-    assert (folder / "samples.txt").read_text().count("\n---\n") == 1, "two samples"
+    texts = (folder / "samples.txt").read_text().removesuffix("\n").split("\n\n---\n\n")
+    (shown,) = (event.text for event in said if isinstance(event, Notice) and event.text.startswith("sample 1: "))
+    begin, _, more = shown.split("\nsample 2: ")[0].removeprefix("sample 1: ").partition(" >> ")
+    assert len(texts) == 2 and begin and more and begin + more == texts[0]
     assert json.loads((folder / "env.json").read_text())["batch"] == {"local": 6, "accumulate": 1, "global": 12}
 
 

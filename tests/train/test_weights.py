@@ -51,6 +51,9 @@ def test_a_model_of_token_arrays_has_no_tokenizer(tmp_path):
 def test_a_folder_without_weights_is_named(tmp_path):
     with pytest.raises(DataError, match="no such run folder"):
         load_model(tmp_path / "nothing")
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=f"model.bin: is a file; name its run folder, {tmp_path}$"):
+        load_model(tmp_path / "model.bin")
     with pytest.raises(DataError, match=r"holds no model.safetensors; did the run finish"):
         load_model(tmp_path)
 

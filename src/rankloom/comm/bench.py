@@ -30,6 +30,7 @@ SECONDS_PER_SIZE = 1.0      # for one algorithm; then fewer turns, but
 FEWEST_TURNS = 3
 WARM_UP = 3                 # calls
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+LARGEST = 1 << 40           # bytes
 FIXED_BYTES = 1 << 20       # counted for each size beside its bytes, to estimate progress
 
 
@@ -58,6 +59,8 @@ def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Seq
                 raise ConfigError(f"there is no {what} {name!r}. {did_you_mean(name, known)}")
     if turns < 1:
         raise ConfigError(f"turns {turns}: must be 1 or more")
+    if max(sizes, default=0) > LARGEST:
+        raise ConfigError(f"a size of {max(sizes):,} bytes: at most {show_bytes(LARGEST)}, and every rank needs a few times that")
     return Study(tuple(dict.fromkeys(collectives)), tuple(algorithms), tuple(sizes), dtype, turns)
 
 

@@ -47,7 +47,7 @@ def documents(source: str | Path) -> Iterator[Document]:
     """
     if str(source) in BUILT_IN:
         return BUILT_IN[str(source)]()
-    path = Path(source)
+    path = Path(source).expanduser()
     with disk(path, "look for text"):
         is_folder, is_file = path.is_dir(), path.is_file()
     if is_folder:

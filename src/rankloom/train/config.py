@@ -113,7 +113,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             rest = rest[len(more):]
             continue
         if not (flag.startswith("--") and section and dot and key):
-            example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else ""
+            example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else _in_sections(flag.removeprefix("--"))
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -121,6 +121,13 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             text = rest.pop(0)
         found.append(Override(flag, section, key, text))
     return found
+
+
+def _in_sections(key: str) -> str:
+    """Where a key that was given without its section belongs, for an error; empty if no section has it."""
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    found = [f"--{name}.{key}" for name, section in sections.items() if key in getattr(section, "model_fields", ())]
+    return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _several(text: str) -> list[tuple[str, str]]:

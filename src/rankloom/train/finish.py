@@ -123,7 +123,9 @@ def _write_samples(job: Job) -> None:
     except NonFinite as error:   # the weights are saved, and the summary is still to come
         job.say(f"no samples: {error}")
         return
-    job.say("\n".join(f"sample {number}: {text}" for number, text in enumerate(texts, 1)))
+    job.say("samples: validation text >> what the model writes after it")
+    marked = [f"{begin} >> {text.removeprefix(begin)}" for begin, text in zip(map(tokenizer.decode, prompts), texts)]
+    job.say("\n".join(f"sample {number}: {text}" for number, text in enumerate(marked, 1)))
     with saving(path) as temporary:
         temporary.write_text("\n\n---\n\n".join(texts) + "\n", encoding="utf-8")
     job.sink(Saved(0, str(path)))

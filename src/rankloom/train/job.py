@@ -119,7 +119,8 @@ def introduce(job: Job) -> None:
     batch, seq_len = job.config.batch(), job.config.train.seq_len
     job.say(f"run folder: {job.run}")
     job.say(
-        f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters; data {job.corpus.source}: "
+        f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters, with a vocabulary of {job.shape.vocab_size:,}; data "
+        f"{job.corpus.source}: "
         f"{len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation"
     )
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"

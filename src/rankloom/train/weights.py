@@ -53,7 +53,7 @@ def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Toke
     """
     try:
         if not run.is_dir():
-            raise DataError(f"{run}: no such run folder")
+            raise DataError(f"{run}: is a file; name its run folder, {run.parent}" if run.exists() else f"{run}: no such run folder")
         weights = load_file(run / "model.safetensors")
     except FileNotFoundError:
         raise DataError(f"{run}: holds no model.safetensors; did the run finish?") from None
