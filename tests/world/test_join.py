@@ -66,6 +66,12 @@ def test_a_mesh_that_needs_other_ranks_is_refused_with_the_arithmetic_before_any
     assert time.monotonic() - begin < AT_ONCE
 
 
+@pytest.mark.parametrize("mesh", [2, "shard", {"shard": 2}], ids=repr)
+def test_what_is_no_mesh_is_refused(mesh):
+    with pytest.raises(rl.MeshError, match=r"init was given .* for a mesh; expected one, such as rl.Mesh\(shard=2\), or nothing"):
+        rl.init(mesh)
+
+
 def test_nobody_at_the_meeting_point_is_rank_lost_within_the_time_out(monkeypatch):
     port = free_port()
     launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

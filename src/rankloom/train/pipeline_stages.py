@@ -183,8 +183,9 @@ def _expect_all_in_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None
     left = [name for name, param in model.named_parameters() if id(param) not in held]
     left += [name for name, buffer in model.named_buffers() if id(buffer) not in held and name in saved]
     if left:
+        constant = "" if left[0] in dict(model.named_parameters()) else "; a constant buffer may be registered with persistent=False"
         raise ConfigError(f"{left[0]} of {type(model).__name__} is in no piece, so no stage would train and save it. A piece names all "
-                          "modules that its function uses: ({\"layers.3\": module}, function)")
+                          f"modules that its function uses: ({{\"layers.3\": module}}, function){constant}")
 
 
 def pieces_for(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError, RankLost
+from rankloom.base.errors import ConfigError, MeshError, RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
@@ -51,6 +51,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     place = find_place()
     keep_freed_memory()
     if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f"init was given {mesh!r} for a mesh; expected one, such as rl.Mesh(shard=2), or nothing")
         mesh.expect_ranks(place.size)
     if place.launcher != "alone":
         report_uncaught()

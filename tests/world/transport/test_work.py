@@ -13,7 +13,7 @@ from conformance.ranks import Ranks
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.through_host import HostWork
-from rankloom.world.transport.work import DONE
+from rankloom.world.transport.work import DONE, FEW, InFlight
 
 
 @pytest.fixture
@@ -88,3 +88,28 @@ def lose_a_rank_in_backward(world):
 def test_a_rank_that_is_lost_in_a_backward_of_ddp_is_an_error_in_its_cpp_and_no_crash():
     told, _ = rl.spawn(2, lose_a_rank_in_backward)
     assert "RankLost: rank 0: all_reduce in group '0' lost rank 1" in told
+
+
+class Looked:
+    """A work that notes how often it is looked at, and ends when it is told to."""
+
+    is_one_number = False
+    looks = 0
+
+    def settle(self):
+        self.looks += 1
+
+
+def test_many_works_in_flight_are_looked_at_seldom_and_few_each_time():
+    flight, works = InFlight(), [Looked() for _ in range(4096)]
+    for number, work in enumerate(works):
+        flight.add(work)
+        if number == FEW:
+            assert [one.looks for one in works[:number]] == [*range(FEW, 0, -1)]
+    assert len(flight) == 4096 and sum(work.looks for work in works) < 4 * 4096
+    for work in works[FEW:]:
+        flight.discard(work)
+    flight.add(Looked())
+    before = works[0].looks
+    flight.add(Looked())
+    assert works[0].looks == before + 1 - (len(flight) - 2 == FEW)

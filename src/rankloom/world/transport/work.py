@@ -21,6 +21,7 @@ from rankloom.world.transport.codes import ANYONE, TIMED_OUT
 from rankloom.world.transport.operands import Finish
 
 FOREVER = 1e9    # seconds: the call has its own time-out
+FEW = 16         # works in flight, through all of which every new one may look
 CHECKUP = 0.05   # seconds between two checks whether a polled message can still come
 
 
@@ -185,11 +186,14 @@ class InFlight(set[Pending]):
     def __init__(self) -> None:
         super().__init__()
         self._numbers: deque[Pending] = deque(maxlen=16)
+        self._many = 0   # how many to look through next
 
     def add(self, work: Pending) -> None:
-        """Keep this work until it has ended; also settle others, as their callers may never ask."""
-        for other in [*self]:
-            other.settle()
+        """Keep this work until it has ended; also settle others, as their callers may never ask. Of many, not each time."""
+        if len(self) <= FEW or len(self) >= self._many:
+            for other in [*self]:
+                other.settle()
+            self._many = 2 * len(self)
         work.holder = self
         super().add(work)
         if work.is_one_number:
