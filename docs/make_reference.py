@@ -40,8 +40,9 @@ Made by `python docs/make_reference.py` from the source; examples are in [start.
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD, "## Keys of a config file\n", "Each can be given on the command line too: `--section.key value`. `rankloom train` "
-             "refuses what it does not know, and what has no effect beside other keys. A key without a default may be left out.\n"]
+    parts = [HEAD, "## Keys of a config file\n", "Each can be given on the command line too: `--section.key value`; the value `none` "
+             "removes it. `rankloom train` refuses what it does not know, and what has no effect beside other "
+             "keys. A key without a default may be left out.\n"]
     parts += section_tables(Config)
     parts += ["## Python\n", "`import rankloom as rl`, in the order of [rankloom/__init__.py](../src/rankloom/__init__.py).\n"]
     errors = [name for name in rl.__all__ if name in rl._ERRORS]

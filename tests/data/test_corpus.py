@@ -215,3 +215,24 @@ def test_a_token_array_too_short_to_split_is_refused(tmp_path):
     np.save(tmp_path / "t.npy", np.zeros(1, dtype=np.uint16))
     with pytest.raises(DataError, match="too few"):
         prepare_corpus(tmp_path / "t.npy", vocab_size=9)
+
+
+def test_without_a_home_folder_a_cache_must_be_named(one, tmp_path, monkeypatch):
+    def none(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(module.Path, "home", classmethod(none))
+    with pytest.raises(ConfigError, match="no home folder to keep tokens in; name a folder for them, --data.cache FOLDER"):
+        prepare_corpus(one, tokenizer="bytes")
+    assert len(prepare_corpus(one, tokenizer="bytes", cache=tmp_path / "c").train)
+
+
+def test_a_corpus_knows_its_split_again(one, many, tmp_path):
+    ask = lambda source, **how: prepare_corpus(source, tokenizer="bytes", cache=tmp_path / "c", **how).split
+    assert ask(one) == ask(one, seed=1) != ask(one, validation=0.2)   # the tail of one text is the same for each seed
+    assert ask(many) != ask(many, seed=1)
+    arrays = []
+    for number, length in enumerate((100, 101)):
+        np.save(tmp_path / f"{number}.npy", np.arange(length, dtype=np.uint16))
+        arrays.append(prepare_corpus(tmp_path / f"{number}.npy", vocab_size=200).split)
+    assert len({ask(one), *arrays}) == 3

@@ -1,6 +1,7 @@
 """Sources of text: what is read, in which order, and what is said about files that cannot be used."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -169,3 +170,21 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("at home")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert [document.text for document in documents("~/mine.txt")] == ["at home"]
+
+
+def test_linked_folders_are_read_too_each_folder_once(tmp_path):
+    (mine := tmp_path / "mine").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (mine / "a.txt").write_text("a")
+    (elsewhere / "b.txt").write_text("b")
+    for name, to in (("one", elsewhere), ("two", elsewhere), ("back", mine)):
+        (mine / name).symlink_to(to)
+    assert read(mine) == [("a.txt", "a"), ("one/b.txt", "b")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
+    for name in (b"caf\xe9.txt", b"caf\xe8.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("in UTF-8")
+    assert [content for _, content in read(tmp_path)] == ["in UTF-8"] * 2
+    assert survey(tmp_path).sizes == (8, 8)

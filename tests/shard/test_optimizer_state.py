@@ -132,7 +132,7 @@ def test_groups_may_know_more_or_less_than_the_saved_ones():
 def test_a_counter_is_beside_the_parameter_only_where_a_fused_kernel_reads_it(fused, device, dtype):
     owners = {"w": nn.Parameter(torch.zeros(6, device="meta"))}
     optimizer = make_optimizer(lambda p: optim.AdamW(p, fused=fused), owners)
-    state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3)}}
+    state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3)}}
     saved = {"state": state, "param_groups": [{"params": ["w"], "lr": 0.5}]}
     load_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
     held = optimizer.state[owners["w"]]

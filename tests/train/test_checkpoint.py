@@ -402,6 +402,11 @@ def test_the_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
     refused(ModelMismatch, untied, lambda world: engine_of(world, 3, tie=False), tmp_path)
     sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9)}
     refused(ModelMismatch, "it is the state of another kind of optimizer", lambda world: engine_of(world, 3, **sgd), tmp_path)
+    others = {"Adamax": "has exp_avg, exp_avg_sq, step, and exp_inf is needed", "NAdam": "another kind of optimizer",
+              "Adafactor": "another kind of optimizer"}
+    for name, message in others.items():
+        other = {"optimizer": lambda params, name=name: getattr(torch.optim, name)(params, lr=0.1)}
+        refused(ModelMismatch, message, lambda world, other=other: engine_of(world, 3, **other), tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_told_on_all_ranks(tmp_path):

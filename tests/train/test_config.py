@@ -84,6 +84,8 @@ def test_none_takes_a_key_back_to_being_left_out(file):
         ("[schedule]\ndecay = 'cosin'\n", "must be 'cosine', 'linear' or 'constant'"),
         ("[comm]\ntimeout = 1e10\n", "train.toml [comm]: timeout = 10000000000.0: must be less than or equal to 2000000"),
         ("[run]\nname = '../x'\n", "train.toml [run]: name = '../x': must be ASCII letters, digits"),
+        ("[run]\nname = 'none'\n", 'neither name nor folder can be "none", the word that removes a key on the command line'),
+        ("[run]\nfolder = 'none'\n", 'neither name nor folder can be "none", the word that removes a key on the command line'),
         ("train = 3\n", "train.toml [train]: must be a section of `key = value` lines"),
         ("\n\nsteps 2\n", "train.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 3"),
         ("", "train.toml [train]: is missing"),

@@ -1,6 +1,7 @@
 """`full_state_dict`: on meshes that split the model one rank gets the whole, the others hold no more than a tensor meanwhile; and a run
 goes on from it as if it had never stopped."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,43 @@ def engine_of(world: rl.World, stage: int, layers: int = 2) -> rl.Engine:
     tokens = torch.randint(0, 37, (4, 13), generator=torch.Generator().manual_seed(1))
     engine.step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
     return engine
+
+
+@pytest.mark.parametrize("way", ["full_state_dict", "save"])
+@pytest.mark.parametrize(("mesh", "stage"), [(rl.Mesh(), 0), (rl.Mesh(shard=2), 3)], ids=str)
+def test_adamw_goes_on_from_a_state_of_adam_as_torch_s_own_does(mesh, stage, way, tmp_path):
+    """Loading in torch sets right that its decay is no part of the gradient."""
+    build = {name: lambda params, name=name: getattr(torch.optim, name)(params, lr=0.1, weight_decay=0.5) for name in ("Adam", "AdamW")}
+    rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(4)]
+    start = nn.Linear(6, 3).double()
+
+    def body(world):
+        engines = {name: rl.prepare(copy.deepcopy(start), loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=build[name],
+                                    world=world, stage=stage) for name in build}
+        share = lambda x: x.tensor_split(world.size)[world.rank]
+        for x in rows[:2]:
+            engines["Adam"].step(share(x))
+        if way == "save":
+            engines["Adam"].save(tmp_path / "step")
+            engines["AdamW"].load(tmp_path / "step")
+        else:
+            engines["AdamW"].load_full_state_dict(engines["Adam"].full_state_dict())
+        for x in rows[2:]:
+            engines["AdamW"].step(share(x))
+        return engines["AdamW"].full_state_dict()["model"]
+
+    plain = copy.deepcopy(start)
+    optimizer = build["Adam"](plain.parameters())
+    for number, x in enumerate(rows):
+        if number == 2:
+            before, optimizer = optimizer, build["AdamW"](plain.parameters())
+            optimizer.load_state_dict(before.state_dict())
+        optimizer.zero_grad()
+        (plain(x).square().sum() / len(x)).backward()
+        optimizer.step()
+    for model in rl.simulate(mesh, body):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model[name], value, rtol=1e-12, atol=1e-14)
 
 
 def remembered(state: dict) -> dict:

@@ -143,6 +143,14 @@ def test_what_is_turned_off_is_not_done(table):
     assert not (Path(summary.folder) / "samples.txt").exists()
 
 
+def test_a_run_that_cannot_be_compared_with_a_trigram_model_says_so_and_is_done(table, monkeypatch):
+    monkeypatch.setattr("rankloom.data.ngram.LARGEST_VOCABULARY", 10)
+    summary, events = run(table())[0]
+    assert any(text.startswith("no trigram model to compare with: the trigram baseline holds vocabularies up to 10, not ")
+               for text in (event.text for event in events if isinstance(event, Notice)))
+    assert summary.trigram_loss is None and summary.validation_loss and (Path(summary.folder) / "samples.txt").exists()
+
+
 def test_every_option_reaches_the_engine(table, monkeypatch):
     seen = {}
 

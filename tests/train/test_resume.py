@@ -311,6 +311,25 @@ def test_what_compression_had_not_sent_is_said_to_be_lost(table):
            "[comm] compress_after = 1 counts from here" in notices(events)
 
 
+def test_a_run_whose_steps_would_all_be_exact_is_refused_and_one_that_was_not_compressed_has_lost_nothing(table, source):
+    how = {"mesh": {"replicate": 2}, "train": {"precision": "fp32"}}
+    with pytest.raises(ConfigError, match=r"is of step 4, and \[comm\] compress_after = 2 counts from there: it leaves no step to"):
+        run(table(**how, comm={"compress": "int8", "compress_after": 2}, checkpoint={"resume": source}), 2)
+    _, events = run(table(**how, comm={"compress": "int8", "compress_after": 1}, checkpoint={"resume": source}), 2)
+    assert any("comm.compress none -> int8" in text for text in notices(events))
+    assert not any("not sent yet" in text for text in notices(events))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"data": {"validation": 0.4}}, "data.validation 0.1 -> 0.4"), ({"train": {"precision": "fp32"}}, "train.precision fp64 -> fp32"),
+    ({"train": {"deterministic": 4}}, "train.deterministic false -> 4"), ({"run": {"seed": 5}}, "run.seed 0 -> 5")], ids=str)
+def test_what_else_has_changed_is_said(table, source, changes, words):
+    _, events = run(table(**changes, checkpoint={"resume": source}))
+    (said,) = (text for text in notices(events) if text.startswith("unlike the run of that checkpoint: "))
+    assert words in said
+    assert any("may be of text that was trained on" in text for text in notices(events)) == ("data" in changes)
+
+
 @pytest.mark.parametrize("interval, step", [(2, 2), (100, 5)])
 def test_a_checkpoint_that_cannot_be_written_does_not_take_the_weights_with_it(table, tmp_path, monkeypatch, interval, step):
     def full(job, engine):

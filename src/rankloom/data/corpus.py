@@ -22,6 +22,7 @@ from rankloom.data.order import permute
 from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
+SAMPLE = 1 << 18                 # tokens at each end of an array, by which it is known again
 FORMAT = 2                       # of the cache; part of the key, so a new number ignores old files
 FEW = 20                         # with fewer documents, validation takes the tail of each
 BPE_CHARACTERS = 100_000_000     # of training text that BPE learns from
@@ -37,6 +38,7 @@ class Corpus:
     validation: Tokens
     vocab_size: int
     tokenizer: Tokenizer | None
+    split: str   # identifies the text, and which part of it is for validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,20 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
         raise ConfigError(f"data.validation = {validation}; it must be between 0 and 1, for example 0.05")
     if Path(source).suffix in ARRAY_SUFFIXES:
         return _from_array(Path(source), tokenizer, vocab_size, validation, progress)
-    folder = Path.home() / ".cache" / "rankloom" if cache is None else Path(cache)
+    folder = _default_cache() if cache is None else Path(cache)
     known = survey(source)
     split = choose_split(known, validation, seed)
     with disk(folder, "keep tokens in this cache folder (data.cache)"):
         chosen = _tokenizer(source, tokenizer, vocab_size, folder, (known, split), progress)
         train, held = _tokens(source, chosen, folder, (known, split), progress)
-    return Corpus(str(source), train, held, chosen.vocab_size, chosen)
+    return Corpus(str(source), train, held, chosen.vocab_size, chosen, _key(*_split_key(known, split)))
+
+
+def _default_cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "rankloom"
+    except RuntimeError as error:   # no $HOME, and no entry in /etc/passwd
+        raise ConfigError("there is no home folder to keep tokens in; name a folder for them, --data.cache FOLDER") from error
 
 
 def choose_split(known: Survey, fraction: float, seed: int) -> Split:
@@ -104,7 +113,8 @@ def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: 
     if at < 1 or at >= len(tokens):
         raise DataError(f"{path}: {len(tokens)} tokens are too few to keep {validation:g} of them for validation")
     reader = load_tokenizer(tokenizer) if str(tokenizer) not in ("bpe", "bytes") else None
-    return Corpus(str(path), tokens[:at], tokens[at:], vocab_size, reader)
+    sample = hashlib.sha256(tokens[:SAMPLE].tobytes() + tokens[-SAMPLE:].tobytes()).hexdigest()
+    return Corpus(str(path), tokens[:at], tokens[at:], vocab_size, reader, _key(len(tokens), at, sample))
 
 
 def _key(*parts: object) -> str:

@@ -7,6 +7,7 @@ problems with a file are a DataError that names it.
 import hashlib
 import importlib.util
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def survey(source: str | Path) -> Survey:
     digest, sizes = hashlib.sha256(), []
     for document in documents(source):
         data = document.text.encode()
-        digest.update(f"{document.name}\0{len(data)}\0".encode())
+        digest.update(f"{document.name}\0{len(data)}\0".encode(errors="surrogateescape"))   # a file's name may be any bytes
         digest.update(data)
         sizes.append(len(document.text))
     return Survey(digest.hexdigest(), tuple(sizes))
@@ -122,12 +123,27 @@ def _shakespeare() -> Iterator[Document]:
 
 def _folder(root: Path) -> Iterator[Document]:
     with disk(root, "list the folder"):
-        found = sorted(path for path in root.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
+        found = sorted(path for path in _files_in(root) if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
                        and not any(part.startswith(".") for part in path.relative_to(root).parts))
     if not found:
         raise DataError(f"{root}: no text in this folder; files ending in {', '.join(TEXT_SUFFIXES)} are read")
     every = (document for path in found for document in _file(path, path.relative_to(root).as_posix()))
     yield from _not_empty(every, root)
+
+
+def _files_in(root: Path) -> Iterator[Path]:
+    """All files below a folder, also those in linked folders, each folder once. raises: OSError for a folder that cannot be read"""
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        folders.sort()   # always the same way to a folder that several links lead to
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in names)
 
 
 def _not_empty(every: Iterator[Document], path: Path) -> Iterator[Document]:

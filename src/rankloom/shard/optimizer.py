@@ -223,6 +223,18 @@ def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return is_elementwise(optimizer) or isinstance(optimizer, torch.optim.Muon)
 
 
+STATE = {   # what a step of these reads of a parameter's state, if it has any
+    "ASGD": {"eta", "mu", "ax"}, "Adadelta": {"square_avg", "acc_delta"}, "Adagrad": {"sum"}, "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"}, "Adamax": {"exp_avg", "exp_inf"}, "NAdam": {"exp_avg", "exp_avg_sq", "mu_product"},
+    "RAdam": {"exp_avg", "exp_avg_sq"}, "RMSprop": {"square_avg"}, "Rprop": {"prev", "step_size"}}
+
+
+def needed_state(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Keys that every state of a parameter must have for the optimizer's next step; empty where that is not known."""
+    base = _base_of_torch(optimizer)
+    return STATE.get(base.__name__, set()) if base is not None and _steps_as(optimizer, base) else set()
+
+
 def fits(value: Any, *shapes: torch.Size) -> bool:
     """Whether a value of a parameter's state has one of these shapes; a single number, or what is no tensor, always fits."""
     return not isinstance(value, Tensor) or value.numel() <= 1 or value.shape in shapes

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.tensors import bytes_of
-from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, fits, keeps_shapes, optimizers_of
+from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, fits, keeps_shapes, needed_state, optimizers_of
 from rankloom.world.group import Group
 
 Read = Callable[[str, str, Tensor], Tensor]
@@ -225,6 +225,8 @@ def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter
     counters = counter_keys(state, pieces)
     for one in optimizers_of(optimizer):
         one.state.clear()
+        if isinstance(one, torch.optim.Optimizer):   # as torch's own loading does: AdamW sets right what Adam's settings say of its decay
+            one.__setstate__({"state": one.state, "param_groups": one.param_groups})
         for name, owner, settings in [(names[id(owner)], owner, ours) for ours in one.param_groups for owner in ours["params"]]:
             if name in state and not pieces[name].is_empty:
                 own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in state[name].items()}
@@ -261,8 +263,9 @@ def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Map
         problems.append(f"there is saved optimizer state of {unknown[0]!r}, which this model does not have: is it of another model? "
                         f"{did_you_mean(unknown[0], owners)}")
     for one in optimizers_of(optimizer):
+        own = [pieces[names[id(owner)]] for param_group in one.param_groups for owner in param_group["params"]]
+        problems += _misfits_of_kinds(needed_state(one), own, full_state["state"])
         if keeps_shapes(one):
-            own = [pieces[names[id(owner)]] for param_group in one.param_groups for owner in param_group["params"]]
             problems += _misfits_of_shapes(own, full_state["state"])
     return problems[0] if problems else None
 
@@ -291,6 +294,14 @@ def _misfits_of_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) 
         if more and fewer:   # only more, or only fewer, may come from another version of torch or from a scheduler
             yield (f"parameter group {index} of the saved optimizer has {', '.join(more)} where this one has {', '.join(fewer)}: "
                    "it is the state of another kind of optimizer")
+
+
+def _misfits_of_kinds(needed: set[str], pieces: list[OwnedRun], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for piece in pieces:
+        held = state.get(piece.name, {}).keys()
+        if held and (missing := sorted(needed - held)):
+            yield (f"the saved optimizer state of {piece.name} has {', '.join(sorted(held))}, and {', '.join(missing)} is needed: it is "
+                   "the state of another kind of optimizer")
 
 
 def _misfits_of_shapes(pieces: list[OwnedRun], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

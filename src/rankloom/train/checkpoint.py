@@ -299,9 +299,9 @@ def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
 
 def _like(ours: Any, saved: Any) -> Any:
     """A setting of a parameter group, from JSON, in the type that the optimizer uses."""
-    if isinstance(ours, Tensor):
+    if isinstance(ours, Tensor) and isinstance(saved, int | float):
         return torch.tensor(saved, dtype=ours.dtype, device=ours.device)
-    return tuple(saved) if isinstance(ours, tuple) else saved
+    return tuple(saved) if isinstance(ours, tuple) and isinstance(saved, list) else saved
 
 
 def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:

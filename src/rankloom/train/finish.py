@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rankloom.base.errors import NonFinite, StorageError
+from rankloom.base.errors import DataError, NonFinite, StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import saving
 from rankloom.data.ngram import trigram_loss
@@ -99,10 +99,14 @@ def _compare(job: Job, validation_loss: float | None) -> float | None:
     """Show the trigram model's validation loss beside the model's, and return it."""
     if not job.config.data.baseline or validation_loss is None:
         return None
-    baseline = trigram_loss(
-        job.corpus.train, job.corpus.validation, job.shape.vocab_size, max_tokens=BASELINE_TOKENS,
-        progress=reporter(job.sink, 0),
-    )
+    try:
+        baseline = trigram_loss(
+            job.corpus.train, job.corpus.validation, job.shape.vocab_size, max_tokens=BASELINE_TOKENS,
+            progress=reporter(job.sink, 0),
+        )
+    except DataError as error:   # the run itself is done
+        job.say(f"no trigram model to compare with: {error}")
+        return None
     winner = "the model is better" if validation_loss < baseline.loss else "the TRIGRAM is better: train longer"
     job.say(
         f"validation loss {validation_loss:.4f}, that of a trigram model of the same text {baseline.loss:.4f} "

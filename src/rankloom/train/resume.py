@@ -97,7 +97,7 @@ def resume(job: Job, engine: Engine) -> None:
     engine.load(path)
     for group, configured in zip(groups, ours):
         group.update(configured)
-    _expect_steps_left(path, engine.steps_done, job.config.train.steps)
+    _expect_steps_left(path, engine.steps_done, job.config)
     job.say(f"goes on from {path}, after step {engine.steps_done}")
     if not job.config.checkpoint.interval:
         job.say("this run writes no checkpoints itself; --checkpoint.interval N writes one every N steps")
@@ -108,10 +108,14 @@ def expect_steps_left(config: Config) -> None:
     """Before a run has a folder: check that what it resumes from is there, and is not of its last step. raises: ConfigError, DataError"""
     if config.checkpoint.resume is not None:
         path = newest_checkpoint(Path(config.checkpoint.resume))
-        _expect_steps_left(path, (NEW_RUN | read_manifest(path)[1].facts.get("run", {}))["step"], config.train.steps)
+        _expect_steps_left(path, (NEW_RUN | read_manifest(path)[1].facts.get("run", {}))["step"], config)
 
 
-def _expect_steps_left(path: Path, done: int, steps: int) -> None:
+def _expect_steps_left(path: Path, done: int, config: Config) -> None:
+    steps, exact = config.train.steps, config.comm.compress_after
+    if done < steps <= done + exact and config.comm.compress != EXACT:
+        raise ConfigError(f"{path}: is of step {done}, and [comm] compress_after = {exact} counts from there: it leaves no step to "
+                          f"compress of [train] steps {steps}")
     if done >= steps:
         raise ConfigError(f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps")
 
@@ -146,7 +150,10 @@ def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
     if not math.isclose(rate(engine.steps_done - 1), last, rel_tol=1e-6):
         job.say(f"the learning rate was {last:.3g} in step {engine.steps_done} and is {rate(engine.steps_done):.3g} in the next one, by "
                 "this run's own schedule")
-    if job.config.comm.compress != EXACT:
+    if saved.get("split", job.corpus.split) != job.corpus.split:
+        job.say("the text, or what of it is kept for validation, is not that of the checkpoint's run: the validation loss may be of text "
+                "that was trained on")
+    if EXACT not in (job.config.comm.compress, saved.get("settings", {}).get("comm.compress")):
         exact = job.config.comm.compress_after
         job.say("what compression had not sent yet is lost, so bits differ from those of a run that did not stop"
                 + (f"; [comm] compress_after = {exact} counts from here" if exact else ""))

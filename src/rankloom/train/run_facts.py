@@ -19,14 +19,15 @@ from rankloom.train.schema import Config
 
 NONE = "none"   # the command-line word that removes a section
 FREE = ("dropout", "seq_len", "moe.capacity", "moe.balance_loss", "moe.router_z_loss", "moe.bias_rate")   # they may differ
-TOLD = ("train.steps", "train.seq_len", "run.seed", "model.dropout", "comm.compress")   # with [optimizer], [schedule] and the batch
+TOLD = ("train.steps", "train.seq_len", "train.precision", "train.deterministic", "run.seed", "data.validation", "model.dropout",
+        "comm.compress", "comm.compress_after")   # with [optimizer], [schedule], the batch, and what is free of [model.moe]
 
 
 def facts_of_run(job: Job) -> dict[str, Any]:
     """The facts about a run for its checkpoints: JSON, the same on all ranks."""
     tokenizer = job.corpus.tokenizer
     return {"tokenizer_sha256": None if tokenizer is None else tokenizer_hash(tokenizer), "model": model_settings(job.shape),
-            "settings": told_settings(job.config)}
+            "settings": told_settings(job.config), "split": job.corpus.split}
 
 
 def model_settings(shape: GPTConfig) -> dict[str, Any]:
@@ -44,7 +45,9 @@ def told_settings(config: Config) -> dict[str, Any]:
     """The settings that decide how a run trains, for JSON."""
     said = {key: list(value) if isinstance(value, tuple) else value for key, value in shared_settings(config).items()
             if key in TOLD or key.startswith(("optimizer.", "schedule."))}
-    return said | {"train.global_batch_size": config.batch().global_}
+    moe = config.model.moe.model_dump() if config.model.moe else {}
+    experts = {f"model.moe.{key}": value for key, value in moe.items() if f"moe.{key}" in FREE}
+    return said | experts | {"train.global_batch_size": config.batch().global_}
 
 
 def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:

@@ -47,6 +47,12 @@ class Run(ConfigSection):
     folder: str = Field(default="runs", pattern=PRINTABLE)   # where run folders are made
     seed: Whole = 0   # of weights, dropout and the order of data
 
+    @model_validator(mode="after")
+    def _not_the_word_that_removes(self) -> Self:
+        if "none" in (self.name, self.folder):   # a launcher gives both to its ranks as flags
+            raise ValueError('neither name nor folder can be "none", the word that removes a key on the command line')
+        return self
+
 
 class MeshSection(ConfigSection):
     """The grid of ranks. `replicate` may be left out: it gets the ranks that the other axes leave.
