@@ -63,10 +63,26 @@ def test_moving_in_keeps_values_and_identity_and_makes_the_tensor_a_view():
 
 
 def test_a_tensor_with_gaps_is_laid_out_by_its_values():
-    named = {"t": torch.arange(6.0).view(2, 3).t()}
+    named = {"t": torch.arange(12.0).view(2, 6)[:, ::2].t()}
     buffer = FlatBuffer(named)
     move_into(buffer, named)
-    assert buffer.views["t"].tolist() == [[0, 3], [1, 4], [2, 5]] and named["t"].is_contiguous()
+    assert buffer.views["t"].tolist() == named["t"].tolist() == [[0, 6], [2, 8], [4, 10]]
+    assert sorted(buffer.flat[:6].tolist()) == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(("tensor", "in_memory"), [
+    (torch.arange(6.0).view(2, 3).t(), (2, 3)), (torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), (4, 2, 2, 3)),
+    (torch.randn(2, 3, 4).transpose(0, 1), (2, 3, 4)), (torch.randn(4, 3, 2), (4, 3, 2)), (torch.tensor(1.0), ())],
+    ids=["transposed", "channels last", "one dim in front", "contiguous", "a number"])
+def test_a_tensor_that_fills_its_memory_keeps_its_strides(tensor, in_memory):
+    """Fused kernels pair a parameter with its gradient and its state by their places in memory."""
+    before, named = tensor.clone(), {"other": torch.ones(3), "t": tensor}
+    buffer = FlatBuffer(named)
+    move_into(buffer, named)
+    assert torch.equal(named["t"], before) and torch.equal(buffer.views["t"], before)
+    assert named["t"].stride() == before.stride() == torch.zeros_like(named["t"]).stride() and buffer.slots[1].shape_in_memory == in_memory
+    slot = buffer.slots[1]
+    assert torch.equal(buffer.flat[slot.start:slot.end], before.as_strided((before.numel(),), (1,)))
 
 
 @pytest.mark.parametrize("names", [["a", "b", "c", "d"], ["d", "c", "b", "a"]])

@@ -33,7 +33,7 @@ class Bucket:
         self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
         self.open()
         self._late = summing.late()
-        self.algorithm = summing.algorithm([(slot.start, slot.shape) for slot in self.slots], self.dtype)
+        self.algorithm = summing.algorithm([(slot.start, slot.shape_in_memory) for slot in self.slots], self.dtype)
         self.waiting_for = set(owners)
         self.wait: Callable[[], Any] | None = None   # waits for the all-reduce, while that is in flight
         for name, owner in owners.items():

@@ -38,7 +38,12 @@ class EmbeddingGradients:
 
         touched: this rank's rows. rows: how many the rank with the most has
         """
-        gradient, lossy = self._gradient(name).contiguous(), None if self._summing.is_exact_now else self._lossy[name]
+        gradient = self._gradient(name)
+        total = self._sum(name, gradient.contiguous(), touched, rows)
+        return total if gradient.is_contiguous() else gradient.copy_(total)   # fused optimizers want the strides of the parameter
+
+    def _sum(self, name: str, gradient: Tensor, touched: Tensor, rows: int) -> Tensor:
+        lossy = None if self._summing.is_exact_now else self._lossy[name]
         dense = lossy.bill(gradient.numel(), self._group) if lossy else None
         if gradient.dtype in BITS and rows_are_cheaper(rows, gradient, self._group.size, dense=dense):
             return sum_rows(gradient, touched, rows, self._group, scale=self._summing.factor, label=f"rows of {name}")

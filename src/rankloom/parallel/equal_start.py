@@ -18,6 +18,7 @@ from rankloom.base.tensors import bytes_of
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import is_sharded
+from rankloom.shard.flat import kept_strides
 from rankloom.world.group import Group
 
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
@@ -69,6 +70,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     expect_same_tensors(model, group)
     if group.size == 1:
         return []
+    _lie_as_on_rank_0(model, group)
     changed = []
     for name, tensor in named_state(model):
         mine = bytes_of(tensor)
@@ -86,6 +88,17 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
                       "to avoid this warning; threads of `rl.simulate` share torch's generator: make the model before, and copy it.",
                       stacklevel=3)
     return changed
+
+
+@torch.no_grad()
+def _lie_as_on_rank_0(model: nn.Module, group: Group) -> None:
+    """Give parameters the strides that they have on the first rank: gradients that are summed keep them (shard/flat.py)."""
+    mine = {name: list(strides) for name, param in model.named_parameters() if (strides := kept_strides(param)) is not None}
+    first = group.all_gather_object(mine, label="how parameters lie in memory")[0]
+    for name, param in model.named_parameters():
+        if mine.get(name) != first.get(name):
+            contiguous = torch.empty_like(param, memory_format=torch.contiguous_format)
+            param.data = (contiguous if name not in first else contiguous.as_strided(param.shape, first[name])).copy_(param)
 
 
 def expect_same_tensors(model: nn.Module, group: Group) -> None:

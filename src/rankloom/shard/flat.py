@@ -5,7 +5,7 @@ before or after a collective. Pure arithmetic first, then the buffer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,16 +15,28 @@ ALIGN = 64   # bytes. On views that do not start at a cache line, matrix kernels
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lives inside a flat buffer: elements [start, end)."""
+    """Where one tensor lives inside a flat buffer: elements [start, end). strides: within them; None: those of a contiguous tensor"""
 
     name: str
     shape: torch.Size
     start: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def end(self) -> int:
         """One past its last element."""
         return self.start + self.shape.numel()
+
+    @property
+    def shape_in_memory(self) -> torch.Size:
+        """The shape with its dims in the order in which they lie in memory, the one with the largest strides first."""
+        outermost = sorted(zip(self.strides or (), self.shape), key=lambda dim: -dim[0])
+        return self.shape if self.strides is None else torch.Size(size for _, size in outermost)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor that lies here in `flat`."""
+        here = flat[self.start : self.end]
+        return here.view(self.shape) if self.strides is None else here.as_strided(self.shape, self.strides)
 
 
 def lay_out(shapes: Mapping[str, torch.Size], itemsize: int) -> tuple[list[Slot], int]:
@@ -60,21 +72,28 @@ def cut_into_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 class FlatBuffer:
-    """One contiguous tensor and a view of it for each name. Gaps between views stay zero.
+    """One contiguous tensor and a view of it for each name, with the strides of the tensor of that name. Gaps between views stay zero.
 
+    Strides are kept because the optimizer's state has them, and fused kernels pair up elements by their place in memory.
     memory: the tensors' bytes, plus less than 64 each
     """
 
     def __init__(self, like: Mapping[str, Tensor]):
         first = next(iter(like.values()))
-        self.slots, total = lay_out({name: t.shape for name, t in like.items()}, first.itemsize)
+        slots, total = lay_out({name: t.shape for name, t in like.items()}, first.itemsize)
+        self.slots = [replace(slot, strides=kept_strides(like[slot.name])) for slot in slots]
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
         self.views = views_of(self.flat, self.slots)
 
 
 def views_of(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
     """The tensors that lie in `flat`, by name."""
-    return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in slots}
+    return {slot.name: slot.view(flat) for slot in slots}
+
+
+def kept_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides of a copy of the tensor: its own where it fills its memory, as one in channels_last does. None: it is contiguous."""
+    return None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def gap_spans(slots: Sequence[Slot], total: int) -> list[tuple[int, int]]:

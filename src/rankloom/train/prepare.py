@@ -189,7 +189,7 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
 
 def _compute_alike(model: nn.Module, world: World) -> None:
     torch.set_num_threads(1)   # how a kernel splits its sums depends on the number of threads
-    for param in model.parameters():   # and on strides: flat buffers make parameters contiguous, but when depends on the stage
+    for param in model.parameters():   # and on strides: flat buffers of stages 1 to 3 make parameters contiguous
         param.data = param.data.contiguous()
     if world.device.type == "cuda":
         fix_cublas_workspace()
