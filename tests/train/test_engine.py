@@ -192,9 +192,10 @@ def test_an_empty_evaluation_is_an_error_on_all_ranks():
     rl.simulate(2, body)
 
 
-def test_an_evaluation_whose_count_is_no_number_is_an_error():
-    evaluate = lambda world: prepare(world, loss=lambda model, batch: (model(batch).sum(), math.nan)).evaluate([rows(2)])
-    with pytest.raises(rl.LossError, match="rank 0: evaluation counted nan items"):
+@pytest.mark.parametrize("count", [math.nan, math.inf])
+def test_an_evaluation_whose_count_is_no_number_is_an_error(count):
+    evaluate = lambda world: prepare(world, loss=lambda model, batch: (model(batch).sum(), count)).evaluate([rows(2)])
+    with pytest.raises(rl.LossError, match=f"rank 0: evaluation counted {count} items"):
         rl.simulate(1, evaluate)
 
 
@@ -323,15 +324,22 @@ def test_a_sum_without_a_gradient_is_told_so(stage):
 
 
 @pytest.mark.parametrize("deterministic", [False, 4])
-@pytest.mark.parametrize("count", [0, -3, math.nan])
+@pytest.mark.parametrize("count", [0, -3, math.nan, math.inf])
 def test_a_count_of_nothing_is_an_error_on_all_ranks_and_changes_no_parameter(count, deterministic):
     def body(world):
         engine = prepare(world, loss=lambda m, x: (m(x).sum(), count), deterministic=deterministic)
-        with pytest.raises(rl.LossError, match=rf"rank {world.rank}: the loss counted (-?\d+|nan) items over all ranks"):
+        with pytest.raises(rl.LossError, match=rf"rank {world.rank}: the loss counted (-?\d+|nan|inf) items over all ranks"):
             engine.step(rows(4))
         return engine.model.w.tolist(), engine.steps_done
 
     assert rl.simulate(2, body) == [([0.5, -1.0], 0)] * 2
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf])
+def test_a_loss_scale_is_not_guessed_from_a_count_that_is_no_number(count):
+    body = lambda world: prepare(world, loss=lambda m, x: (m(x).sum(), count), precision="fp16").step(rows(4))
+    with pytest.raises(rl.LossError, match=f"the loss counted {count} items over all ranks"):
+        rl.simulate(2, body)
 
 
 def test_one_rank_may_count_nothing_as_long_as_another_counts_something():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import rankloom as rl
 from rankloom.shard.optimizer import Optimizers
@@ -120,6 +121,24 @@ def test_whoever_reads_gradients_before_a_fused_step_reads_the_mean(derived):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # two roundings of 2**-24 a step, and Adam's quotient
 
 
+@pytest.mark.parametrize("register", ["register_step_post_hook", "register_step_pre_hook", register_optimizer_step_post_hook,
+                                      register_optimizer_step_pre_hook], ids=["post", "pre", "post of all", "pre of all"])
+def test_hooks_around_a_fused_step_run_in_no_step_that_is_skipped_and_see_mean_gradients(register):
+    """A bound on weights in such a hook would change them; and gradients were sums for hooks of all optimizers."""
+    params, flats = make()
+    optimizer, seen = torch.optim.AdamW(params, lr=0.1, fused=True), []
+    hook = lambda one, *_: seen.append(torch.cat([param.grad for param in one.param_groups[0]["params"]]))
+    handle = getattr(optimizer, register)(hook) if isinstance(register, str) else register(hook)
+    try:
+        step_on(optimizer, params, flats, 1)
+        fill(flats, 0)
+        torch.testing.assert_close(seen, [torch.cat(flats) / 4.0], rtol=2**-23, atol=0)   # 1/4 is exact: one rounding
+        flats[0][0] = math.inf
+        assert not apply_gradients(optimizer, flats, global_norm(flats), totals(), scale=1.0, clip=None)[3] and len(seen) == 1
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_one_of_several_fused_optimizers_may_get_a_hook_between_two_steps(kind):
     """What the kernel scaled by in the step before was kept, and the gradients were scaled twice."""
@@ -154,7 +173,7 @@ def test_the_factor_of_gradients_in_16_bits_is_not_rounded_to_them(dtype, count)
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("bad", ["nan gradient", "inf gradient", "nan loss", "inf loss", "no count", "nan count"])
+@pytest.mark.parametrize("bad", ["nan gradient", "inf gradient", "nan loss", "inf loss", "no count", "nan count", "inf count"])
 def test_nothing_is_updated_when_anything_is_not_finite(bad, name, fused):
     params, flats = make()
     optimizer = OPTIMIZERS[name](params, **({"fused": True} if fused else {}))
@@ -167,7 +186,7 @@ def test_nothing_is_updated_when_anything_is_not_finite(bad, name, fused):
     if "gradient" in bad:
         flats[1][5] = math.nan if "nan" in bad else math.inf
     else:
-        numbers[0 if "loss" in bad else 1] = {"nan loss": math.nan, "inf loss": math.inf, "no count": 0.0, "nan count": math.nan}[bad]
+        numbers[0 if "loss" in bad else 1] = {"no count": 0.0}.get(bad, math.nan if "nan" in bad else math.inf)
     assert not apply_gradients(optimizer, flats, global_norm(flats), numbers, scale=1.0, clip=1.0)[3]
     assert all(torch.equal(p, b) for p, b in zip(params, before))
     for param, held in zip(params, state):

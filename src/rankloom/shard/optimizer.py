@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
@@ -241,9 +242,10 @@ def fits(value: Any, *shapes: torch.Size) -> bool:
 
 
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step can scale gradients by a factor (a fused one), and no hook and no overridden `step` reads them unscaled."""
+    """Whether its step can scale gradients by a factor and skip itself (a fused one's), and that cannot be seen: there are no hooks, which
+    would read unscaled gradients or run after a skipped step, and `step` is not overridden."""
     base = _base_of_torch(optimizer)
-    return (getattr(optimizer, "_step_supports_amp_scaling", False) and not getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return (getattr(optimizer, "_step_supports_amp_scaling", False) and not _has_hooks(optimizer) and not _has_global_hooks()
             and (base is None or _steps_as(optimizer, base)))
 
 
@@ -257,6 +259,12 @@ def _steps_as(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+
+
+def _has_global_hooks() -> bool:
+    """Whether the user has registered hooks for the steps of all optimizers; rankloom has some too, which look at no gradient."""
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("rankloom.") for hook in hooks)
 
 
 def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> set[str]:

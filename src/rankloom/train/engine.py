@@ -178,7 +178,7 @@ class Engine:
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]
         total, count = self._total(losses)
-        if not count > 0:   # nor NaN
+        if not 0 < count < math.inf:   # nor NaN
             raise LossError(f"rank {self.world_rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")
         return Report(step=self.steps_done, loss=total / count, count=count, grad_norm=0.0, skipped=False, exposed=0.0,
                       lr=float(self.optimizer.param_groups[0]["lr"]), seconds=time.perf_counter() - begin)
@@ -357,7 +357,7 @@ class Engine:
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
                                                      scale=self.scale.value * self.placement.factor, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
-        if not count > 0:   # nor NaN
+        if not 0 < count < math.inf:   # nor NaN
             raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:

@@ -342,7 +342,8 @@ def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None)
         keep = tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for about in told for name, _ in about))
         raise ConfigError(f"{first[0]}: a rank's part of the weight is {first[1]}, which does not divide by {STEP}. Use fewer tensor "
                           f"ranks, or sizes that divide by {STEP} times their number, or let such layers stay in bf16, on any mesh: "
-                          f"`dataclasses.replace(PRECISIONS['fp8'], float8=Recipe(keep={keep}))` as precision (rankloom.train)")
+                          f"`dataclasses.replace(PRECISIONS['fp8'], float8=Recipe(keep={keep}))` as precision, of "
+                          "rankloom.train.precision and rankloom.train.fp8")
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -46,7 +46,7 @@ def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor,
     factor = 1.0 / (count * scale)
     if clip is not None:
         factor = factor * (clip / (norm + CLIP_EPSILON)).clamp(max=1.0)
-    bad = ~(torch.isfinite(norm) & torch.isfinite(total) & (count > 0))
+    bad = ~(torch.isfinite(norm) & torch.isfinite(total) & torch.isfinite(count) & (count > 0))
     known = [len(part.state) for part in optimizers_of(optimizer)]
     if all(map(takes_factor, optimizers_of(optimizer))) and all(flat.dtype == torch.float32 for flat in flats):
         # Setting these two is the interface that torch's own gradient scaler uses.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
-from math import log2
+from math import isfinite, log2
 from typing import Any
 
 import torch
@@ -246,7 +246,8 @@ class LossScale:
     @classmethod
     def first(cls, count: float) -> "LossScale":
         """For a loss that is a sum over `count` items: 2**16, divided by the power of two nearest to the count."""
-        return cls(2.0 ** (FIRST_EXPONENT - round(log2(max(count, 1.0)))))
+        known = max(count, 1.0) if isfinite(count) else 1.0   # the step that has counted so is refused
+        return cls(2.0 ** (FIRST_EXPONENT - round(log2(known))))
 
     def after(self, overflow: bool) -> "LossScale":
         """The scale of the next step."""
