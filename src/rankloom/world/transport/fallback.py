@@ -42,10 +42,9 @@ from rankloom.world.transport.codes import (
     REDUCE_SCATTER,
     SCATTER,
     SUM,
-    TIMED_OUT,
     WRONG_LENGTH,
 )
-from rankloom.world.transport.fallback_messages import Post
+from rankloom.world.transport.fallback_messages import Exchanges, Post
 from rankloom.world.transport.fallback_peers import SLOT, Peers
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
 from rankloom.world.transport.turns import Turns
@@ -184,7 +183,7 @@ def unless_forked(otherwise: int | None, *, waits: bool = False) -> Callable[[Me
     return guard
 
 
-class Link:
+class Link(Exchanges):
     """One rank's end of a group in shared memory, with the methods of _shared.Link. `why`: a reason from codes.py, 0 for none."""
 
     def __init__(self, address: int, rank: int, ranks: int, spin_us: int, yields: int, window: int):
@@ -215,19 +214,6 @@ class Link:
     def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive now -> the other rank, or -why. peer -1: receive from any rank."""
         return self._post.message(sending, address, nbytes, peer, tag, timeout)
-
-    def exchange(self, *both: Any) -> int:
-        """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
-        out, out_bytes, to, into, in_bytes, frm, tag, timeout = both
-        handle = self.post(0, into, in_bytes, frm, tag)
-        try:
-            sent = self.message(1, out, out_bytes, to, tag, timeout)
-            got = self.settle(handle, timeout) if sent >= 0 else sent
-            if got == -TIMED_OUT:   # otherwise the posted receive would go on
-                self.break_off(frm, TIMED_OUT)
-        finally:
-            self.drop(handle)
-        return -min(got, 0)
 
     @unless_forked(0)
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:

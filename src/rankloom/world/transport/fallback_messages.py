@@ -11,10 +11,11 @@ import itertools
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, LOST, WRONG_LENGTH
+from rankloom.world.transport.codes import ANYONE, LOST, TIMED_OUT, WRONG_LENGTH
 from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
 ENVELOPE = 16   # bytes: tag and length
@@ -35,6 +36,29 @@ class Message:
     def done(self) -> bool:
         """Whether all of it is in the ring, or read from it."""
         return self.started and self.moved == self.bytes.size
+
+
+class Exchanges:
+    """`exchange` for a link in Python, by its other calls for messages."""
+
+    message: Any
+    post: Any
+    settle: Any
+    drop: Any
+    break_off: Any
+
+    def exchange(self, *both: Any) -> int:
+        """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
+        out, out_bytes, to, into, in_bytes, frm, tag, timeout = both
+        handle = self.post(0, into, in_bytes, frm, tag)
+        try:
+            sent = self.message(1, out, out_bytes, to, tag, timeout)
+            got = self.settle(handle, timeout) if sent >= 0 else sent
+            if got == -TIMED_OUT:   # otherwise the posted receive would go on
+                self.break_off(frm, TIMED_OUT)
+        finally:
+            self.drop(handle)
+        return int(-min(got, 0))
 
 
 class Post:

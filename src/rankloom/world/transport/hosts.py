@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
-from rankloom.world.transport import fallback
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST
 from rankloom.world.transport.dial import dial_all
+from rankloom.world.transport.fallback_messages import Exchanges
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.levels import Levels
 from rankloom.world.transport.lines import Message
@@ -75,7 +75,7 @@ class HostsBuffers(Buffers):
         return None
 
 
-class HostsLink:
+class HostsLink(Exchanges):
     """One rank's end of a group on several hosts, with the methods of _shared.Link. `why`: a reason from codes.py, 0 for none."""
 
     def __init__(self, store: dist.Store, neighbours: Neighbours, inside: Channel, timeout: float):
@@ -112,8 +112,6 @@ class HostsLink:
             return self._until_done(m, timeout, breaks=True)
         finally:
             self._wire.drop([m])
-
-    exchange = fallback.Link.exchange   # uses the three methods below
 
     def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
         """Start to send or receive -> handle; 0 in a forked child. The memory must stay until the message has settled, or was dropped."""
