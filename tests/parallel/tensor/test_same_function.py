@@ -141,6 +141,21 @@ def test_what_rounding_leaves_is_no_difference(ranks, layers, dtype):
         torch.testing.assert_close(found, truth.detach(), rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5)
 
 
+class KnowsItsWidth(Block):
+    """Cuts what may be a rank's part by the width of the whole, as nanoGPT does."""
+
+    def forward(self, x, **options):
+        first, second = self.up(x).split(WIDTH, dim=-1)
+        return x + self.down(torch.cat((first, second), -1))
+
+
+def test_a_size_of_the_whole_where_a_rank_has_a_part_is_explained():
+    model = Model(KnowsItsWidth)
+    assert model(rows()).shape == rows().shape, "which is right in one process"
+    with pytest.raises(rl.ConfigError, match=r"layers.0, a KnowsItsWidth, .*: it raises ValueError: not enough .* `self.n_embd`"):
+        call(model)
+
+
 SEQUENCE = PLAN | {"layers.0": "sequence_split", "layers.*.norm": "sequence_parallel", "norm": "sequence_parallel_rep"}
 
 

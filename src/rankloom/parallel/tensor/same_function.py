@@ -30,6 +30,9 @@ from rankloom.parallel.wrapping import repeated_blocks, tensors_in
 from rankloom.world.group import Group
 
 Returned = dict[str, list[Tensor]]   # by module
+ACROSS = ("Does the plan cut something across? Matrices fused in one (packed_colwise, packed_qkv_colwise), a head, or features that are "
+          "looked at together (a softmax, a mean, a norm)")
+A_SIZE = "Does it use a size of the whole, such as `self.n_embd`, where a rank has a part? Take it from the tensor: `x.shape[-1]`"
 AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
 MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
 OF_WHAT_IS_ADDED = 0.02   # that may be rounding, many times over, in 16 bits in another kernel
@@ -107,9 +110,7 @@ class _Look:
             for key in [key for key, hook in block._forward_pre_hooks.items() if hook is self]:
                 del block._forward_pre_hooks[key], block._forward_pre_hooks_with_kwargs[key]
             self.group.agree(told and f"{self.group.where('tensor_parallel')}: {self.name or 'the model'}, a {type(block).__name__}, is "
-                             f"another function when it is cut over ranks: {told}. Does the plan cut something across? Matrices fused in "
-                             "one (packed_colwise, packed_qkv_colwise), a head, or features that are looked at together (a softmax, a "
-                             "mean, a norm)", label="same function")
+                             f"another function when it is cut over ranks: {told}", label="same function")
 
     def _told(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, or ranks got others'
@@ -119,26 +120,29 @@ class _Look:
         given = with_first(args, kwargs, lambda x: redistribute(x, self.between, WHOLE, self.group, label="same function"))
         whole = _called(self.whole, values | here, *given)
         device = self.group.device
-        mine = fingerprint(torch.cat([torch.tensor([whole is None], device=device), *(bits(x).to(device) for x in tensors_in(given))]))
-        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or whole is None:
+        fails = torch.tensor([isinstance(whole, Exception)], device=device)
+        mine = fingerprint(torch.cat([fails, *(bits(x).to(device) for x in tensors_in(given))]))
+        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or isinstance(whole, Exception):
             return None
         parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
         cut = _called(self.cut, parts | here, args, kwargs)
-        if cut is None:
-            return None
+        if isinstance(cut, Exception):
+            is_of_shapes = isinstance(cut, RuntimeError | ValueError) and not isinstance(cut, torch.OutOfMemoryError)
+            return f"it raises {type(cut).__name__}: {cut}. {A_SIZE}" if is_of_shapes else None
         if self.between is not WHOLE:
             cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]
         x = next(tensors_in(given))
         wrong = [name for name in whole if name in cut and any(_differs(ours, truth, x) for ours, truth in zip(cut[name], whole[name]))]
-        return "" if "" not in wrong else "it returns other values" + (f", the first behind {wrong[0]}" if wrong[0] else "")
+        first = f", the first behind {wrong[0]}" if wrong and wrong[0] else ""
+        return f"it returns other values{first}. {ACROSS}" if "" in wrong else ""
 
 
 def _values(block: nn.Module, like: Tensor) -> dict[str, Tensor]:
     return {name: usual_values(name, like.new_empty(()).expand(param.shape)) for name, param in block.named_parameters()}
 
 
-def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
-    """What the block and each module in it return, in the order in which they do, the block ("") last; None if it raises.
+def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | Exception:
+    """What the block and each module in it return, in the order in which they do, the block ("") last; or what it raises.
 
     Whatever it raises: if that is a mistake of the user's, the call that comes next raises it too.
     """
@@ -153,8 +157,8 @@ def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...
         return returned
     except RankLost:
         raise
-    except Exception:
-        return None
+    except Exception as error:
+        return error
     finally:
         for hook in hooks:
             hook.remove()
