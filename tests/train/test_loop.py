@@ -218,7 +218,7 @@ def test_text_that_is_none_is_the_same_error_on_every_rank(table, tmp_path, text
 def test_too_little_validation_text_is_told_before_the_first_step_unless_nothing_is_evaluated(table, tmp_path):
     few = {"validation": 0.001}
     errors = each_error(table(data=few), 2)
-    assert len(set(errors)) == 1 and "too few for one sample" in errors[0]
+    assert len(set(errors)) == 1 and "validation tokens are too few for one sample" in errors[0]
     assert not any("StepDone" in path.read_text() for path in tmp_path.glob("runs/*/events/*"))
     run(table(data=few | {"baseline": False}, train={"evaluate": False}), 1)
 

@@ -36,13 +36,13 @@ class TokenSamples:
     """Cuts a stream of tokens in samples of `seq_len` (T) that do not overlap.
 
     Sample i has inputs tokens[iT : iT+T] and targets tokens[iT+1 : iT+T+1]. So no token is a target twice. A last part too short
-    for a sample is left out.
+    for a sample is left out. name: of the tokens, for an error
     """
 
-    def __init__(self, tokens: NDArray[Any], seq_len: int, vocab_size: int | None = None):
+    def __init__(self, tokens: NDArray[Any], seq_len: int, vocab_size: int | None = None, *, name: str = "tokens"):
         self.tokens, self.seq_len, self.vocab_size = tokens, seq_len, vocab_size
         if len(self) < 1:
-            raise DataError(f"{len(tokens)} tokens are too few for one sample of seq_len = {seq_len}, which needs "
+            raise DataError(f"{len(tokens)} {name} are too few for one sample of seq_len = {seq_len}, which needs "
                             f"{seq_len + 1}; use more text, another data.validation, or a smaller seq_len")
 
     def __len__(self) -> int:

@@ -43,7 +43,8 @@ class Job:
 
     def samples(self, tokens: Tokens) -> TokenSamples:
         """Tokens cut into samples of the config's sequence length."""
-        return TokenSamples(tokens, self.config.train.seq_len, self.shape.vocab_size)
+        name = "validation tokens" if tokens is self.corpus.validation else "training tokens"
+        return TokenSamples(tokens, self.config.train.seq_len, self.shape.vocab_size, name=name)
 
 
 def open_run(config: Config, world: World) -> Path:
