@@ -146,7 +146,7 @@ class Data(ConfigSection):
     def _vocab_size_has_a_meaning(self) -> Self:
         if self.is_array():
             if self.vocab_size is None or self.tokenizer in ("bytes", "bpe"):
-                raise ValueError("an array of tokens needs vocab_size, and no tokenizer or the tokenizer.json that made it")
+                raise ValueError("an array of tokens needs vocab_size, and tokenizer = none or the tokenizer.json that made it")
         elif self.tokenizer == "bpe":
             if self.vocab_size is None:
                 raise ValueError('tokenizer = "bpe" needs vocab_size, the number of tokens to learn, such as 4096')
