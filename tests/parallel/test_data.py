@@ -332,7 +332,9 @@ def test_gradients_may_have_a_graph_of_their_own():
             backward(replica, world.rank, step)
         return gradients(replica.module)
 
-    expect_equal(rl.simulate(2, body)[1], plain_gradients(make_layers, lambda m, r: backward(m, r, 2), 2))
+    with pytest.warns(UserWarning, match="without a graph, so a penalty made of `.grad` would not be trained"):
+        found = rl.simulate(2, body)
+    expect_equal(found[1], plain_gradients(make_layers, lambda m, r: backward(m, r, 2), 2))
 
 
 class Fuse(torch.autograd.Function):
@@ -1117,6 +1119,38 @@ def test_gradients_that_somebody_holds_are_not_written_over(p, backend, forwards
     for seen in rl.simulate(p, body, backend=backend):
         for mine in seen:
             expect_equal(mine, truth)
+
+
+@pytest.mark.parametrize("unsynced", [False, True])
+@pytest.mark.parametrize("cleared", ["some", "all"])
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+def test_gradients_that_somebody_holds_stay_where_others_accumulate_and_inside_no_sync(bucket_bytes, backend, cleared, unsynced):
+    """One gradient of a bucket that goes on accumulating, or a first one of `no_sync`, kept all of them from new memory."""
+    def steps(model, rank, pause):
+        params, seen = list(model.parameters()), []
+        for step in range(3):
+            model.zero_grad()
+            out = model(rows_of(rank, step))
+            with pause():
+                out.square().mean().backward(retain_graph=True)
+                kept = [param.grad for param in params]
+                for param in params[:2] if cleared == "some" else params:
+                    param.grad = None
+                out.abs().mean().backward()
+                seen.append([x.clone() for x in (*kept[:2], params[0].grad, params[1].grad, params[-1].grad)])
+        return seen
+
+    def body(world):
+        replica = rl.data_parallel(make_layers(), world, bucket_bytes=bucket_bytes)
+        square_loss(replica, world.rank, 9)   # lays out the buckets
+        return steps(replica, world.rank, replica.no_sync if unsynced else nullcontext)
+
+    alone = [steps(make_layers(), rank, nullcontext) for rank in range(2)]
+    for rank, found in enumerate(rl.simulate(2, body, backend=backend)):
+        expected = alone[rank] if unsynced else [[(a + b) / 2 for a, b in zip(*both)] for both in zip(*alone)]
+        for mine, truth in zip(found, expected):
+            torch.testing.assert_close(mine, truth, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])

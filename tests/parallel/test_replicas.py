@@ -235,6 +235,22 @@ def test_two_parameters_in_one_memory_are_an_error_that_says_how_to_tie_them(tak
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("take", [rl.data_parallel, rl.fully_shard])
+def test_parameters_that_share_a_part_of_their_memory_are_refused_and_two_halves_of_one_are_not(take):
+    def body(world):
+        overlapping, columns, rows = (alike(nn.Sequential(nn.Linear(2, 6), nn.Linear(2, 3))) for _ in range(3))
+        overlapping[1].weight.data = overlapping[0].weight.data[3:]
+        with pytest.raises(rl.ConfigError, match=r"1.weight and 0.weight are two parameters in one memory"):
+            take(overlapping, world)
+        whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        columns[0].weight.data, columns[1].weight.data = whole[:, :2], whole[:3, 2:]
+        rows[0].weight.data, rows[1].weight.data = (part.view(-1, 2) for part in whole.clone().view(-1).split([12, 6, 6])[:2])
+        for model in (columns, rows):
+            take(model, world)
+
+    rl.simulate(2, body)
+
+
 def test_parameters_without_elements_and_frozen_ones_may_be_where_others_are():
     def body(world):
         model = alike(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
@@ -615,3 +631,70 @@ def test_a_buffer_that_was_made_in_inference_mode_is_averaged_like_others(wrap):
         return model.table.tolist()
 
     assert rl.simulate(2, body) == [[0.5] * 3] * 2
+
+
+class Graph(nn.Module):
+    """A layer of a graph network, with the graph as a sparse constant."""
+
+    def __init__(self, layout, weight=1.0):
+        super().__init__()
+        self.linear = alike(nn.Linear(3, 3))
+        dense = torch.eye(4) * weight + torch.eye(4).roll(1, 0)
+        self.register_buffer("adjacency", dense.to_sparse(layout=layout, **({"blocksize": (2, 2)} if "bs" in str(layout) else {})))
+
+    def forward(self, x):
+        return self.linear((self.adjacency.to_dense() @ x.unsqueeze(-2).expand(-1, 4, 3)).sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stage": 3}, {"deterministic": 2}], ids=str)
+def test_a_sparse_buffer_is_a_constant_that_must_be_the_same_on_all_ranks(layout, options):
+    def body(world):
+        made = lambda weight: rl.prepare(Graph(layout, weight), loss=lambda model, x: (model(x).square().sum(), len(x)),
+                                         optimizer=lambda p: torch.optim.SGD(p, lr=0.01), world=world, **options)
+        engine, x = made(1.0), torch.arange(12.0).view(4, 3) / 12
+        losses = [engine.step(x.tensor_split(world.size)[world.rank]).loss for _ in range(3)]
+        if world.size > 1:
+            with pytest.raises(rl.ModelMismatch, match=r"adjacency: \[4, 4\] .* sparse, of checksum .* here, .* sparse, .* on rank 0"):
+                made(1.0 + world.rank)
+        return losses
+
+    (alone,), both = rl.simulate(1, body), rl.simulate(2, body)
+    assert all(losses == pytest.approx(alone, rel=1e-6) for losses in both)
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_an_expanded_buffer_is_made_equal_and_averaged_as_any(wrap):
+    """Its elements are in one place, in which torch writes no others."""
+    class Scales(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.linear = alike(nn.Linear(2, 2))
+            self.register_buffer("scale", torch.tensor(1.0 + rank).expand(4))
+
+        def forward(self, x):
+            self.scale = x.detach().abs().mean().expand(4)
+            return self.linear(x)
+
+    def body(world):
+        model = Scales(world.rank)
+        wrapped, start = wrap(model, world), model.scale.clone()
+        wrapped(torch.full((1, 2), 3.0 + world.rank)).sum().backward()
+        return start.tolist(), model.scale.tolist()
+
+    with pytest.warns(UserWarning, match="first: scale"):
+        both = rl.simulate(2, body)
+    assert both == [([1.0] * 4, [3.5] * 4)] * 2 and rl.simulate(1, body) == [([1.0] * 4, [3.0] * 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.int64])
+def test_counts_of_any_whole_numbers_become_the_largest(dtype):
+    def body(world):
+        model = nn.Module()
+        model.register_buffer("count", torch.zeros(2, dtype=dtype))
+        keeper = BufferKeeper(model, world)
+        model.count.copy_(torch.tensor([40_000 if dtype != torch.int16 else 30_000, world.rank]))
+        return keeper.average_changed(), model.count.tolist()
+
+    assert rl.simulate(3, body) == [(["count"], [30_000 if dtype == torch.int16 else 40_000, 2])] * 3

@@ -23,6 +23,15 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+@torch.no_grad()
+def overwrite(x: Tensor, values: Tensor) -> None:
+    """Write values to `x`; in new memory where several of its elements lie in one place, as those of an expanded tensor do."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        x.data = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+    else:
+        x.detach().copy_(values)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """The memory of `x` as bytes [..., itemsize]: backends refuse some dtypes, gloo for example 16-bit integers. x: contiguous, [...]"""
     return x.detach().unsqueeze(-1).view(torch.uint8)

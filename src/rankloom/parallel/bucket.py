@@ -31,6 +31,7 @@ class Bucket:
         size = (parameters.flat.numel(), self.dtype)
         self._window = memory_lent(group.buffer(*size)) if group.lends_memory else between_steps(*size, group.device)
         self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
+        self._backward = -1   # number of the backward in which it was opened; -1 outside
         self.open()
         self._late = summing.late()
         self.algorithm = summing.algorithm([(slot.start, slot.shape_in_memory) for slot in self.slots], self.dtype)
@@ -48,9 +49,10 @@ class Bucket:
         return self._window.tensor
 
     def open(self) -> None:
-        """Make room for gradients. They overwrite those of the last step, unless the user still holds one of these."""
-        if not self.unsynced and self._has_guests() and not any(self.holds(name, owner.grad) for name, owner in self.owners.items()):
-            self.close()
+        """Make room for gradients. They overwrite those of earlier backwards, unless the user still holds one of these."""
+        if (backward := torch._C._current_graph_task_id()) != self._backward:   # a look at all parameters is dear: one in each
+            self._backward = backward
+            self._leave_to_guests()
         if not self.views:
             self._window.open()
             self.views, self.gaps = views_of(self.flat, self.slots), gaps_of(self.flat, self.slots)
@@ -63,9 +65,25 @@ class Bucket:
             self.views, self.gaps = {}, []
             self._window.close()
 
-    def _has_guests(self) -> bool:
-        """Whether a view of the memory is held outside the bucket, for example by the user."""
-        return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps)
+    def _has_guests(self, known: int = 0) -> bool:
+        """Whether more than `known` views of the memory are held outside the bucket, for example by the user."""
+        return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps) + known
+
+    def _leave_to_guests(self) -> None:
+        """Where the user holds gradients that are no parameter's any more, let them have the memory, and take new memory."""
+        if not self._has_guests():
+            return
+        mine = [name for name, owner in self.owners.items() if self.holds(name, owner.grad)]
+        if len(mine) == len(self.owners) or not self._has_guests(len(mine)):
+            return
+        values = {name: self.views[name].clone() for name in mine}
+        for name in mine:
+            self.owners[name].grad = None
+        self.close()
+        self.open()
+        for name, value in values.items():
+            self.views[name].copy_(value)
+            self.owners[name].grad = self.gradient(name)
 
     def gradient(self, name: str) -> Tensor:
         """The tensor for a parameter's `.grad`: an alias of the view, because casting or moving a model swaps the memory of that tensor."""

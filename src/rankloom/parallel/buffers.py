@@ -6,11 +6,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.tensors import version_of
+from rankloom.base.tensors import overwrite, version_of
 from rankloom.shard.flat import by_dtype
 from rankloom.world.group import Group
 
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64,
+         torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}   # of these, gloo can compare no numbers
 Seen = tuple[Tensor, int, int]   # a buffer, the writes to all buffers of its module, and its address
 
 
@@ -48,7 +49,7 @@ class BufferKeeper:
             return self.average_changed()
         changed = [name for name, (flag, most, least) in zip(self._common, found) if flag and most == -least]
         for name in changed:
-            self._average(now[name][0].detach(), f"buffer {name}")
+            self._average(now[name][0], f"buffer {name}")
         before, self._before = self._before, self._seen()
         quiet = self._quiet(self._before)
         # A buffer that was averaged, or written openly, may be written unseen in the next step: its sample must be of its present values.
@@ -58,12 +59,13 @@ class BufferKeeper:
 
     def _average(self, buffer: Tensor, label: str) -> None:
         """Of floats in a wider dtype, so that a value which is equal on all ranks stays so to the last bit."""
-        values = torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer.resolve_neg()
+        values = buffer.detach()
+        values = torch.view_as_real(values.resolve_conj()) if buffer.is_complex() else values.resolve_neg()
         # A count (batches tracked) is usually the same on all ranks; if not, take the largest.
         op = "mean" if values.is_floating_point() else "max"
         wide = WIDER.get(values.dtype, values.dtype)
         common = self.group.all_reduce(values.to(wide, copy=True, memory_format=torch.contiguous_format), op, label=label).to(values.dtype)
-        buffer.copy_(torch.view_as_complex(common) if buffer.is_complex() else common)
+        overwrite(buffer, torch.view_as_complex(common) if buffer.is_complex() else common)
 
     def forget_changes(self) -> None:
         """Take the present values as unchanged: they are equal on all ranks."""
@@ -80,7 +82,8 @@ class BufferKeeper:
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
         versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
                     for module in self.model.modules() for b in module.buffers(recurse=False)}
-        return {name: (buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()}
+        return {name: (buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()
+                if buffer.layout is torch.strided}
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:

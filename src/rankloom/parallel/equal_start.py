@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
-from rankloom.base.tensors import bytes_of
+from rankloom.base.tensors import bytes_of, overwrite
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import is_sharded
 from rankloom.shard.flat import kept_strides
 from rankloom.world.group import Group
 
+AT_MOST = 1 << 24   # elements of tensors that are looked at one by one
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
 
 
@@ -73,12 +75,13 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     _lie_as_on_rank_0(model, group)
     changed = []
     for name, tensor in named_state(model):
+        if tensor.layout is not torch.strided:
+            continue   # is the same already
         mine = bytes_of(tensor)
         theirs = group.broadcast(mine.clone(), label=f"initial {name}")
         if not torch.equal(theirs, mine):
             changed.append(name)
-            with torch.no_grad():
-                tensor.copy_(theirs.view(tensor.dtype).view(tensor.shape))
+            overwrite(tensor, theirs.view(tensor.dtype).view(tensor.shape))
     everyone = group.all_gather_object(changed, label="who differed")
     if group.rank == 0 and any(everyone):   # only rank 0's warnings reach the console
         ranks = [rank for rank, names in zip(group.ranks, everyone) if names]
@@ -110,7 +113,7 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
     _expect_plain_embeddings(model, group.size)
     _expect_memory_of_their_own(model)
     _expect_own(model, group)
-    mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named_state(model)}
+    mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}{_sparse_values(t)}" for name, t in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
         return
@@ -123,6 +126,20 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
         differ = [f"the same tensors in another order, {here} here where rank {first} has {there}"]
     problem = f"rank {group.world_rank} holds another model than rank {first}: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
+
+
+def _sparse_values(x: Tensor) -> str:
+    """A checksum of a sparse tensor, in words; empty for others. It is not sent from rank 0: its size may differ by rank."""
+    if x.layout is torch.strided:
+        return ""
+    if x.layout is torch.sparse_coo:
+        x = x.detach().coalesce()
+        parts = [x.indices(), x.values()]
+    else:
+        by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+        parts = [x.crow_indices(), x.col_indices()] if by_row else [x.ccol_indices(), x.row_indices()]
+        parts.append(x.values())
+    return f" sparse, of checksum {crc32(torch.cat([bytes_of(part.cpu()) for part in parts]).numpy().tobytes()):x}"
 
 
 def _expect_own(model: nn.Module, group: Group) -> None:
@@ -141,13 +158,32 @@ def _expect_own(model: nn.Module, group: Group) -> None:
 
 def _expect_memory_of_their_own(model: nn.Module) -> None:
     """Raise ConfigError for two parameters in the same memory: flat buffers would separate them, and train them apart."""
-    found: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        if address := address_of(param):
-            first, other = found.setdefault((param.device, address), (name, param))
-            if other is not param and (param.requires_grad or other.requires_grad):
+    placed = [(str(param.device), address_of(param), name, param) for name, param in model.named_parameters() if address_of(param)]
+    before: list[tuple[str, int, str, nn.Parameter]] = []   # those that may reach to the next one
+    for device, address, name, param in sorted(placed, key=lambda one: one[:3]):
+        before = [one for one in before if one[0] == device and address < one[1] + _extent(one[3])]
+        for _, _, first, other in before:
+            if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
                 raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
                                   "would be updated separately. Tie them as one parameter: `a.weight = b.weight`")
+        before.append((device, address, name, param))
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.itemsize
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors whose extents overlap have a place in memory in common; two columns of one matrix have not."""
+    if one.data_ptr() == other.data_ptr() or max(one.numel(), other.numel()) > AT_MOST:
+        return one.data_ptr() == other.data_ptr()
+    places = []
+    for x in (one, other):
+        steps = [torch.arange(size) * (stride * x.itemsize) for size, stride in zip(x.shape, x.stride())]
+        offsets = sum((step.view(-1, *[1] * (x.dim() - 1 - dim)) for dim, step in enumerate(steps)), torch.zeros((), dtype=torch.int64))
+        places.append(x.data_ptr() + offsets.flatten())
+    return bool(torch.isin(*places).any())
 
 
 def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:

@@ -46,6 +46,8 @@ from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
+WITHOUT_GRAPH = ("backward(create_graph=True): gradients that are summed over ranks are values without a graph, so a penalty made of "
+                 "`.grad` would not be trained. Make it of torch.autograd.grad(loss, parameters, create_graph=True)")
 ONE_HOST_BYTES = 128 << 20   # here the cores that compute also move the bytes: overlap gains little, and a message costs 1 ms
 
 
@@ -147,6 +149,8 @@ class GradientReducer:
     @torch.no_grad()   # with create_graph=True it would become part of the graph
     def _land(self, name: str, param: Tensor) -> None:
         gradient = landed(param, name, self.group.world_rank, sparse=self.group.size == 1)
+        if gradient.requires_grad and self.group.size > 1:
+            warnings.warn(WITHOUT_GRAPH, stacklevel=2)
         owner, bucket = self.owners[name], self._home.get(name)
         if bucket is not None:
             if self.syncing and name not in bucket.waiting_for:

@@ -346,7 +346,7 @@ def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     These only if they are no more than the trained ones, whose gradients will need as much memory as copies of them: not a large model
     around a small adapter.
     """
-    yield from model.named_buffers()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
     frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes()}
     if sum(param.nbytes for param in frozen.values()) <= sum(param.nbytes for param in model.parameters() if param.requires_grad):
         yield from frozen.items()

@@ -169,6 +169,25 @@ def test_a_model_on_the_meta_device_is_cut_and_filled_from_whole_tensors(ranks):
         torch.testing.assert_close(mine, logits, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_model_that_is_cut_and_then_sharded_is_loaded_from_whole_tensors(backend):
+    whole = {name: torch.full_like(value, 0.5) for name, value in make().state_dict().items()}
+
+    def body(world):
+        over = world.group("tensor")
+        model = rl.fully_shard(rl.tensor_parallel(make(), None, over), world.group("shard"))
+        before = full_state_dict(model, over)
+        load_full_state_dict(model, whole, over)
+        model(torch.arange(8)[None]).sum().backward()
+        load_full_state_dict(model, before, over)
+        load_full_state_dict(model, whole, over)
+        return before, full_state_dict(model, over)
+
+    for before, after in rl.simulate(rl.Mesh(shard=2, tensor=2), body, backend=backend):
+        torch.testing.assert_close(before, dict(make().state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(after, whole, rtol=0, atol=0)
+
+
 def test_a_state_with_other_names_is_not_loaded():
     def body(world):
         model = rl.tensor_parallel(make(), None, world)

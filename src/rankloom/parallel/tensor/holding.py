@@ -208,7 +208,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: G
     raises: ModelMismatch when names are missing or unknown; ShapeMismatch
     """
     plain = _named_alike(model)   # a sharded model would gather its state to say its names
-    held, known = holdings(plain), plain.state_dict().keys()
+    held, known = holdings(plain), plain.state_dict(keep_vars=True).keys()
     if wrong := sorted(known ^ state.keys()):
         what = "is missing" if wrong[0] in known else "is not in the model"
         raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
