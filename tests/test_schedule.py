@@ -190,7 +190,8 @@ def test_a_file_says_itself_how_large_it_is(tmp_path):
         find_schedule("none.txt", None, None, None)
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"forward": 1}', '{"forward": ["x"], "input": [1], "weight": [1]}', "not json"])
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"forward": 1}', '{"forward": ["x"], "input": [1], "weight": [1]}', "not json",
+                                  "[" * 100_000])
 def test_a_file_of_costs_that_is_none_is_refused(text, tmp_path):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ConfigError, match="expected F,I,W"):

@@ -83,7 +83,7 @@ def read_costs(text: str | None, stages: int) -> Costs:
         return Costs.even(stages, forward=numbers[0], input=numbers[1], weight=numbers[2], message=sum(numbers[3:]))
     except ConfigError as error:
         raise ConfigError(f"--costs {text}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):   # the last: brackets in brackets
         raise ConfigError(f"--costs {text}: expected F,I,W or F,I,W,message, such as 18.5,18.1,9.3,0.6; or a .json file with lists "
                           "forward, input and weight (a number for each stage), and perhaps message and send") from None
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import rankloom as rl
 from gradients import expect_equal, gradients
 from rankloom.train.recompute import recompute
 
@@ -103,3 +104,89 @@ def test_a_model_with_hooks_of_its_backward_and_attributes_called_hooks_may_be_r
     (grads, seen), (wanted, expected) = run(policy), run("none")
     expect_equal(grads, wanted)
     assert len(seen) == 2 and all(map(torch.equal, seen, expected))
+
+
+class DrawsLate(nn.Module):
+    """Makes its generator when it first needs one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.torch = nn.Linear(6, 6), None
+
+    def forward(self, x):
+        if self.torch is None:
+            self.torch = torch.Generator().manual_seed(3)
+        if self.training and not hasattr(self, "python"):
+            self.python = random.Random(3)
+        strength = torch.rand(6, generator=self.torch) + (self.python.random() if self.training else 0.0)
+        return x + torch.tanh(self.linear(x) * strength)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
+def test_generators_that_a_forward_makes_are_taken_away_while_it_runs_again(policy, evaluated):
+    def run(policy):
+        torch.manual_seed(0)
+        model, found = nn.Sequential(*(DrawsLate() for _ in range(3))), []
+        recompute(model, policy, blocks=(DrawsLate,))
+        x = torch.linspace(-1, 1, 24).view(4, 6)
+        if evaluated:
+            model.eval()(x)
+            model.train()
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            found.append((loss.item(), gradients(model)))
+        return found, [(block.torch.initial_seed(), torch.rand((), generator=block.torch), block.python.random()) for block in model]
+
+    (found, after), (wanted, then) = run(policy), run("none")
+    assert after == then
+    for (loss, grads), (expected, reference) in zip(found, wanted):
+        assert loss == expected
+        expect_equal(grads, reference)
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(shard=2)], ids=str)
+def test_generators_that_the_look_at_a_loss_makes_are_no_part_of_training(mesh):
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+
+    def body(world):
+        torch.manual_seed(0)
+        model = copy.deepcopy(start)
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).square().sum(), len(x)), world=world, recompute="full",
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.01), stage=3 if mesh.shard > 1 else 0, units=DrawsLate)
+        return [engine.step(x.tensor_split(world.size)[world.rank]).loss for _ in range(3)]
+
+    start = nn.Sequential(*(DrawsLate() for _ in range(2))).double()
+    plain, losses = copy.deepcopy(start), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(x).square().sum() / len(x)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    for found in rl.simulate(mesh, body):
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, *, into):
+        into += self.linear(x)
+        return into
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
+def test_a_block_that_changes_its_argument_in_place_is_refused_by_name(policy):
+    """It would add twice, or end in an error of torch's that names no block."""
+    model = nn.ModuleList(AddsInPlace() for _ in range(2))
+    recompute(model, policy, blocks=(AddsInPlace,))
+    x = torch.ones(4, 6)
+    with pytest.raises(rl.ConfigError, match=r"an? AddsInPlace changes its argument 1, a tensor of shape \[4, 6\], in place.*`x = x \+ y`"):
+        for block in model:
+            x = block(x, into=x.clone())

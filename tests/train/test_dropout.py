@@ -189,12 +189,30 @@ def test_a_compiled_module_draws_the_same_masks_call_by_call_and_is_compiled_onc
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_calls_on_one_tensor_are_not_merged_by_the_compiler(backend):
+    """Two views of the same rows: what is equal in a graph is computed once, unless torch is told otherwise."""
+    torch._dynamo.reset()
+    key = DropoutKey(4)
+    module, x = KeyedDropout(0.5, "drop", key), torch.ones(40, requires_grad=True)
+    views = lambda: torch.stack([module(x), module(x), module(x.view(8, 5).t()).t().reshape(40)])
+    compiled = torch.compile(views, backend=backend, fullgraph=True)
+    key.set_rows(1, range(1, 2))
+    expected = views()
+    key.set_rows(1, range(1, 2))
+    found = compiled()
+    assert torch.equal(found, expected) and not torch.equal(found[0], found[1]) and key.calls == {"drop": 2}
+    weights = torch.arange(120.0).view(3, 40)
+    assert torch.equal(*(torch.autograd.grad((each * weights).sum(), x)[0] for each in (found, expected)))
+    torch._dynamo.reset()
+
+
 def test_a_copy_of_a_module_draws_with_its_own_key():
     key = DropoutKey(4)
     module = KeyedDropout(0.5, "drop", key)
     twin = copy.deepcopy(module)
     key.set_rows(5, range(5, 6))
-    assert torch.equal(keyed_mask(torch.ones(40), twin._place), mask(4, name="drop", n=40))
+    assert torch.equal(keyed_mask(torch.ones(40), twin._place, torch.empty(0)), mask(4, name="drop", n=40))
     assert twin.key.calls == {"drop": 0} and key.calls == {}
 
 

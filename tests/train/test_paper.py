@@ -20,9 +20,11 @@ DENSE, EXPERTS = {"ffn": 24}, {"moe": {"experts": 4, "ffn": 12, "shared": 1}}
 
 def config_of(mesh: dict, stage: int, *, model: dict = DENSE, tie: bool = True, **train) -> Config:
     """A run of that mesh."""
+    comm = {"compress": train.pop("compress", "none")}
     sizes = {"global_batch_size": ROWS, "seq_len": TOKENS, "stage": stage, "precision": "fp64"} | train
     data = {"tokenizer": "bpe", "vocab_size": VOCAB}
-    return make_config({"mesh": {"replicate": 1} | mesh, "data": data, "model": MODEL | model | {"tie": tie}, "train": sizes}, "test")
+    model = MODEL | model | {"tie": tie}
+    return make_config({"mesh": {"replicate": 1} | mesh, "data": data, "model": model, "train": sizes, "comm": comm}, "test")
 
 
 def on_paper(config: Config) -> list[RankPart]:
@@ -65,6 +67,9 @@ MESHES = [
     ({"expert": 2}, 0, {"model": EXPERTS}), ({"expert": 4, "shard": 2}, 3, {"model": EXPERTS}),
     ({"expert": 2, "tensor": 2, "shard": 2}, 2, {"model": EXPERTS}), ({"shard": 2}, 2, {"deterministic": 4}),
     ({"replicate": 2}, 0, {"deterministic": True}), ({"shard": 2, "tensor": 2}, 3, {"precision": "bf16"}),
+    *((mesh, stage, {"precision": "fp32", "compress": compress}) for mesh, stage, compress in (
+        ({"replicate": 2}, 0, "topk"), ({"replicate": 2}, 0, "powersgd:1"), ({"replicate": 2, "tensor": 2}, 0, "powersgd:1"),
+        ({"replicate": 2, "shard": 2}, 1, "topk"), ({"shard": 2}, 3, "int8"))),
 ]
 
 

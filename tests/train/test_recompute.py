@@ -427,11 +427,20 @@ class Shifting(nn.Module):
     lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block((x, None)), lambda block, x: block([x]),
     lambda block, x: block(x={0: x}),
 ], ids=["by place", "by name", "in a tuple", "in a list", "in a dict"])
-def test_an_input_that_changes_before_backward_is_an_error(policy, call):
+def test_an_input_that_the_block_changes_is_an_error_that_names_it(policy, call):
     """The block would run again with the changed one."""
     blocks = nn.ModuleList(Shifting() for _ in range(2))
     recompute(blocks, policy)
-    out = call(blocks[0], torch.ones(3, 8))
+    with pytest.raises(rl.ConfigError, match=r"the forward of a Shifting changes its argument \d, a tensor of shape \[3, 8\], in place"):
+        call(blocks[0], torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
+def test_an_input_that_changes_between_forward_and_backward_is_an_error(policy):
+    blocks, x = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)), torch.ones(3, 8)
+    recompute(blocks, policy)
+    out = blocks[0](x)
+    x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -166,6 +166,8 @@ class PowerSGD(Compressed):
             raise ShapeMismatch(f"{group.where(LABEL)}: {len(values)} values, in which the parts do not lie one after the other")
         if not self._matrices:
             self._matrices = [begin(start, a, b, self.rank, values.device) for start, a, b in self._shapes]
+        if values.is_meta:   # on paper: only what is kept counts
+            return
         products = [matrix.absorb(matrix.of(values)) for matrix in self._matrices]
         first = torch.cat([p.view(-1) for p in products] + [values[part] for part in plain])
         group.all_reduce(first, label=LABEL)

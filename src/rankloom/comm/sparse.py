@@ -44,6 +44,8 @@ class TopK(Compressed):
     def _sum(self, values: Tensor, group: Group) -> None:
         if self._error is None:
             self._error = torch.zeros_like(values)
+        if values.is_meta:   # on paper: only what is kept counts
+            return
         places = absorb(values, self._error, _count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
         if values[places].isfinite().all():   # otherwise the error stays as it was

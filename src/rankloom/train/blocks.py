@@ -4,13 +4,15 @@ Recompute, activation offload and compile act on the same blocks: each replaces 
 the block, such as those that gather and free its parameters, stay outside the wrapper: they run once, and are not compiled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
+from rankloom.base.tensors import version_of
 from rankloom.parallel.wrapping import Policy, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -38,6 +40,18 @@ class Wrapped:
             self.inner.compile(compiler)
         else:
             self.inner = compiler(self.inner)
+
+
+@contextmanager
+def arguments_unchanged(block: nn.Module, given: Sequence[Any]) -> Iterator[None]:
+    """A context for a forward that will run again: raise ConfigError if it changes a tensor that it was given in place."""
+    before = [version_of(value) if isinstance(value, Tensor) else 0 for value in given]
+    yield
+    for number, (value, version) in enumerate(zip(given, before)):
+        if isinstance(value, Tensor) and version_of(value) != version:
+            raise ConfigError(f"the forward of a {type(block).__name__} changes its argument {number}, a tensor of shape "
+                              f"{list(value.shape)}, in place; a block that is computed again in backward would get it as it is then. "
+                              "Write `x = x + y` in place of `x += y`, or leave recompute out")
 
 
 def classes_in(units: Policy) -> tuple[type[nn.Module], ...]:

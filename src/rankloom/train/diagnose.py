@@ -15,7 +15,7 @@ import secrets
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from rankloom.parallel.build import digest
 from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
-from rankloom.train.draws import Draws, generators_of
+from rankloom.train.draws import Generators
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -200,12 +200,11 @@ def _state_put_back(model: nn.Module) -> Iterator[None]:
     Frozen parameters only where they are few: see `_untrained`.
     """
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
-    values = [(kept, kept.detach().clone()) for _, kept in _untrained(model) if kept.layout == torch.strided]
-    draws = Draws(generators_of(model))
+    values = [(kept, kept.detach().clone()) for _, kept in _untrained(model)]
     try:
-        yield
+        with Generators(model).put_back():
+            yield
     finally:
-        draws.set_back(ExitStack())
         for now, own in held:
             now.clear()
             now.update(own)

@@ -6,8 +6,8 @@ get numbers twice.
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}   # names of attributes
+
+ABSENT = object()
 
 Place = tuple[nn.Module, str]
 """A module, and the name of the attribute in which it has a generator."""
@@ -29,17 +31,61 @@ class Source(NamedTuple):
 
 
 class Draws:
-    """The states that the generators at some places have now."""
+    """The states that the generators at some places have now.
 
-    def __init__(self, places: Iterable[Place]):
+    attributes: of all modules of the block, now; None where all places are known
+    made:       places where there was no generator yet, and what was there
+    """
+
+    def __init__(self, places: tuple[Place, ...], attributes: dict[nn.Module, dict[str, Any]] | None):
         sources = [source for module, name in places if (source := _source(getattr(module, name, None)))]
         self._then = [(source, source.read()) for source in sources]
+        self.places, self.attributes = places, attributes
+        self.made: list[tuple[nn.Module, str, Any]] = []
 
     def set_back(self, undo: ExitStack) -> None:
-        """Set the generators back; `undo` restores their present states."""
+        """Set the generators back, and take away what was made since; `undo` restores what is there now."""
         for source, state in self._then:
             undo.callback(source.set, source.read())
             source.set(state)
+        for module, name, before in self.made:
+            undo.callback(setattr, module, name, getattr(module, name))
+            delattr(module, name) if before is ABSENT else setattr(module, name, before)
+
+
+class Generators:
+    """The generators of a block, looked for until a forward in training has made none: many are made when they are first needed."""
+
+    def __init__(self, block: nn.Module):
+        self._block = block
+        self._known: tuple[Place, ...] | None = None
+
+    def now(self) -> Draws:
+        """Their states before a forward."""
+        if self._known is not None:
+            return Draws(self._known, None)
+        return Draws(tuple(generators_of(self._block)), {module: dict(vars(module)) for module in self._block.modules()})
+
+    def note_made(self, draws: Draws) -> None:
+        """After that forward: note in its `draws` which generators it has made."""
+        if draws.attributes is None:
+            return
+        now = tuple(generators_of(self._block))
+        draws.made = [(module, name, draws.attributes.get(module, {}).get(name, ABSENT)) for module, name in now
+                      if (module, name) not in draws.places]
+        draws.attributes = None   # they may hold memory
+        if self._block.training and not draws.made:
+            self._known = now
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """A context for a forward that belongs to no step: afterwards the generators are as before."""
+        draws = self.now()
+        try:
+            yield
+        finally:
+            self.note_made(draws)
+            draws.set_back(ExitStack())
 
 
 def generators_of(block: nn.Module) -> Iterator[Place]:

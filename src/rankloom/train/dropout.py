@@ -143,7 +143,7 @@ class Keyed(_DropoutNd):
         together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # as torch's Dropout2d: rows of [channels, positions]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
         is_cut = self.between is not None and self.between.is_cut
-        kept = keyed_mask(like, self._place, is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
+        kept = keyed_mask(like, self._place, torch.empty(0), is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
         kept = kept.view(kept.shape + (1,) * together)
         return x.mul_(kept) if self.inplace else x * kept
 
@@ -231,7 +231,8 @@ KINDS: dict[type[nn.Module], type[Keyed]] = {**dict.fromkeys(KEYED_DROPOUT, Keye
 
 
 # The compiler must not see names, counters and keys: it would compile a graph for each block, and again in each step. So it sees one
-# operation, which it may neither repeat nor merge. A tensor with a number tells this operation whose mask to draw.
+# operation, which it may neither repeat nor merge. A tensor with a number tells this operation whose mask to draw. The tag below keeps
+# torch from repeating it; but calls with equal arguments are merged, unless one is an empty tensor, which torch never takes for another.
 _places: WeakValueDictionary[int, Keyed] = WeakValueDictionary()
 _numbers = count()
 
@@ -243,14 +244,14 @@ def _take_place(module: Keyed) -> Tensor:
 
 
 @torch.library.custom_op("rankloom::keyed_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def keyed_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
-    """The mask for `x` of the module with number `place`, as one operation of a compiled graph."""
+def keyed_mask(x: Tensor, place: Tensor, call: Tensor, is_cut: bool = False) -> Tensor:
+    """The mask for `x` of the module with number `place`, as one operation of a compiled graph. call: empty, another one in each call"""
     return _places[int(place)].mask(x, is_cut)
 
 
 @keyed_mask.register_fake
-def _shape_of_mask(x: Tensor, place: Tensor, is_cut: bool = False) -> Tensor:
-    return torch.empty_like(x)
+def _shape_of_mask(x: Tensor, place: Tensor, call: Tensor, is_cut: bool = False) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _from_column(keys: Tensor, first: int) -> Tensor:

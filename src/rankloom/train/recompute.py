@@ -8,9 +8,8 @@ A recomputed forward sees the same state as the first one. Keyed dropout draws t
 call. torch's own generators are set back meanwhile, and so are those that the block's modules have as attributes (draws.py). Buffers
 that the block changes have their earlier values, and are not changed twice (block_buffers.py); so do lists and dicts among its
 arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here.
-Not restored: other state that a forward changes (plain attributes, buffers of modules around the block), Python's `random` and numpy's
-global generator, and torch's own where several ranks share it, as those of `simulate` do: draw from a generator of the block, or from
-torch. Not repeated correctly: `F.rrelu`, called as a function (`nn.RReLU` is).
+Not restored: other state that a forward changes (plain attributes, buffers around the block), Python's `random` and numpy's global
+generator, and torch's own where ranks share it, as those of `simulate` do. Not repeated correctly: `F.rrelu` as a function.
 
 A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less. Where
 a compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
@@ -38,9 +37,9 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.quantities import parse_size
 from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
-from rankloom.train.blocks import Compiler, Wrapped, blocks_of
+from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import OF_EVERY_MODULE, Draws, Place, generators_of
+from rankloom.train.draws import OF_EVERY_MODULE, Draws, Generators
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -172,7 +171,7 @@ class RecomputedForward(Wrapped):
         self._stops_early = not any(isinstance(module, nn.RReLU) for module in block.modules())
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many products `selective` has to keep
-        self._generators: tuple[Place, ...] | None = None   # None: not known before the first forward
+        self.generators = Generators(block)
         self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,8 +190,7 @@ class RecomputedForward(Wrapped):
 
     def replay(self, before: Callable[[], None] = lambda: None) -> "Replay":
         """The present state of the block. before: called when that is restored"""
-        self._generators = tuple(generators_of(self.block)) if self._generators is None else self._generators
-        return Replay(self.block, Draws(self._generators), before)
+        return Replay(self.block, self.generators.now(), before)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
@@ -247,8 +245,10 @@ class RecomputedForward(Wrapped):
         if choice != FULL:
             replay.reuse(around, self._learn)
         # RReLU hands its noise to autograd before it draws it. To stop there, once all is handed over, would leave the noise undrawn.
-        out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
-                         context_fn=lambda: (around, replay))
+        with arguments_unchanged(self.block, given):
+            out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
+                             context_fn=lambda: (around, replay))
+        self.generators.note_made(replay.draws)
         replay.buffers = self._changed(before)
         if choice != FULL:
             around.forget(out)   # the caller may change it
@@ -305,7 +305,7 @@ class Replay:
     """
 
     def __init__(self, block: nn.Module, draws: Draws, before: Callable[[], None]):
-        self._before, self._draws = before, draws
+        self._before, self.draws = before, draws
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
         self._block, self.buffers = block, Values()
@@ -322,7 +322,7 @@ class Replay:
         for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
             self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls, is_replayed=key.is_replayed)
             _set(key, step, rows, here, dict(calls))
-        self._draws.set_back(self._undo)
+        self.draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
             self._undo.enter_context(self._reuse)
@@ -341,12 +341,12 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int], *, 
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Run the block once with each choice, on copies of its state. A choice that is left out is given a cost that is never the best."""
-    kept, work, dear = {}, 0, 0
-    buffers = Before(forward.block).values
+    kept, work, dear, buffers = {}, 0, 0, Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
-    with uncounted(forward.block):
+    with uncounted(forward.block), arguments_unchanged(forward.block, tree_leaves((args, kwargs))):
         for choice in forward.choices(args, kwargs):
-            with torch.random.fork_rng(devices=list(devices)), forward.replay(), on_copies(forward.block, buffers), Trace() as trace:
+            with (torch.random.fork_rng(devices=list(devices)), forward.generators.put_back(), forward.replay(),
+                  on_copies(forward.block, buffers), Trace() as trace):
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
                 out = forward.run(forward.plain, choice, forward.replay(), *tried)
             kept[choice] = trace.kept(out)

@@ -20,6 +20,7 @@ def test_every_kind_is_parsed_as_it_is_printed(kind):
     ("F3@", "expected a kind, a micro-batch and a stage, such as F3@1, or F3 where the rank has one stage"),
     ("F@1", "expected a kind, a micro-batch"), ("GATHER3@1", "have no micro-batch"),
     ("SENF_F3@1", "Did you mean 'SEND_F'?"), ("X1@2", "there is no kind 'X'"), ("", "expected a kind"), ("F3@1 ", "expected a kind"),
+    (f"F{'1' * 5000}@1", "expected a kind"), (f"F1@{'1' * 5000}", "expected a kind"),
 ])
 def test_a_word_that_is_no_action_is_refused_with_what_was_expected(text, message):
     with pytest.raises(ConfigError, match=message):

@@ -44,7 +44,7 @@ def parse_action(text: str) -> Action:
     >>> parse_action("SEND_F12@3")
     SEND_F12@3
     """
-    match = re.fullmatch(r"([A-Z_]+)(\d*)(?:@(\d+))?", text)
+    match = re.fullmatch(r"([A-Z_]+)(\d{0,9})(?:@(\d{1,9}))?", text)
     if not match or (match[1] in WHOLE_STAGE) == bool(match[2]):
         raise ConfigError(f"action {text!r}: expected a kind, a micro-batch and a stage, such as F3@1, or F3 where the rank has one stage; "
                           "GATHER@1 and REDUCE@1 have no micro-batch")
