@@ -188,3 +188,35 @@ def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
         (tmp_path / os.fsdecode(name)).write_text("in UTF-8")
     assert [content for _, content in read(tmp_path)] == ["in UTF-8"] * 2
     assert survey(tmp_path).sizes == (8, 8)
+
+
+def test_a_hidden_link_hides_nothing_and_links_to_folders_around_are_not_followed(tmp_path):
+    (root := tmp_path / "root").mkdir()
+    (root / "text").mkdir()
+    (root / "text" / "a.txt").write_text("a")
+    (root / "b.txt").write_text("b")
+    (tmp_path / "outside.txt").write_text("no part of it")
+    (root / ".hidden").symlink_to(root / "text")
+    (root / "up").symlink_to("..")
+    assert read(root) == [("b.txt", "b"), ("text/a.txt", "a")]
+
+
+def test_a_folder_below_that_cannot_be_read_is_left_out_and_one_that_was_named_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    real = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert read(tmp_path) == [("a.txt", "a")]
+    with pytest.raises(DataError, match=r"lost\+found: cannot list the folder: Permission denied"):
+        read(tmp_path / "lost+found")
+
+
+def test_a_home_folder_that_there_is_not_is_named():
+    with pytest.raises(DataError, match="~nosuchuser/x: there is no such home folder"):
+        read("~nosuchuser/x")

@@ -110,6 +110,31 @@ def test_a_capacity_is_the_decimal_number_that_was_written(capacity, length, roo
     assert kept.sum() == room
 
 
+def test_a_capacity_is_compiled_with_the_layer_for_any_length():
+    torch._dynamo.reset()
+    config = dataclasses.replace(SMALL, capacity=1.1)
+    compiled = torch.compile(within_capacity, backend="eager", fullgraph=True, dynamic=True)
+    for length in (8, 16, 24):
+        chosen = draw(3, length, 4, seed=length).argsort(-1)[..., :2]
+        assert torch.equal(compiled(chosen, config), within_capacity(chosen, config))
+    torch._dynamo.reset()
+
+
+def test_losses_add_up_for_who_takes_them_always_but_not_for_a_copy_nor_without_gradients():
+    layer, x = make_layer(balance_loss=0.5), draw(2, 6, 5)
+    layer(x)
+    one = layer.take_auxiliary().item()
+    layer.adds_up = True
+    twin = copy.deepcopy(layer)
+    for each in (layer, twin):
+        for _ in range(3):
+            each(x)
+    with torch.no_grad():
+        layer(x)
+    assert layer.take_auxiliary().item() == pytest.approx(3 * one, rel=RTOL)
+    assert twin.take_auxiliary().item() == pytest.approx(one, rel=RTOL)
+
+
 @pytest.mark.parametrize("capacity", [0.25, 0.8, 1.0, 1.5])
 def test_an_expert_takes_first_choices_before_second_ones_and_early_tokens_before_late_ones(capacity):
     config = dataclasses.replace(SMALL, capacity=capacity)

@@ -1,5 +1,6 @@
 """Replicas begin equal or not at all, and their running statistics stay equal."""
 
+import time
 import warnings
 from contextlib import nullcontext
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.parallel.buffers import SAMPLE, BufferKeeper, Sampled
 from rankloom.parallel.equal_start import make_replicas_equal, named_state
 
@@ -249,6 +251,17 @@ def test_parameters_that_share_a_part_of_their_memory_are_refused_and_two_halves
             take(model, world)
 
     rl.simulate(2, body)
+
+
+def test_many_columns_of_one_matrix_are_looked_at_in_a_moment():
+    """Each pair was compared, place by place."""
+    model, whole = nn.Module(), torch.randn(512, 1024)
+    for at in range(1024):
+        model.register_parameter(f"column{at}", nn.Parameter(torch.zeros(0)))
+        getattr(model, f"column{at}").data = whole[:, at:at + 1]
+    begin = time.monotonic()
+    rl.simulate(1, lambda world: make_replicas_equal(model, world))
+    assert time.monotonic() - begin < AT_ONCE
 
 
 def test_parameters_without_elements_and_frozen_ones_may_be_where_others_are():

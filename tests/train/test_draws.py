@@ -190,3 +190,43 @@ def test_a_block_that_changes_its_argument_in_place_is_refused_by_name(policy):
     with pytest.raises(rl.ConfigError, match=r"an? AddsInPlace changes its argument 1, a tensor of shape \[4, 6\], in place.*`x = x \+ y`"):
         for block in model:
             x = block(x, into=x.clone())
+
+
+class DrawsFromAnother(nn.Module):
+    """Leaves another generator than the one that it drew from; or leaves one that the caller takes away."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(6, 6), kept
+        self.torch = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        if not self.kept:
+            self.short = torch.Generator().manual_seed(5)
+        strength = torch.rand(6, generator=self.torch if self.kept else self.short)
+        if self.kept:
+            self.torch = torch.Generator().manual_seed(int(1000 * strength[0]))
+        return x + torch.tanh(self.linear(x) * strength)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
+def test_generators_that_are_replaced_or_taken_away_are_those_of_the_forward_while_it_runs_again(policy, kept):
+    def run(policy):
+        torch.manual_seed(0)
+        model, found = nn.Sequential(*(DrawsFromAnother(kept) for _ in range(2))), []
+        recompute(model, policy, blocks=(DrawsFromAnother,))
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum()
+            for block in model if not kept else ():
+                del block.short
+            loss.backward()
+            found.append((loss.item(), gradients(model)))
+        return found, [block.torch.initial_seed() for block in model], [hasattr(block, "short") for block in model]
+
+    (found, *after), (wanted, *then) = run(policy), run("none")
+    assert after == then
+    for (loss, grads), (expected, reference) in zip(found, wanted):
+        assert loss == expected
+        expect_equal(grads, reference)

@@ -160,6 +160,39 @@ def test_a_loss_may_call_the_model_several_times_and_every_call_is_charged(mesh)
             assert one == pytest.approx(other, rel=RTOL)
 
 
+def sharing_blocks(moe=MOE):
+    """A GPT whose blocks have one layer of experts between them."""
+    model = GPT(dataclasses.replace(SHAPE, layers=3, moe=moe), dtype=torch.float64)
+    for block in model.blocks[1:]:
+        block.mlp = model.blocks[0].mlp
+    return model
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [
+    (rl.Mesh(expert=2), 0), (rl.Mesh(expert=2, shard=2), 3), (rl.Mesh(expert=2, tensor=2), 1)], ids=str)
+def test_experts_that_blocks_share_are_whole_under_each_of_their_names(mesh, stage):
+    def body(world):
+        engine, other = (rl.prepare(sharing_blocks(), loss=language_model_loss, optimizer=adamw, world=world,
+                                    stage=stage if world.size > 1 else 0) for _ in range(2))
+        engine.step(share(rows(8), engine.group))
+        state = engine.full_state_dict()
+        other.load_full_state_dict(state)
+        return state["model"], [each.step(share(rows(8, 1), each.group)).loss for each in (engine, other)]
+
+    ((truth, (loss, _)),) = rl.simulate(1, body)
+    assert sum(name.endswith("experts.gate") for name in truth) == 3
+    for state, losses in rl.simulate(mesh, body):
+        assert losses == pytest.approx([loss, loss], rel=RTOL)
+        for name, value in truth.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_experts_that_stages_of_several_ranks_share_are_refused():
+    body = lambda world: rl.prepare(sharing_blocks(), loss=language_model_loss, optimizer=adamw, world=world, accumulate=2)
+    with pytest.raises(rl.ConfigError, match=r"blocks.0.mlp, a MoE, is used on pipe ranks \[0, 1\], and each would count"):
+        rl.simulate(rl.Mesh(pipe=2), body)
+
+
 def test_a_layer_that_runs_twice_in_a_forward_is_charged_twice():
     class Twice(torch.nn.Module):
         def __init__(self, shared):

@@ -224,6 +224,39 @@ class ByName(Decoder):
         return {"logits": self.out(self.layers(self.widen(self.body.table(input=tokens))))}
 
 
+class LayersByName(Decoder):
+    """Tells its layers and its head what comes in by name."""
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = step(scale=0.5, x=x)
+        return x
+
+    def forward(self, tokens):
+        return {"logits": self.out(input=self.layers(x=self.widen(input=self.body.table(input=tokens))))}
+
+
+class InAList(Decoder):
+    """Its layers return a list that begins with the stream."""
+
+    kind = list
+
+    def __init__(self):
+        super().__init__()
+        for step in self.body.steps:
+            plain = step.forward
+            step.forward = lambda x, scale, plain=plain: self.kind([plain(x, scale), None])
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = step(x, 0.5)[0]
+        return x
+
+
+class InADict(InAList):
+    kind = staticmethod(lambda values: dict(enumerate(values)))
+
+
 class Again(Decoder):
     def layers(self, x):
         return super().layers(super().layers(x))
@@ -362,7 +395,9 @@ def prepare(world, model=None, loss=loss_of_a_dict, **options):
     return rl.prepare(Decoder() if model is None else model, loss=loss, optimizer=adamw, world=world, accumulate=2, **options)
 
 
-@pytest.mark.parametrize(("kind", "schedule", "pipe"), [(Decoder, "1f1b", 4), (Decoder, "zb-v", 2), (ByName, "1f1b", 2)])
+@pytest.mark.parametrize(("kind", "schedule", "pipe"), [
+    (Decoder, "1f1b", 4), (Decoder, "zb-v", 2), (ByName, "1f1b", 2), (LayersByName, "1f1b", 2), (LayersByName, "zb-v", 2),
+    (InAList, "1f1b", 2)])
 def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(kind, schedule, pipe):
     def body(world):
         engine = prepare(world, kind(), stage=1, clip=0.5, **({"pipe": schedule} if world.mesh.pipe > 1 else {}))
@@ -373,6 +408,28 @@ def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(kind, schedule, pipe):
         for ours, theirs in zip(found, truth, strict=True):
             assert ours == pytest.approx(theirs, rel=BOUND)
         assert all(error(state[name], value) < BOUND for name, value in expected.items())
+
+
+class Weighed(Decoder):
+    """Takes two inputs, as a mask beside tokens."""
+
+    def forward(self, tokens, weights):
+        return {"logits": self.out(self.layers(self.widen(self.body.table(tokens)) * weights.unsqueeze(-1)))}
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_inputs_may_be_a_list(kind):
+    loss = lambda model, batch: loss_of_a_dict(lambda given: model(*given), batch)
+    rows = [(kind([tokens, 1.0 + 0.1 * tokens.double()]), targets) for tokens, targets in batches()]
+
+    def body(world):
+        pipe = {"pipe": rl.Pipe(example=rows[0])} if world.mesh.pipe > 1 else {}
+        engine = prepare(world, Weighed(), loss=loss, **pipe)
+        return [engine.step(batch).loss for batch in rows], engine.evaluate(rows[:1]).loss
+
+    ((losses, evaluated),) = rl.simulate(1, body)
+    for found, other in rl.simulate(rl.Mesh(pipe=2), body):
+        assert found == pytest.approx(losses, rel=BOUND) and other == pytest.approx(evaluated, rel=BOUND)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -462,6 +519,7 @@ def test_trying_a_model_leaves_it_as_it_was():
     (ByWeight, "gives another output when it is cut into its layers"),
     (NoisyBetween, "NoisyBetween changes, in training, what body.steps.0 gives to the layer behind it"),
     (NoisyBetweenInPlace, "changes, in training, what body.steps.0 gives to the layer behind it.*pipe=rl.Pipe"),
+    (InADict, r"the layers of InADict return a dict, expected a tensor, or a tuple that begins with one; say where to cut"),
     (Rescales, r"Rescales changes body.steps.0.norm.weight when it is called, and no stage can change what another has"),
     (lambda: nn.LayerNorm(2), "LayerNorm has no list of layers.*pipe=rl.Pipe")])
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):

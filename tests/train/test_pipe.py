@@ -347,6 +347,15 @@ def test_a_parameter_or_buffer_that_no_piece_has_is_named(make, pipe, name):
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
 
 
+def test_a_norm_whose_statistics_several_ranks_would_keep_is_refused():
+    """Each followed what it saw itself, and an evaluation used the averages of a part of the uses."""
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm,
+                          nn.Linear(WIDTH, CLASSES)).double()
+    with pytest.raises(rl.ConfigError, match=r"^1, a BatchNorm1d, is used on pipe ranks \[0, 1\], and each would count"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, copy.deepcopy(model), of_classes, float_batches()))
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_an_example_may_have_another_dtype_than_the_precision(precision):
     model, batches = plain_sequence().float(), [(rows.float(), targets) for rows, targets in float_batches()]

@@ -19,7 +19,7 @@ from rankloom.base.files import replacing
 from rankloom.base.rng import key_to_seed
 from rankloom.data.arrays import Progress, Tokens, open_tokens, read_json, token_dtype
 from rankloom.data.order import permute
-from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
+from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, expanded, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 SAMPLE = 1 << 18                 # tokens at each end of an array, by which it is known again
@@ -74,8 +74,8 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
     if not 0 < validation < 1:
         raise ConfigError(f"data.validation = {validation}; it must be between 0 and 1, for example 0.05")
     if Path(source).suffix in ARRAY_SUFFIXES:
-        return _from_array(Path(source), tokenizer, vocab_size, validation, progress)
-    folder = _default_cache() if cache is None else Path(cache)
+        return _from_array(expanded(source), tokenizer, vocab_size, validation, progress)
+    folder = _default_cache() if cache is None else expanded(cache)
     known = survey(source)
     split = choose_split(known, validation, seed)
     with disk(folder, "keep tokens in this cache folder (data.cache)"):

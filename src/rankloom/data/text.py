@@ -48,7 +48,7 @@ def documents(source: str | Path) -> Iterator[Document]:
     """
     if str(source) in BUILT_IN:
         return BUILT_IN[str(source)]()
-    path = Path(source).expanduser()
+    path = expanded(source)
     with disk(path, "look for text"):
         is_folder, is_file = path.is_dir(), path.is_file()
     if is_folder:
@@ -59,9 +59,17 @@ def documents(source: str | Path) -> Iterator[Document]:
                     f"{did_you_mean(str(source), BUILT_IN)}")
 
 
+def expanded(path: str | Path) -> Path:
+    """The path, with `~` at its beginning as a home folder. raises: DataError where that is not known"""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:   # no such user, no $HOME
+        raise DataError(f"{path}: there is no such home folder") from error
+
+
 def expect_source(source: str | Path) -> None:
     """Before a run has a folder: check that its source is there, without reading much of it. Token arrays too. raises: DataError"""
-    path = Path(source)
+    path = expanded(source)
     if path.suffix in ARRAY_SUFFIXES:
         with disk(path, "open the token array"):
             path.open("rb").close()
@@ -132,14 +140,14 @@ def _folder(root: Path) -> Iterator[Document]:
 
 
 def _files_in(root: Path) -> Iterator[Path]:
-    """All files below a folder, also those in linked folders, each folder once. raises: OSError for a folder that cannot be read"""
-    def fail(error: OSError) -> None:
-        raise error
-
+    """All files below a folder that are not in hidden ones, also those in linked folders, each folder once. Links that lead out of the
+    folder to one around it are not followed, and folders below it that cannot be read are left out. raises: OSError for `root` itself"""
+    os.scandir(root).close()
+    around = [str(path) for path in root.resolve().parents]
     seen = set[str]()
-    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        folders.sort()   # always the same way to a folder that several links lead to
-        if (real := os.path.realpath(folder)) in seen:
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))   # always the same of several ways to a folder
+        if (real := os.path.realpath(folder)) in seen or real in around:
             folders.clear()
             continue
         seen.add(real)

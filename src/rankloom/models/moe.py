@@ -14,7 +14,6 @@ Shapes: B rows, T tokens, W width, E experts, k chosen per token, F inner width 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -79,6 +78,7 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
             and matrices.shape[1] % 8 == 0 and matrices.shape[2] % 8 == 0 and torch.cuda.get_device_capability(rows.device)[0] == 9)
 
 
+ROUNDING = 1e-12   # relative: as a float, a capacity of 1.1 is above 1.1, and 11.000000000000002 places would be 12
 Dispatch = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -132,7 +132,7 @@ class MoE(nn.Module):
 
     dispatch:  runs the experts on their rows; replaced where experts are on other ranks
     auxiliary: the auxiliary losses of the last training forward, a sum over tokens; see `take_auxiliary`
-    adds_up:   they are of all training forwards since they were taken; for whoever sees that they are always taken, as an engine does
+    adds_up:   they are of all training forwards with gradients since they were taken; for whoever always takes them, as an engine does
     reported_auxiliary: the sum of those taken since the last report, detached; see `take_reported_auxiliary_loss`
     routed:    [E] tokens sent to each expert in training since `rebalance`, dropped ones included
     dropped:   choices dropped because an expert was at capacity
@@ -203,7 +203,10 @@ class MoE(nn.Module):
         if torch._C._current_graph_task_id() != -1:   # a recomputation in backward: already counted
             self._expect_trained(extra)
             return
-        self.auxiliary = extra if self.auxiliary is None or not self.adds_up else self.auxiliary + extra
+        if not self.adds_up:
+            self.auxiliary = extra
+        elif torch.is_grad_enabled():   # a teacher's are no part of the loss
+            self.auxiliary = extra if self.auxiliary is None else self.auxiliary + extra
         self.routed = routed if self.routed is None else self.routed + routed
         if dropped is not None:
             self.dropped = dropped if self.dropped is None else self.dropped + dropped
@@ -216,8 +219,8 @@ class MoE(nn.Module):
                               "they would not be trained. Give torch.utils.checkpoint use_reentrant=False, or use `recompute=`")
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy owes no losses, and has counted nothing."""
-        return self.__dict__ | dict.fromkeys(("auxiliary", "reported_auxiliary", "routed", "dropped"))
+        """A copy owes no losses, has counted nothing, and belongs to nobody who takes its losses."""
+        return self.__dict__ | dict.fromkeys(("auxiliary", "reported_auxiliary", "routed", "dropped")) | {"adds_up": False}
 
 
 def how_often(numbers: Tensor, n: int) -> Tensor:
@@ -235,7 +238,7 @@ def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
     which tokens are dropped depends on their row alone, not on the rest of the batch or on the rank.
     """
     rows, length, k = chosen.shape
-    room = min(ceil(Fraction(str(config.capacity)) * length * k / config.experts), length * k)   # 1.1 as a float is above 1.1
+    room = ceil(min(config.capacity * length * k / config.experts, length * k) * (1 - ROUNDING))
     asked = chosen.transpose(1, 2).flatten(1)                      # [B, k*T]: all first choices, then all second ones
     order = asked.argsort(dim=1, stable=True)
     by_expert = asked.gather(1, order)

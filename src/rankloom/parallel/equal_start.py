@@ -22,7 +22,8 @@ from rankloom.parallel.guards import is_sharded
 from rankloom.shard.flat import kept_strides
 from rankloom.world.group import Group
 
-AT_MOST = 1 << 24   # elements of tensors that are looked at one by one
+AT_MOST = 1 << 16   # elements of a tensor with gaps that are looked at one by one
+MOST = 16           # tensors with gaps that one is compared with
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
 
 
@@ -135,10 +136,12 @@ def _sparse_values(x: Tensor) -> str:
     if x.layout is torch.sparse_coo:
         x = x.detach().coalesce()
         parts = [x.indices(), x.values()]
+    elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [x.crow_indices(), x.col_indices(), x.values()]
+    elif x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [x.ccol_indices(), x.row_indices(), x.values()]
     else:
-        by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-        parts = [x.crow_indices(), x.col_indices()] if by_row else [x.ccol_indices(), x.row_indices()]
-        parts.append(x.values())
+        return f" {x.layout}"
     return f" sparse, of checksum {crc32(torch.cat([bytes_of(part.cpu()) for part in parts]).numpy().tobytes()):x}"
 
 
@@ -162,7 +165,7 @@ def _expect_memory_of_their_own(model: nn.Module) -> None:
     before: list[tuple[str, int, str, nn.Parameter]] = []   # those that may reach to the next one
     for device, address, name, param in sorted(placed, key=lambda one: one[:3]):
         before = [one for one in before if one[0] == device and address < one[1] + _extent(one[3])]
-        for _, _, first, other in before:
+        for _, _, first, other in before[-MOST:]:
             if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
                 raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
                                   "would be updated separately. Tie them as one parameter: `a.weight = b.weight`")
@@ -176,8 +179,10 @@ def _extent(x: Tensor) -> int:
 
 def _share_elements(one: Tensor, other: Tensor) -> bool:
     """Whether tensors whose extents overlap have a place in memory in common; two columns of one matrix have not."""
-    if one.data_ptr() == other.data_ptr() or max(one.numel(), other.numel()) > AT_MOST:
-        return one.data_ptr() == other.data_ptr()
+    if one.data_ptr() == other.data_ptr() or all(_extent(x) == x.nbytes for x in (one, other)):   # the same first element, or no gaps
+        return True
+    if max(one.numel(), other.numel()) > AT_MOST:
+        return False
     places = []
     for x in (one, other):
         steps = [torch.arange(size) * (stride * x.itemsize) for size, stride in zip(x.shape, x.stride())]

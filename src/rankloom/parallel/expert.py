@@ -135,9 +135,15 @@ def _run_for_others(layer: Any, rows: Tensor) -> None:
 
 def gradient_axes(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """For each parameter, the mesh axes over which its gradient is summed: those that split tokens; for experts, without "expert"."""
-    spread = {f"{name}.experts.".lstrip(".") for name, layer in expert_layers(model).items() if isinstance(layer.dispatch, SpreadDispatch)}
-    fewer = tuple(axis for axis in TOKEN_AXES if axis != "expert")
-    return {name: fewer if any(name.startswith(prefix) for prefix in spread) else TOKEN_AXES for name, _ in model.named_parameters()}
+    spread, fewer = spread_parameters(model), tuple(axis for axis in TOKEN_AXES if axis != "expert")
+    return {name: fewer if name in spread else TOKEN_AXES for name, _ in model.named_parameters()}
+
+
+def spread_parameters(model: nn.Module) -> frozenset[str]:
+    """The parameters of experts that are spread over ranks, each under all of its names."""
+    every = model.named_modules(remove_duplicate=False)
+    spread = [f"{name}.experts.".lstrip(".") for name, layer in every if isinstance(getattr(layer, "dispatch", None), SpreadDispatch)]
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(spread)))
 
 
 def rebalance(layers: Mapping[str, Any], group: Group, *, move: bool = True) -> dict[str, Load]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rankloom.base.layout import Span
 from rankloom.base.spans import Box
 from rankloom.parallel.axes import axes_of
-from rankloom.parallel.expert import gradient_axes
+from rankloom.parallel.expert import spread_parameters
 from rankloom.parallel.tensor.holding import Holding, holdings
 from rankloom.world.group import Group
 
@@ -49,8 +49,7 @@ class ModelSplit:
     @classmethod
     def of(cls, model: nn.Module, tensor: Group, expert: Group, context: Group) -> "ModelSplit":
         """The split that `tensor_parallel` and `expert_parallel` have made of a model."""
-        spread = frozenset(name for name, axes in gradient_axes(model).items() if "expert" not in axes) if expert.size > 1 else frozenset()
-        return cls(tensor, expert, context, holdings(model), spread)
+        return cls(tensor, expert, context, holdings(model), spread_parameters(model) if expert.size > 1 else frozenset())
 
     @classmethod
     def found_in(cls, model: nn.Module, alone: Group) -> "ModelSplit":

@@ -38,19 +38,31 @@ class Draws:
     """
 
     def __init__(self, places: tuple[Place, ...], attributes: dict[nn.Module, dict[str, Any]] | None):
-        sources = [source for module, name in places if (source := _source(getattr(module, name, None)))]
-        self._then = [(source, source.read()) for source in sources]
+        found = [(module, name, vars(module).get(name)) for module, name in places]
+        self._then = [(module, name, held, source.read()) for module, name, held in found if (source := _source(held))]
         self.places, self.attributes = places, attributes
         self.made: list[tuple[nn.Module, str, Any]] = []
 
     def set_back(self, undo: ExitStack) -> None:
         """Set the generators back, and take away what was made since; `undo` restores what is there now."""
-        for source, state in self._then:
+        for module, name, held, state in self._then:
+            source = _source(held)
+            assert source is not None, "it was one then"
             undo.callback(source.set, source.read())
             source.set(state)
+            undo.callback(_put, module, name, vars(module).get(name, ABSENT))
+            _put(module, name, held)   # it may have been replaced
         for module, name, before in self.made:
-            undo.callback(setattr, module, name, getattr(module, name))
-            delattr(module, name) if before is ABSENT else setattr(module, name, before)
+            undo.callback(_put, module, name, vars(module).get(name, ABSENT))
+            _put(module, name, before)
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    """Give an attribute its value, or take it away."""
+    if value is not ABSENT:
+        setattr(module, name, value)
+    elif name in vars(module):
+        delattr(module, name)
 
 
 class Generators:

@@ -24,6 +24,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
 from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
+from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
 from rankloom.train.trial import ADVICE, Followed, expect_same_between_layers, try_call, zero_buffers
 
@@ -132,10 +133,10 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, 
                if name not in _path(layer_list)}
     calls: list[tuple[str, Any, Any]] = []   # module, its first argument, its output
 
-    def note(_module: nn.Module, args: tuple[Any, ...], output: Any, *, name: str) -> None:
-        calls.append((name, args[0] if args else None, output))
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, name: str) -> None:
+        calls.append((name, next(tensors_in((*args, *kwargs.values())), None), output))
 
-    hooks = [child.register_forward_hook(partial(note, name=name)) for name, child in watched.items()]
+    hooks = [child.register_forward_hook(partial(note, name=name), with_kwargs=True) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
     try:
         output = try_call(model, trial, model, **_options(model))
@@ -150,8 +151,11 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, 
     changes = {*layers, *(name for name, child in watched.items() if has_parameters(child))}
     changes |= {name for name, taken, given in calls if _shape(taken) and _shape(taken) == _shape(given)}
     order = [name for name, _, _ in calls if name in changes]
+    if not isinstance(outputs[0], Tensor | tuple | list):
+        raise ConfigError(f"the layers of {type(model).__name__} return a {type(outputs[0]).__name__}, expected a tensor, or a tuple that "
+                          f"begins with one; {ADVICE}")
     roles = _Roles(layers, *_around(order, layers, type(model).__name__), tuple(name for name in watched if name not in changes),
-                   len(outputs[0]) - 1 if isinstance(outputs[0], tuple) else None)
+                   len(outputs[0]) - 1 if isinstance(outputs[0], tuple | list) else None)
     lost = changes - {*roles.front, *layers, *roles.back}
     if lost:
         raise ConfigError(f"{type(model).__name__} does not use {min(lost)}, so it fits no stage; {ADVICE}")
@@ -266,7 +270,7 @@ class _PieceRange:
         last = len(roles.layers) - 1
         self.entry, self.exit = (roles.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
         others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
-        runs = {name: run for name, run in (others | dict.fromkeys(roles.back, _identity)).items() if name not in self.modules}
+        runs = {name: run for name, run in (others | dict.fromkeys(roles.back, _stream)).items() if name not in self.modules}
         runs |= {name: partial(self._border_layer, name) for name in (self.entry, self.exit)}
         instead = {name: _StandIn(run, model.get_submodule(name)) for name, run in runs.items()}
         self.shells: list[nn.Module] = []
@@ -300,7 +304,7 @@ class _PieceRange:
 
     def _called_with(self, hidden: Tensor) -> tuple[Any, ...]:
         asked = self.inputs() if self.inputs else hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
-        return asked if isinstance(asked, tuple) else (asked,)
+        return tuple(asked) if isinstance(asked, tuple | list) else (asked,)
 
     def _shell(self, model: nn.Module, name: str, places: Mapping[str, nn.Module]) -> nn.Module:
         """A copy of a module with its code and settings, but children from `places`; parents of the list of layers become shells, too."""
@@ -310,26 +314,29 @@ class _PieceRange:
                                    for child in _children(model, name)}
         return shell
 
-    def _border_layer(self, name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _border_layer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The layer where activations come in or go out. raises: ConfigError when a checkpoint calls it, which sees other activations"""
-        given = self.modules[name].parameters() if name in self.modules else [x if self.arriving is None else self.arriving]
+        given = self.modules[name].parameters() if name in self.modules else [
+            _stream(*args, **kwargs) if self.arriving is None else self.arriving]
         trains = any(value.requires_grad for value in given)   # frozen layers may well be called without gradients
         if (self.with_grad and not torch.is_grad_enabled() and trains) or torch._C._current_graph_task_id() != -1:
             raise ConfigError(f"{type(self.shells[0]).__name__} checkpoints {name}, a layer at the border of a stage: switch its own "
                               "checkpointing off, and give `prepare` recompute='full'")
         if name == self.entry and self.arriving is not None:
-            x, self.arriving = self.arriving, None
-        output = self.modules[name](x, *args, **kwargs) if name in self.modules else self._pass_through(x)
+            arrived, self.arriving = self.arriving, None
+            args, kwargs = with_first(args, kwargs, lambda _: arrived)
+        output = self.modules[name](*args, **kwargs) if name in self.modules else self._pass_through(*args, **kwargs)
         if name == self.exit:
-            self.leaving = output[0] if isinstance(output, tuple) else output
+            self.leaving = output[0] if isinstance(output, tuple | list) else output
         return output
 
-    def _pass_through(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    def _pass_through(self, *args: Any, **kwargs: Any) -> Any:
+        x = _stream(*args, **kwargs)
         return x if self.roles.extras is None else (x, *[None] * self.roles.extras)
 
     def _zeros(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.arriving is not None, "the front is computed, not stood in for"
-        x = next(tensors_in((*args, *kwargs.values())))   # some models pass tokens by name
+        x = _stream(*args, **kwargs)
         rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens
         zeros = self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
         if self.follow is not None:
@@ -337,5 +344,6 @@ class _PieceRange:
         return zeros
 
 
-def _identity(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return x
+def _stream(*args: Any, **kwargs: Any) -> Tensor:
+    """What a module was called with: its first tensor. Some models pass it by name."""
+    return next(tensors_in((*args, *kwargs.values())))

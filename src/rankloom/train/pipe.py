@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
 from rankloom.parallel.data import embeddings
+from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.layers import layer_pieces
@@ -186,3 +188,18 @@ def _run_whole_loss(loss: WholeLoss, stand_in: Callable[[Any, Any], _ModelStandI
     if model.calls != 1:
         raise LossError(f"the loss called the model {model.calls} times, but a pipeline runs it once for each micro-batch")
     return returned
+
+
+def expect_counted_on_one_rank(model: nn.Module, stages: Sequence[tuple[int, nn.Module]]) -> None:
+    """Raise ConfigError for a module that counts what goes through it and is used by stages of several pipe ranks: each would have its own
+    counts. stages: and their ranks"""
+    ranks: dict[int, set[int]] = {}
+    for rank, stage in stages:
+        for module in stage.modules():
+            ranks.setdefault(id(module), set()).add(rank)
+    experts = expert_layers(model)
+    for name, module in model.named_modules():
+        counts = name in experts or (isinstance(module, _NormBase) and module.track_running_stats)
+        if counts and len(ranks.get(id(module), ())) > 1:
+            raise ConfigError(f"{name}, a {type(module).__name__}, is used on pipe ranks {sorted(ranks[id(module)])}, and each would "
+                              "count, for its statistics, only what it sees itself: use it in one stage, or give each use its own")

@@ -112,10 +112,7 @@ def expect_steps_left(config: Config) -> None:
 
 
 def _expect_steps_left(path: Path, done: int, config: Config) -> None:
-    steps, exact = config.train.steps, config.comm.compress_after
-    if done < steps <= done + exact and config.comm.compress != EXACT:
-        raise ConfigError(f"{path}: is of step {done}, and [comm] compress_after = {exact} counts from there: it leaves no step to "
-                          f"compress of [train] steps {steps}")
+    steps = config.train.steps
     if done >= steps:
         raise ConfigError(f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps")
 
@@ -153,6 +150,8 @@ def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
     if saved.get("split", job.corpus.split) != job.corpus.split:
         job.say("the text, or what of it is kept for validation, is not that of the checkpoint's run: the validation loss may be of text "
                 "that was trained on")
+    if job.config.comm.compress != EXACT and engine.steps_done + job.config.comm.compress_after >= job.config.train.steps:
+        job.say(f"[comm] compress_after = {job.config.comm.compress_after} counts from here: no step of this run is compressed")
     if EXACT not in (job.config.comm.compress, saved.get("settings", {}).get("comm.compress")):
         exact = job.config.comm.compress_after
         job.say("what compression had not sent yet is lost, so bits differ from those of a run that did not stop"

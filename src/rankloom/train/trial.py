@@ -36,9 +36,9 @@ def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
-    """What the call gives. value: its argument, or a tuple of them. raises: ConfigError with what the call raised"""
+    """What the call gives. value: its argument, or a tuple or list of them. raises: ConfigError with what the call raised"""
     try:
-        return call(*value, **options) if isinstance(value, tuple) else call(value, **options)
+        return call(*value, **options) if isinstance(value, tuple | list) else call(value, **options)
     except Exception as error:
         raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
                           f"{type(error).__name__}: {error}; {ADVICE}") from error

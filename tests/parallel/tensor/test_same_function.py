@@ -156,6 +156,20 @@ def test_a_size_of_the_whole_where_a_rank_has_a_part_is_explained():
         call(model)
 
 
+class RefusesEvaluation(Block):
+    def forward(self, x, **options):
+        if self.up.out_features < 32 and not self.training:
+            raise NotImplementedError("evaluation is not written yet")
+        return super().forward(x, **options)
+
+
+def test_an_error_of_another_kind_is_left_to_the_call_itself():
+    model = Model(RefusesEvaluation)
+    truth = model(rows())
+    for found in call(model):   # the copies that are looked at are in evaluation mode
+        torch.testing.assert_close(found, truth.detach(), rtol=1e-5, atol=1e-5)
+
+
 SEQUENCE = PLAN | {"layers.0": "sequence_split", "layers.*.norm": "sequence_parallel", "norm": "sequence_parallel_rep"}
 
 

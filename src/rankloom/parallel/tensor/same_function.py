@@ -127,7 +127,7 @@ class _Look:
         parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
         cut = _called(self.cut, parts | here, args, kwargs)
         if isinstance(cut, Exception):
-            is_of_shapes = isinstance(cut, RuntimeError | ValueError) and not isinstance(cut, torch.OutOfMemoryError)
+            is_of_shapes = type(cut) in (RuntimeError, ValueError)   # as torch and Python say it; other kinds have other causes
             return f"it raises {type(cut).__name__}: {cut}. {A_SIZE}" if is_of_shapes else None
         if self.between is not WHOLE:
             cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]

@@ -66,7 +66,7 @@ def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether its numbers are floats of less than 32 bits: they are added in fp32, and rounded once."""
+    """Whether its numbers are floats of less than 32 bits: they are added in fp32, and rounded once. (What NCCL does is its own affair.)"""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
