@@ -684,6 +684,17 @@ def test_errors_in_a_sub_group_name_the_rank_of_the_world():
     rl.simulate(rl.Mesh(replicate=2, shard=2), body)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_result_may_be_written_to_a_parameter(backend, p):
+    def body(world):
+        mine, whole = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2 * p))
+        scattered, gathered = world.reduce_scatter(torch.ones(2 * p), out=mine), world.all_gather(torch.ones(2), out=whole)
+        return scattered is mine, gathered is whole, mine.tolist(), whole.tolist()
+
+    assert rl.simulate(p, body, backend=backend) == [(True, True, [float(p)] * 2, [1.0] * 2 * p)] * p
+
+
 def test_a_group_of_one_rank_is_the_identity_and_connects_to_nobody():
     def body(world):
         x = tensor_of(0, 4)

@@ -134,7 +134,7 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, 
     calls: list[tuple[str, Any, Any]] = []   # module, its first argument, its output
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, name: str) -> None:
-        calls.append((name, next(tensors_in((*args, *kwargs.values())), None), output))
+        calls.append((name, _stream(*args, **kwargs), output))
 
     hooks = [child.register_forward_hook(partial(note, name=name), with_kwargs=True) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
@@ -336,7 +336,7 @@ class _PieceRange:
 
     def _zeros(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.arriving is not None, "the front is computed, not stood in for"
-        x = _stream(*args, **kwargs)
+        x = next(tensors_in((*args, *kwargs.values())))   # some models pass tokens by name
         rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens
         zeros = self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
         if self.follow is not None:
@@ -344,6 +344,6 @@ class _PieceRange:
         return zeros
 
 
-def _stream(*args: Any, **kwargs: Any) -> Tensor:
-    """What a module was called with: its first tensor. Some models pass it by name."""
-    return next(tensors_in((*args, *kwargs.values())))
+def _stream(*args: Any, **kwargs: Any) -> Any:
+    """What a module was called with: its first argument, or the first tensor passed by name."""
+    return args[0] if args else next(tensors_in(tuple(kwargs.values())), None)

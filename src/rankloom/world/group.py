@@ -367,7 +367,9 @@ class Group:
         if out.shape != shape or out.dtype != x.dtype:
             raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
         expect_movable(out, self.device, self.where(label))
-        return out if self.size > 1 else out.copy_(untouched(x, out, 0))
+        if self.size == 1:
+            out.detach().copy_(untouched(x, out, 0))   # it may be a parameter
+        return out
 
     def _connected(self, label: str) -> dist.ProcessGroup:
         if self._process_group is None:
