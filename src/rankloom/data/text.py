@@ -42,8 +42,8 @@ class Survey:
 def documents(source: str | Path) -> Iterator[Document]:
     """The documents of a source, in a fixed order. source: "stdlib", "shakespeare", or the path of a file or folder
 
-    Of a folder: its text files (.txt .text .md .rst .py .jsonl), sorted by path. Of a .jsonl file: the "text" of each line. Any
-    other file is one text.
+    Of a folder: its text files (.txt .text .md .rst .py .jsonl), sorted by path, none that are hidden or in hidden folders.
+    Of a .jsonl file: the "text" of each line. Any other file is one text.
     raises: DataError for a source that is missing, empty, unreadable or not UTF-8
     """
     if str(source) in BUILT_IN:
