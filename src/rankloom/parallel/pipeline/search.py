@@ -29,8 +29,12 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
                           "memory 1 is what 1F1B needs")
     schedules = [_Search(costs, microbatches, memory, patience).run() for patience in PATIENCE]
     schedules += [make_schedule(name, len(costs.forward), microbatches) for name in ("zb-h1", "zb-h2")[:int(memory)]]
-    timelines = [simulate_schedule(schedule, costs) for schedule in schedules]
-    return min(timelines, key=lambda timeline: (round(timeline.own_bubble, 12), timeline.makespan)).schedule
+
+    def waiting(schedule: Schedule) -> tuple[float, float]:
+        timeline = simulate_schedule(schedule, costs)
+        return round(timeline.own_bubble, 12), timeline.makespan
+
+    return min(schedules, key=waiting)
 
 
 def stages_a_rank(name: str, chunks: int | None) -> int:
