@@ -245,9 +245,15 @@ def test_parameters_that_share_a_part_of_their_memory_are_refused_and_two_halves
         with pytest.raises(rl.ConfigError, match=r"1.weight and 0.weight are two parameters in one memory"):
             take(overlapping, world)
         whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        wide = nn.Sequential(nn.Linear(264, 264, bias=False), nn.Linear(264, 264, bias=False))
+        both = torch.randn(264, 528, generator=torch.Generator().manual_seed(0))
+        wide[0].weight.data, wide[1].weight.data = both[:, :264], both[:, 263:527]
+        with pytest.raises(rl.ConfigError, match=r"1.weight and 0.weight are two parameters in one memory"):
+            take(wide, world)
+        wide[1].weight.data = both[:, 264:]
         columns[0].weight.data, columns[1].weight.data = whole[:, :2], whole[:3, 2:]
         rows[0].weight.data, rows[1].weight.data = (part.view(-1, 2) for part in whole.clone().view(-1).split([12, 6, 6])[:2])
-        for model in (columns, rows):
+        for model in (columns, rows, wide):
             take(model, world)
 
     rl.simulate(2, body)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -22,8 +22,6 @@ from rankloom.parallel.guards import is_sharded
 from rankloom.shard.flat import kept_strides
 from rankloom.world.group import Group
 
-AT_MOST = 1 << 16   # elements of a tensor with gaps that are looked at one by one
-MOST = 16           # tensors with gaps that one is compared with
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
 
 
@@ -160,35 +158,43 @@ def _expect_own(model: nn.Module, group: Group) -> None:
 
 
 def _expect_memory_of_their_own(model: nn.Module) -> None:
-    """Raise ConfigError for two parameters in the same memory: flat buffers would separate them, and train them apart."""
-    placed = [(str(param.device), address_of(param), name, param) for name, param in model.named_parameters() if address_of(param)]
-    before: list[tuple[str, int, str, nn.Parameter]] = []   # those that may reach to the next one
-    for device, address, name, param in sorted(placed, key=lambda one: one[:3]):
-        before = [one for one in before if one[0] == device and address < one[1] + _extent(one[3])]
-        for _, _, first, other in before[-MOST:]:
-            if (param.requires_grad or other.requires_grad) and _share_elements(param, other):
-                raise ConfigError(f"{name} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
-                                  "would be updated separately. Tie them as one parameter: `a.weight = b.weight`")
-        before.append((device, address, name, param))
+    """Raise ConfigError for two parameters in the same memory: flat buffers would separate them, and train them apart.
+
+    Two of which neither is trained may share it.
+    """
+    with_memory = [(name, param) for name, param in model.named_parameters() if address_of(param)]
+    for device in {param.device for _, param in with_memory}:
+        names, params = zip(*(pair for pair in with_memory if pair[1].device == device))
+        if shared := _first_shared([_runs(param) for param in params], [param.requires_grad for param in params]):
+            first, second = (names[which] for which in shared)
+            raise ConfigError(f"{second} and {first} are two parameters in one memory, as after `a.weight.data = b.weight.data`: they "
+                              "would be updated separately. Tie them as one parameter: `a.weight = b.weight`")
 
 
-def _extent(x: Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
-    return (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))) * x.itemsize
+def _first_shared(runs: Sequence[Tensor], trained: Sequence[bool]) -> tuple[int, int] | None:
+    """Which two tensors have a byte in common, and not both are frozen; None if there are no such two. runs: see `_runs`"""
+    owner = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(of_one) for of_one in runs]))
+    begin, end = torch.cat(list(runs)).unbind(1)
+    begin, order = begin.sort(stable=True)
+    end, owner = end[order], owner[order]
+    is_trained = torch.tensor(trained)[owner]
+    reach, reaching = end.cummax(0)   # of each run and those before it: where the farthest ends, and which run that is
+    reach_trained, reaching_trained = end.where(is_trained, 0).cummax(0)
+    before = torch.where(is_trained[1:], reaching[:-1], reaching_trained[:-1])
+    overlaps = begin[1:] < torch.where(is_trained[1:], reach[:-1], reach_trained[:-1])
+    found = (overlaps & (owner[before] != owner[1:])).nonzero()
+    return (int(owner[before[found[0]]]), int(owner[1:][found[0]])) if len(found) else None
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors whose extents overlap have a place in memory in common; two columns of one matrix have not."""
-    if one.data_ptr() == other.data_ptr() or all(_extent(x) == x.nbytes for x in (one, other)):   # the same first element, or no gaps
-        return True
-    if max(one.numel(), other.numel()) > AT_MOST:
-        return False
-    places = []
-    for x in (one, other):
-        steps = [torch.arange(size) * (stride * x.itemsize) for size, stride in zip(x.shape, x.stride())]
-        offsets = sum((step.view(-1, *[1] * (x.dim() - 1 - dim)) for dim, step in enumerate(steps)), torch.zeros((), dtype=torch.int64))
-        places.append(x.data_ptr() + offsets.flatten())
-    return bool(torch.isin(*places).any())
+def _runs(x: Tensor) -> Tensor:
+    """The runs of memory without gaps that a tensor takes: address of the first byte, and of the one behind the last. [runs, 2]"""
+    begin, length = torch.tensor([x.data_ptr()]), x.itemsize
+    for stride, size in sorted((stride * x.itemsize, size) for stride, size in zip(x.stride(), x.shape) if stride):
+        if stride == length:
+            length *= size
+        else:
+            begin = (begin[:, None] + torch.arange(size) * stride).flatten()
+    return torch.stack([begin, begin + length], 1)
 
 
 def _expect_plain_embeddings(model: nn.Module, ranks: int) -> None:
