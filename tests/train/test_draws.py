@@ -34,6 +34,24 @@ class Drawing(nn.Module):
         return x + torch.tanh(self.linear(x) * DRAWS[self.source](self.inner))
 
 
+def steps_of(model, after_forward=lambda: None) -> list:
+    """Loss and gradients of each of three steps that start from the same weights."""
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum()
+        after_forward()
+        loss.backward()
+        found.append((loss.item(), gradients(model)))
+    return found
+
+
+def expect_same_steps(found, wanted) -> None:
+    for (loss, grads), (expected, reference) in zip(found, wanted, strict=True):
+        assert loss == expected
+        expect_equal(grads, reference)
+
+
 def trained(policy: str, source: str) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Losses, gradients, and what every generator gives afterwards."""
     torch.manual_seed(0)
@@ -107,13 +125,15 @@ def test_a_model_with_hooks_of_its_backward_and_attributes_called_hooks_may_be_r
 
 
 class DrawsLate(nn.Module):
-    """Makes its generator when it first needs one."""
+    """Makes its generator when it first needs one. waits: so many forwards, see `wait_less`"""
 
-    def __init__(self):
+    def __init__(self, waits=0):
         super().__init__()
-        self.linear, self.torch = nn.Linear(6, 6), None
+        self.linear, self.torch, self.waits = nn.Linear(6, 6), None, waits
 
     def forward(self, x):
+        if self.waits:
+            return x + torch.tanh(self.linear(x))
         if self.torch is None:
             self.torch = torch.Generator().manual_seed(3)
         if self.training and not hasattr(self, "python"):
@@ -122,29 +142,29 @@ class DrawsLate(nn.Module):
         return x + torch.tanh(self.linear(x) * strength)
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
+def wait_less(model, *_) -> None:
+    for block in model:
+        block.waits = max(block.waits - 1, 0)
+
+
+@pytest.mark.parametrize(("evaluated", "first"), [(False, 1), (True, 1), (False, 2), (False, 3)])
 @pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
-def test_generators_that_a_forward_makes_are_taken_away_while_it_runs_again(policy, evaluated):
+def test_generators_that_a_forward_makes_are_taken_away_while_it_runs_again(policy, evaluated, first):
+    """Also by one that is not the first: the look at them ended with the first forward that made none."""
     def run(policy):
         torch.manual_seed(0)
-        model, found = nn.Sequential(*(DrawsLate() for _ in range(3))), []
+        model = nn.Sequential(*(DrawsLate(waits=first) for _ in range(3)))
+        model.register_forward_pre_hook(wait_less)
         recompute(model, policy, blocks=(DrawsLate,))
-        x = torch.linspace(-1, 1, 24).view(4, 6)
         if evaluated:
-            model.eval()(x)
+            model.eval()(torch.ones(4, 6))
             model.train()
-        for _ in range(3):
-            model.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            found.append((loss.item(), gradients(model)))
+        found = steps_of(model)
         return found, [(block.torch.initial_seed(), torch.rand((), generator=block.torch), block.python.random()) for block in model]
 
     (found, after), (wanted, then) = run(policy), run("none")
     assert after == then
-    for (loss, grads), (expected, reference) in zip(found, wanted):
-        assert loss == expected
-        expect_equal(grads, reference)
+    expect_same_steps(found, wanted)
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(shard=2)], ids=str)
@@ -213,20 +233,16 @@ class DrawsFromAnother(nn.Module):
 @pytest.mark.parametrize("policy", ["full", "selective", "1 KiB"])
 def test_generators_that_are_replaced_or_taken_away_are_those_of_the_forward_while_it_runs_again(policy, kept):
     def run(policy):
-        torch.manual_seed(0)
-        model, found = nn.Sequential(*(DrawsFromAnother(kept) for _ in range(2))), []
-        recompute(model, policy, blocks=(DrawsFromAnother,))
-        for _ in range(3):
-            model.zero_grad()
-            loss = model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum()
+        def take_away():
             for block in model if not kept else ():
                 del block.short
-            loss.backward()
-            found.append((loss.item(), gradients(model)))
+
+        torch.manual_seed(0)
+        model = nn.Sequential(*(DrawsFromAnother(kept) for _ in range(2)))
+        recompute(model, policy, blocks=(DrawsFromAnother,))
+        found = steps_of(model, after_forward=take_away)
         return found, [block.torch.initial_seed() for block in model], [hasattr(block, "short") for block in model]
 
     (found, *after), (wanted, *then) = run(policy), run("none")
     assert after == then
-    for (loss, grads), (expected, reference) in zip(found, wanted):
-        assert loss == expected
-        expect_equal(grads, reference)
+    expect_same_steps(found, wanted)

@@ -55,6 +55,16 @@ def plain_steps(model, optimizer, seeds):
         optimizer.step()
 
 
+def trained_plain(name):
+    """A model of one process after 4 steps, its optimizer, and copies of the model and the optimizer's state after 2."""
+    plain = Strided()
+    optimizer = FUSED[name](plain.parameters())
+    plain_steps(plain, optimizer, range(2))
+    middle, state = copy.deepcopy(plain), copy.deepcopy(optimizer.state_dict())
+    plain_steps(plain, optimizer, range(2, 4))
+    return plain, optimizer, middle, state
+
+
 def steps(engine, seeds):
     for seed in seeds:
         engine.step(rows(seed).tensor_split(engine.group.size)[engine.group.rank])
@@ -69,11 +79,7 @@ def expect_equal(found, plain):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize(("mesh", "stage"), MESHES, ids=str)
 def test_training_goes_on_as_in_one_process(mesh, stage, name, way, tmp_path):
-    plain = Strided()
-    optimizer = FUSED[name](plain.parameters())
-    plain_steps(plain, optimizer, range(2))
-    middle, state = copy.deepcopy(plain), copy.deepcopy(optimizer.state_dict())
-    plain_steps(plain, optimizer, range(2, 4))
+    plain, optimizer, middle, state = trained_plain(name)
 
     def body(world):
         prepared = lambda model: rl.prepare(model, loss=loss, optimizer=FUSED[name], world=world, stage=stage)
@@ -103,11 +109,7 @@ def test_training_goes_on_as_in_one_process(mesh, stage, name, way, tmp_path):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_loop_of_one_s_own_takes_a_plain_optimizer_s_state_too(name):
-    plain = Strided()
-    optimizer = FUSED[name](plain.parameters())
-    plain_steps(plain, optimizer, range(2))
-    middle, state = copy.deepcopy(plain), copy.deepcopy(optimizer.state_dict())
-    plain_steps(plain, optimizer, range(2, 4))
+    plain, _, middle, state = trained_plain(name)
 
     def body(world):
         replica = rl.data_parallel(copy.deepcopy(middle), world)

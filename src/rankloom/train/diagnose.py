@@ -30,7 +30,7 @@ from rankloom.parallel.build import digest
 from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
-from rankloom.train.draws import Generators
+from rankloom.train.draws import generators_put_back
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -202,7 +202,7 @@ def _state_put_back(model: nn.Module) -> Iterator[None]:
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
     values = [(kept, kept.detach().clone()) for _, kept in _untrained(model)]
     try:
-        with Generators(model).put_back():
+        with generators_put_back(model):
             yield
     finally:
         for now, own in held:

@@ -8,7 +8,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,6 @@ OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}   # names of attribute
 
 ABSENT = object()
 
-Place = tuple[nn.Module, str]
-"""A module, and the name of the attribute in which it has a generator."""
-
 
 class Source(NamedTuple):
     """How to read the state of a generator, and how to set it."""
@@ -31,17 +28,20 @@ class Source(NamedTuple):
 
 
 class Draws:
-    """The states that the generators at some places have now.
+    """The states that the generators of a block have now. Many are made when they are first needed: `note_made` looks for those."""
 
-    attributes: of all modules of the block, now; None where all places are known
-    made:       places where there was no generator yet, and what was there
-    """
+    def __init__(self, block: nn.Module):
+        self._block = block
+        self._before = {module: dict(vars(module)) for module in block.modules()}
+        self._then = [(module, name, held, source.read()) for module, name, held, source in _sources(block)]
+        self._made: list[tuple[nn.Module, str, Any]] = []   # and what was there before
 
-    def __init__(self, places: tuple[Place, ...], attributes: dict[nn.Module, dict[str, Any]] | None):
-        found = [(module, name, vars(module).get(name)) for module, name in places]
-        self._then = [(module, name, held, source.read()) for module, name, held in found if (source := _source(held))]
-        self.places, self.attributes = places, attributes
-        self.made: list[tuple[nn.Module, str, Any]] = []
+    def note_made(self) -> None:
+        """After the forward: note which generators it has made. Call it once."""
+        places = {(module, name) for module, name, *_ in self._then}
+        self._made = [(module, name, self._before.get(module, {}).get(name, ABSENT)) for module, name, *_ in _sources(self._block)
+                      if (module, name) not in places]
+        self._before.clear()   # it may hold memory
 
     def set_back(self, undo: ExitStack) -> None:
         """Set the generators back, and take away what was made since; `undo` restores what is there now."""
@@ -52,7 +52,7 @@ class Draws:
             source.set(state)
             undo.callback(_put, module, name, vars(module).get(name, ABSENT))
             _put(module, name, held)   # it may have been replaced
-        for module, name, before in self.made:
+        for module, name, before in self._made:
             undo.callback(_put, module, name, vars(module).get(name, ABSENT))
             _put(module, name, before)
 
@@ -65,58 +65,41 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
         delattr(module, name)
 
 
-class Generators:
-    """The generators of a block, looked for until a forward in training has made none: many are made when they are first needed."""
-
-    def __init__(self, block: nn.Module):
-        self._block = block
-        self._known: tuple[Place, ...] | None = None
-
-    def now(self) -> Draws:
-        """Their states before a forward."""
-        if self._known is not None:
-            return Draws(self._known, None)
-        return Draws(tuple(generators_of(self._block)), {module: dict(vars(module)) for module in self._block.modules()})
-
-    def note_made(self, draws: Draws) -> None:
-        """After that forward: note in its `draws` which generators it has made."""
-        if draws.attributes is None:
-            return
-        now = tuple(generators_of(self._block))
-        draws.made = [(module, name, draws.attributes.get(module, {}).get(name, ABSENT)) for module, name in now
-                      if (module, name) not in draws.places]
-        draws.attributes = None   # they may hold memory
-        if self._block.training and not draws.made:
-            self._known = now
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """A context for a forward that belongs to no step: afterwards the generators are as before."""
-        draws = self.now()
-        try:
-            yield
-        finally:
-            self.note_made(draws)
-            draws.set_back(ExitStack())
+@contextmanager
+def generators_put_back(block: nn.Module) -> Iterator[None]:
+    """A context for a forward that belongs to no step: afterwards the generators are as before."""
+    draws = Draws(block)
+    try:
+        yield
+    finally:
+        draws.note_made()
+        draws.set_back(ExitStack())
 
 
-def generators_of(block: nn.Module) -> Iterator[Place]:
-    """Where the block's modules have generators of torch, Python and numpy: attributes only, no lists of them."""
+def _sources(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Source]]:
+    """The generators of torch, Python and numpy that the block's modules have as attributes (not in lists): module, name, value."""
     for module in block.modules():
         for name, value in vars(module).items():
-            if name not in OF_EVERY_MODULE and _source(value):
-                yield module, name
+            if name not in OF_EVERY_MODULE and (source := _source(value)):
+                yield module, name, value, source
 
 
 def _source(value: Any) -> Source | None:
-    if isinstance(value, torch.Generator):
-        return Source(value.get_state, value.set_state)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return Source(value.getstate, value.setstate)
-    if isinstance(value, np.random.Generator):
-        return _pickled(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
-    if isinstance(value, np.random.RandomState):
-        return _pickled(value.get_state, value.set_state)
+    kind: Any = type(value)
+    source_of = _source_of_kind(kind)
+    return source_of and source_of(value)
+
+
+@cache   # most attributes are of few kinds, and every forward looks at them
+def _source_of_kind(kind: type) -> Callable[[Any], Source] | None:
+    if issubclass(kind, torch.Generator):
+        return lambda value: Source(value.get_state, value.set_state)
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return lambda value: Source(value.getstate, value.setstate)
+    if issubclass(kind, np.random.Generator):
+        return lambda value: _pickled(partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state"))
+    if issubclass(kind, np.random.RandomState):
+        return lambda value: _pickled(value.get_state, value.set_state)
     return None
 
 

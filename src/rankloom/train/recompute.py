@@ -39,7 +39,7 @@ from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import OF_EVERY_MODULE, Draws, Generators
+from rankloom.train.draws import OF_EVERY_MODULE, Draws, generators_put_back
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -171,7 +171,6 @@ class RecomputedForward(Wrapped):
         self._stops_early = not any(isinstance(module, nn.RReLU) for module in block.modules())
         self._measure, self._decide = measure, decide
         self._products: int | None = None   # how many products `selective` has to keep
-        self.generators = Generators(block)
         self._changing: set[str] | None = None   # buffers that the forward changes; None: not known before the first training forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +189,7 @@ class RecomputedForward(Wrapped):
 
     def replay(self, before: Callable[[], None] = lambda: None) -> "Replay":
         """The present state of the block. before: called when that is restored"""
-        return Replay(self.block, self.generators.now(), before)
+        return Replay(self.block, before)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
@@ -248,7 +247,7 @@ class RecomputedForward(Wrapped):
         with arguments_unchanged(self.block, given):
             out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
                              context_fn=lambda: (around, replay))
-        self.generators.note_made(replay.draws)
+        replay.draws.note_made()
         replay.buffers = self._changed(before)
         if choice != FULL:
             around.forget(out)   # the caller may change it
@@ -304,8 +303,8 @@ class Replay:
     buffers: set after the forward: earlier values of the buffers that it changed
     """
 
-    def __init__(self, block: nn.Module, draws: Draws, before: Callable[[], None]):
-        self._before, self.draws = before, draws
+    def __init__(self, block: nn.Module, before: Callable[[], None]):
+        self._before, self.draws = before, Draws(block)
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
         self._block, self.buffers = block, Values()
@@ -345,7 +344,7 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block), arguments_unchanged(forward.block, tree_leaves((args, kwargs))):
         for choice in forward.choices(args, kwargs):
-            with (torch.random.fork_rng(devices=list(devices)), forward.generators.put_back(), forward.replay(),
+            with (torch.random.fork_rng(devices=list(devices)), generators_put_back(forward.block), forward.replay(),
                   on_copies(forward.block, buffers), Trace() as trace):
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
                 out = forward.run(forward.plain, choice, forward.replay(), *tried)
