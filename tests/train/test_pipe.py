@@ -347,13 +347,22 @@ def test_a_parameter_or_buffer_that_no_piece_has_is_named(make, pipe, name):
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
 
 
-def test_a_norm_whose_statistics_several_ranks_would_keep_is_refused():
+@pytest.mark.parametrize("mode", [True, False])   # either way it is trained in training mode
+def test_a_norm_whose_statistics_several_ranks_would_keep_is_refused(mode):
     """Each followed what it saw itself, and an evaluation used the averages of a part of the uses."""
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm,
                           nn.Linear(WIDTH, CLASSES)).double()
     with pytest.raises(rl.ConfigError, match=r"^1, a BatchNorm1d, is used on pipe ranks \[0, 1\], and each would count"):
-        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, copy.deepcopy(model), of_classes, float_batches()))
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, copy.deepcopy(model).train(mode), of_classes, float_batches()))
+
+
+def test_a_norm_that_is_held_in_evaluation_mode_may_be_used_on_several_ranks():
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, CLASSES)).double()
+    norm.running_mean.fill_(0.1)
+    norm.eval()
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])

@@ -192,14 +192,15 @@ def _run_whole_loss(loss: WholeLoss, stand_in: Callable[[Any, Any], _ModelStandI
 
 def expect_counted_on_one_rank(model: nn.Module, stages: Sequence[tuple[int, nn.Module]]) -> None:
     """Raise ConfigError for a module that counts what goes through it and is used by stages of several pipe ranks: each would have its own
-    counts. stages: and their ranks"""
+    counts. A norm that the model holds in evaluation mode counts nothing. stages: and their ranks"""
     ranks: dict[int, set[int]] = {}
     for rank, stage in stages:
         for module in stage.modules():
             ranks.setdefault(id(module), set()).add(rank)
     experts = expert_layers(model)
     for name, module in model.named_modules():
-        counts = name in experts or (isinstance(module, _NormBase) and module.track_running_stats)
+        counts = name in experts or (isinstance(module, _NormBase) and module.track_running_stats
+                                     and (module.training or not model.training))   # else the engine turns training mode on, everywhere
         if counts and len(ranks.get(id(module), ())) > 1:
             raise ConfigError(f"{name}, a {type(module).__name__}, is used on pipe ranks {sorted(ranks[id(module)])}, and each would "
                               "count, for its statistics, only what it sees itself: use it in one stage, or give each use its own")
