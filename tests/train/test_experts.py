@@ -12,7 +12,7 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT, Block
 from rankloom.models.loss import language_model_loss
 from rankloom.models.moe import Experts, MoE
-from rankloom.parallel.expert import expert_layers, rebalance
+from rankloom.parallel.expert import expert_layers, expert_parallel, rebalance
 from rankloom.parallel.zero import step_bill
 from rankloom.world.group import Group
 
@@ -185,6 +185,49 @@ def test_experts_that_blocks_share_are_whole_under_each_of_their_names(mesh, sta
         assert losses == pytest.approx([loss, loss], rel=RTOL)
         for name, value in truth.items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def of_the_first(kind):
+    """A GPT whose blocks have a layer of experts each, but of these something is the first one's: the `Experts`, all weights, or one."""
+    model = GPT(dataclasses.replace(SHAPE, layers=3, moe=MOE), dtype=torch.float64)
+    first, *others = (block.mlp for block in model.blocks)
+    for layer in others:
+        if kind == "experts":
+            layer.experts = first.experts
+        for name in {"experts": (), "weights": ("gate", "up", "down"), "gate": ("gate",)}[kind]:
+            setattr(layer.experts, name, getattr(first.experts, name))
+    if kind == "gate":
+        first.experts.up = first.experts.gate   # also twice in one layer
+    return model
+
+
+@pytest.mark.parametrize("kind", ["experts", "weights", "gate"])
+@pytest.mark.parametrize(("mesh", "stage"), [
+    (rl.Mesh(expert=2), 0), (rl.Mesh(expert=2, shard=2), 3), (rl.Mesh(expert=2, pipe=2), 0)], ids=str)
+def test_weights_that_layers_of_experts_share_stay_one_when_experts_are_spread(mesh, stage, kind):
+    """Each layer kept a share of its own, and they were trained apart; a shared module was cut twice."""
+    def body(world):
+        engine = rl.prepare(of_the_first(kind), loss=language_model_loss, optimizer=adamw, world=world, accumulate=2,
+                            stage=stage if world.size > 1 else 0)
+        losses = [engine.step(share(rows(8, seed), engine.group)).loss for seed in range(2)]
+        return losses, engine.full_state_dict()["model"]
+
+    ((losses, truth),) = rl.simulate(1, body)
+    for found, state in rl.simulate(mesh, body):
+        assert found == pytest.approx(losses, rel=RTOL)
+        for name, value in truth.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_experts_that_are_tied_to_another_module_are_refused():
+    def body(world):
+        model = GPT(SHAPE, dtype=torch.float64)
+        model.twin = torch.nn.Module()
+        model.twin.weight = model.blocks[0].mlp.experts.gate
+        expert_parallel(model, world)
+
+    with pytest.raises(rl.ConfigError, match=r"twin.weight is a parameter of experts and of another module.*do not tie"):
+        rl.simulate(2, body)
 
 
 def test_experts_that_stages_of_several_ranks_share_are_refused():

@@ -16,7 +16,7 @@ Read models/moe.py (the layer on one process) and parallel/all_to_all.py before 
 source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven shares)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
 from rankloom.base.modes import run_together
+from rankloom.base.names import full_name
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.axes import note_axis
 from rankloom.parallel.follow import Guide
@@ -58,7 +59,8 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     Rank r of p keeps experts r E/p to (r+1) E/p - 1 of E, under the same parameter names.
 
     sent:   per layer, forward and backward each, every row whose expert is elsewhere twice; 3(p-1) messages forward, 2(p-1) backward
-    raises: ConfigError when p does not divide the experts of a layer, there are none, they are spread already, or cannot be shared
+    raises: ConfigError when p does not divide the experts of a layer, there are none, they are spread already, or they cannot be shared or
+            are tied to other modules
     """
     layers = expert_layers(model)
     if not layers:
@@ -75,13 +77,31 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
         if layer.experts.held % group.size:
             raise ConfigError(f"{group.where('expert_parallel')}: {name} has {layer.experts.held} experts, which {group.size} ranks cannot "
                               f"share evenly; the expert axis must divide {layer.experts.held}")
+    _keep_own(model, [*dict.fromkeys(layer.experts for layer in layers.values())], group)   # layers may have the same experts
     for layer in layers.values():
-        each = layer.experts.held // group.size
-        layer.experts.keep(group.rank * each, each)
         layer.dispatch = SpreadDispatch(group)
     run_together(model)
     note_axis(model, "expert", group)
     return model
+
+
+def _keep_own(model: nn.Module, every: Sequence[Any], group: Group) -> None:
+    """Keep this rank's share of each module of experts. A parameter that several of them have stays one."""
+    inside = {module for experts in every for module in experts.modules()}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}   # where a parameter is; all are alive until `keep`
+    for name, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            same = places.setdefault(id(param), [])
+            same.append((module, key))
+            if (module in inside) != (same[0][0] in inside):
+                raise ConfigError(f"{group.where('expert_parallel')}: {full_name(name, key)} is a parameter of experts and of another "
+                                  "module, which needs it whole: do not tie the two")
+    for experts in every:
+        each = experts.held // group.size
+        experts.keep(group.rank * each, each)
+    for (first, key), *others in places.values():
+        for module, other in others if first in inside else ():
+            setattr(module, other, getattr(first, key))
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
