@@ -365,6 +365,33 @@ def test_a_norm_that_is_held_in_evaluation_mode_may_be_used_on_several_ranks():
     expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
 
 
+class DropsSome(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.dropout(self.linear(x).tanh())
+
+
+def sharing_dropout(p):
+    torch.manual_seed(3)
+    shared = DropsSome(p)
+    return nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, CLASSES)).double()
+
+
+@pytest.mark.parametrize("pipe", [rl.Pipe(sizes=[2, 2]), rl.Pipe(sizes=[1, 1, 1, 1], schedule="interleaved", chunks=2)],
+                         ids=["another rank", "another stage of this rank"])
+def test_dropout_that_several_stages_use_is_refused_as_each_would_begin_with_the_first_mask(pipe):
+    with pytest.raises(rl.ConfigError, match=r"dropout 2.dropout is used in several stages.*give each use its own"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, sharing_dropout(0.5), of_classes, float_batches(), pipe=pipe))
+
+
+@pytest.mark.parametrize(("sizes", "p"), [([2, 2], 0.0), ([3, 1], 0.5)])
+def test_dropout_that_drops_nothing_or_is_used_in_one_stage_may_be_shared(sizes, p):
+    expect_equal(rl.Mesh(pipe=2), sharing_dropout(p), of_classes, float_batches(), pipe=rl.Pipe(sizes=sizes))
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_an_example_may_have_another_dtype_than_the_precision(precision):
     model, batches = plain_sequence().float(), [(rows.float(), targets) for rows, targets in float_batches()]

@@ -4,6 +4,7 @@ A loss for one process, `loss(model, micro-batch)`, runs unchanged on the last s
 returns the output of the last piece; for our GPT, whose last piece ends before the output matrix, what follows from it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
 from rankloom.parallel.pipeline.runtime import Loss
+from rankloom.train.dropout import Keyed
 from rankloom.train.layers import layer_pieces
 from rankloom.train.precision import Precision, cast_floats_in
 
@@ -204,3 +206,18 @@ def expect_counted_on_one_rank(model: nn.Module, stages: Sequence[tuple[int, nn.
         if counts and len(ranks.get(id(module), ())) > 1:
             raise ConfigError(f"{name}, a {type(module).__name__}, is used on pipe ranks {sorted(ranks[id(module)])}, and each would "
                               "count, for its statistics, only what it sees itself: use it in one stage, or give each use its own")
+
+
+def refuse_masks_in_several_stages(stages: Sequence[nn.Module]) -> None:
+    """Let dropout that several stages use raise ConfigError when it draws: a mask is keyed by how often its module was called for the
+    micro-batch, and no stage knows how often others called it."""
+    uses = Counter(module for stage in stages for module in stage.modules() if isinstance(module, Keyed))
+    for module, number in uses.items():
+        if number > 1:   # a piece may have modules that it never calls
+            module.register_forward_pre_hook(_expect_no_mask)
+
+
+def _expect_no_mask(dropout: Keyed, _inputs: Any) -> None:
+    if dropout.training and dropout.p > 0:
+        raise ConfigError(f"dropout {dropout.name} is used in several stages of a pipeline, which would repeat its mask: use it in one "
+                          "stage, or give each use its own")

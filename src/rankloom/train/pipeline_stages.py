@@ -44,7 +44,7 @@ from rankloom.train.batches import cut_batch, map_tensors
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.expert_books import StagedExpertBooks
-from rankloom.train.pipe import ChosenPipe, expect_counted_on_one_rank
+from rankloom.train.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
 from rankloom.train.precision import UNMEASURED, cast_floats_in
 from rankloom.train.sharded import SplitPlacement
 from rankloom.world.group import Group
@@ -164,6 +164,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     stages = [Stage(run) for run in runs]
     _expect_all_in_stages(model, stages)
     expect_counted_on_one_rank(model, [(schedule.owner[number], stage) for number, stage in enumerate(stages)])
+    refuse_masks_in_several_stages(stages)
     where: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
