@@ -55,7 +55,7 @@ def take_auxiliary_loss(module: nn.Module) -> Tensor | None:
     """The sum of the auxiliary losses of the last training forward of each layer, such as routers' (models/moe.py); None if there are none.
 
     Calls `take_auxiliary` of every layer that has it, which also clears the layer's loss. In the loss of an engine they are
-    of all training forwards since they were taken.
+    of all forwards in training, with gradients, since they were taken.
     """
     layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "take_auxiliary")]
     taken = [layer.take_auxiliary() for layer in layers]

@@ -46,9 +46,9 @@ from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 
 BUCKET_BYTES = 32 << 20
+ONE_HOST_BYTES = 128 << 20   # here the cores that compute also move the bytes: overlap gains little, and a message costs 1 ms
 WITHOUT_GRAPH = ("backward(create_graph=True): gradients that are summed over ranks are values without a graph, so a penalty made of "
                  "`.grad` would not be trained. Make it of torch.autograd.grad(loss, parameters, create_graph=True)")
-ONE_HOST_BYTES = 128 << 20   # here the cores that compute also move the bytes: overlap gains little, and a message costs 1 ms
 
 
 class GradientReducer:

@@ -119,11 +119,8 @@ def introduce(job: Job) -> None:
     """Show which model is trained, on which data, in which batches."""
     batch, seq_len = job.config.batch(), job.config.train.seq_len
     job.say(f"run folder: {job.run}")
-    job.say(
-        f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters, with a vocabulary of {job.shape.vocab_size:,}; data "
-        f"{job.corpus.source}: "
-        f"{len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation"
-    )
+    job.say(f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters, with a vocabulary of {job.shape.vocab_size:,}; "
+            f"data {job.corpus.source}: {len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation")
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"
     job.say(f"batch: {batch.equation(job.config.mesh.row_ranks())} {rows}")
     mesh = job.config.mesh.as_mesh()
