@@ -1,8 +1,10 @@
 """Replicas begin equal or not at all, and their running statistics stay equal."""
 
+import random
 import time
 import warnings
 from contextlib import nullcontext
+from itertools import permutations
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.parallel.buffers import SAMPLE, BufferKeeper, Sampled
-from rankloom.parallel.equal_start import make_replicas_equal, named_state
+from rankloom.parallel.equal_start import _first_shared, _runs, make_replicas_equal, named_state
 
 
 def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -257,6 +259,36 @@ def test_parameters_that_share_a_part_of_their_memory_are_refused_and_two_halves
             take(model, world)
 
     rl.simulate(2, body)
+
+
+def strided_anyhow(memory: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """A tensor of up to 3 dims in any order, with or without gaps; no element lies in another's place."""
+    shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 3))]
+    strides, stride = [0] * len(shape), draw.choice((1, 1, 2, 3))
+    for dim in draw.sample(range(len(shape)), len(shape)):
+        strides[dim] = stride
+        stride = stride * shape[dim] + draw.choice((0, 0, 1, 3))
+    return memory.as_strided(shape, strides, draw.randint(0, 60))
+
+
+def bytes_taken(x: torch.Tensor) -> set[int]:
+    places = [0]
+    for size, stride in zip(x.shape, x.stride()):
+        places = [place + stride * at for place in places for at in range(size)]
+    return {x.data_ptr() + place * x.itemsize + byte for place in places for byte in range(x.itemsize)}
+
+
+def test_two_tensors_share_memory_where_a_byte_belongs_to_both_and_not_both_are_frozen():
+    draw, memory, answers = random.Random(0), torch.zeros(400), []
+    for _ in range(500):
+        tensors = [strided_anyhow(memory, draw) for _ in range(draw.randint(1, 5))]
+        trained = [draw.random() < 0.5 for _ in tensors]
+        taken = [bytes_taken(x) for x in tensors]
+        shared = {(a, b) for a, b in permutations(range(len(tensors)), 2) if (trained[a] or trained[b]) and taken[a] & taken[b]}
+        found = _first_shared([_runs(x) for x in tensors], trained)
+        assert found in shared if shared else found is None
+        answers.append(bool(shared))
+    assert 100 < sum(answers) < 400
 
 
 def test_many_columns_of_one_matrix_are_looked_at_in_a_moment():
