@@ -289,6 +289,8 @@ def test_two_tensors_share_memory_where_a_byte_belongs_to_both_and_not_both_are_
         assert found in shared if shared else found is None
         answers.append(bool(shared))
     assert 100 < sum(answers) < 400
+    within = [_runs(memory[start:stop]) for start, stop in ((0, 10), (2, 4), (6, 8))]   # the third is in the first, behind the second
+    assert _first_shared(within, [False, False, True]) == (0, 2)
 
 
 def test_many_columns_of_one_matrix_are_looked_at_in_a_moment():
