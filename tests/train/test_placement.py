@@ -3,6 +3,7 @@
 import gc
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -308,21 +309,24 @@ def test_what_was_gathered_ahead_for_a_call_that_did_not_come_is_let_go(ahead, g
         assert not any(rests)
 
 
+def sent_in_a_step(world, stage, **options):
+    """Bytes of parameters and gradients that a rank sends in a step, and what the bill says of it."""
+    made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=stage,
+                      optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), **options)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    made.step(x)
+    before = world.ledger.bytes
+    made.step(x)
+    flags = 8 * (2 * (BLOCKS + 1) + 6) * (world.size - 1)   # parameters used, the order of gathers, rates, loss and count: fp64
+    norm = 2 * 8 * (world.size - 1) // world.size
+    return world.ledger.bytes - before - flags - norm, step_bill(made.placement.sharding, options.get("accumulate", 1)).sent
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "gradient_memory": 1 << 30}, {"reshard_after_forward": False},
                                      {"ahead": 0}, {"ahead": 3}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_a_step_sends_is_its_bill(stage, options):
-    def body(world):
-        made = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=stage,
-                          optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), **options)
-        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(world.rank))
-        made.step(x)
-        before = world.ledger.bytes
-        made.step(x)
-        flags = 8 * (2 * (BLOCKS + 1) + 6) * (world.size - 1)   # parameters used, the order of gathers, rates, loss and count: fp64
-        norm = 2 * 8 * (world.size - 1) // world.size
-        return world.ledger.bytes - before - flags - norm, step_bill(made.placement.sharding, options.get("accumulate", 1)).sent
-
+    body = partial(sent_in_a_step, stage=stage, **options)
     senseless = {1: {"reshard_after_forward", "ahead", "gradient_memory"}, 2: {"reshard_after_forward", "ahead"}, 3: set()}[stage]
     if senseless & options.keys():
         with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
@@ -334,6 +338,14 @@ def test_what_a_step_sends_is_its_bill(stage, options):
             if not options:
                 root = N if stage == 3 else 0   # which is gathered once, not twice
                 assert bill == ((3 if stage == 3 else 2) * WHOLE - root) * 4 * (p - 1) // p
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_where_pages_are_common_a_gather_sends_one_number(stage):
+    for p in (2, 4):
+        for sent, bill in rl.simulate(p, partial(sent_in_a_step, stage=stage), backend="rankloom"):
+            assert bill == WHOLE * 4 * (p - 1) // p   # gradients
+            assert sent == bill + (BLOCKS + 1) * 2 * 4 * (p - 1) // p   # a gather is a barrier, which sums one number
 
 
 def test_neighbours_send_less_for_backward():
