@@ -54,6 +54,18 @@ def test_the_picture_of_hops_numbers_every_tile_and_names_its_axes(monkeypatch):
     assert "keys" in axes.get_xlabel() and "queries" in axes.get_ylabel()
 
 
+def test_the_picture_of_experts_draws_the_way_of_every_token_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    picture = import_module("make_experts_picture")
+    seen = rl.simulate(picture.RANKS, picture.watch)
+    tokens = [row for each in seen for row in each.tokens]
+    assert sorted(tokens) == sorted(row for each in seen for row in each.at_experts) and len(set(tokens)) == picture.RANKS * picture.TOKENS
+    (axes,) = picture.draw(seen).axes
+    ways = [patch for patch in axes.patches if isinstance(patch, picture.PathPatch)]
+    assert len(ways) == len(tokens) and len(axes.patches) == 5 * len(tokens) + picture.EXPERTS
+    assert any(row.expert // picture.EACH == row.source for row in tokens)   # one that stays
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_between_files_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", page.read_text()):
