@@ -361,12 +361,18 @@ def test_ctrl_c_ends_a_bench_within_seconds(folder):
     assert child.returncode == 130 and time.monotonic() - begin < AT_ONCE
 
 
-@pytest.mark.parametrize(("words", "code"), [("--help", 128 + signal.SIGPIPE), ("train --help", 128 + signal.SIGPIPE),
-                                             ("presets", 128 + signal.SIGPIPE), ("schedule list", 0)])
-def test_a_reader_that_ends_early_is_not_taken_for_a_failed_rank(words, code):
+@pytest.mark.parametrize("words", ["--help", "train --help", "presets", "schedule list"])
+def test_a_reader_that_ends_early_is_not_taken_for_a_failed_rank(words):
     """rich itself would exit with 1."""
     read, write = os.pipe()
     os.close(read)
-    ended = subprocess.run([sys.executable, "-m", "rankloom", *words.split()], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    ended = subprocess.run([*RANKLOOM, *words.split()], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
-    assert (ended.returncode, ended.stderr) == (code, "")
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("words", ["--help", "presets", "schedule list"])
+def test_an_output_whose_disk_is_full_is_one_message(words):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*RANKLOOM, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "error: the output cannot be written: No space left on device\n")

@@ -4,11 +4,9 @@ This module and `rankloom --help` import neither torch nor pydantic: each comman
 below do the work; this file has arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM, 129 when the terminal or the reader of a training's output was closed.
-0 or 141 when the reader of other output has ended, such as `| head`.
+143 after SIGTERM, 129 when the terminal or the reader of a training's output was closed, 141 when that of other output was.
 """
 
-import errno
 import os
 import signal
 import subprocess
@@ -25,7 +23,7 @@ from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.files import make_folder
 from rankloom.base.text import printable, show_any_text, whole_number
-from rankloom.watch.progress import Progress, Screen
+from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def main() -> None:
         try:
             app()
         finally:
-            print(end="", flush=True)
+            _finish_output()
     except RankloomError as error:
         if not _told_the_launcher(error):
             _report(error)
@@ -67,8 +65,18 @@ def main() -> None:
             raise SystemExit(1) from None
         if not isinstance(error, BrokenPipeError):
             raise
-        _print_no_more()
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _finish_output() -> None:
+    """raises: BrokenPipeError when its reader has ended, or the terminal was closed; ConfigError when its disk is full"""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # Python prints what is left when it ends
+        if is_closed(error):
+            raise BrokenPipeError from None
+        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
 
 
 def _told_the_launcher(error: Exception) -> bool:
@@ -336,17 +344,8 @@ def bench(
 
 
 def _show(parts: "Iterable[str | Text | Table]") -> None:
-    try:
-        for part in parts:
-            print(part, flush=True) if isinstance(part, str) else app.console.print(part)
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError) and error.errno != errno.EIO:   # the reader has ended, or the terminal was closed
-            raise
-        _print_no_more()
-
-
-def _print_no_more() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for part in parts:
+        print(part, flush=True) if isinstance(part, str) else app.console.print(part)
 
 
 def _words(text: str) -> list[str]:

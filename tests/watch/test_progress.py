@@ -1,5 +1,6 @@
 """The progress line: what it says, and when it is drawn."""
 
+import errno
 import io
 import signal
 from dataclasses import replace
@@ -55,8 +56,10 @@ def test_a_line_that_is_too_long_leaves_out_what_matters_least():
         assert len(fit(width)) <= max(width, len(fit(20)))
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError, OSError])
-def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_nothing(error):
+@pytest.mark.parametrize(("error", "said"), [
+    (BrokenPipeError(), ""), (OSError(errno.EIO, "Input/output error"), ""),
+    (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written, so this ends: No space left on device\n")], ids=str)
+def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_nothing(error, said, capsys):
     class Gone(io.StringIO):
         def write(self, text):
             raise error
@@ -69,7 +72,7 @@ def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_n
                 progress(event)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert told == [signal.SIGHUP]
+    assert told == [signal.SIGHUP] and capsys.readouterr().err == said
 
 
 def test_a_step_of_no_time_divides_by_nothing():

@@ -4,6 +4,7 @@
 the line is a pure function of the last event and the pace so far. Colours follow the console, so NO_COLOR works.
 """
 
+import errno
 import math
 import signal
 import time
@@ -118,11 +119,16 @@ class Screen(Console):
         raise BrokenPipeError
 
 
+def is_closed(error: OSError) -> bool:
+    """Whether output failed because its reader has ended, or the terminal was closed. Otherwise its disk is full, or broken."""
+    return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
+
+
 class OneLine:
     """A line that is redrawn on a terminal, and printed now and then elsewhere.
 
     Use it as a context, which restores the terminal however a run ends. When output fails (the terminal was closed, `| head` has
-    ended) it stops drawing, and the process sends itself SIGHUP, as a closing terminal does.
+    ended, a full disk) it stops drawing, and the process sends itself SIGHUP, as a closing terminal does.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
@@ -159,8 +165,10 @@ class OneLine:
             return
         try:
             write()
-        except OSError:
+        except OSError as error:
             self._lost = True
+            if not is_closed(error):
+                Console(stderr=True).print(f"the output cannot be written, so this ends: {error.strerror}", soft_wrap=True, highlight=False)
             signal.raise_signal(signal.SIGHUP)
 
     def _show(self, text: str) -> None:
