@@ -27,6 +27,7 @@ from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks import blocks_of, classes_in
 from rankloom.train.engine import Loss, Settings
+from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
 from rankloom.train.split_model import ROW_AXES, is_split
 from rankloom.world.connect import World
@@ -144,8 +145,9 @@ def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mappin
         expect_plan(model, tensor_plan)
 
 
-def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool) -> None:
+def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool, *, recompute: str | int) -> None:
     """Check that the model has the blocks and sections that options name. Not where a split replaces modules first."""
+    parse_policy(recompute)
     if changes_blocks and not is_split(world):
         blocks_of(model, classes_in(units))
     if stage and not is_split(world):

@@ -125,12 +125,12 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                "gradient_memory": gradient_memory}
     changes_blocks = recompute != NONE or offload_activations or compile
     check_numbers(settings)
-    check_plain(seed=seed, offload_activations=offload_activations, compile=compile)
+    check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
     check_model(model, world, settings)
     check_axes(model, world, context, tensor_plan)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
     check_options(world, settings, stage, {"pipe": pipe} | summing | cutting | blocks_only)
-    check_blocks(model, world, stage, units, changes_blocks)
+    check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
     expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
                                          "deterministic": settings.logical_shards, "pipe": without_functions(pipe), **summing})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed

@@ -59,7 +59,7 @@ def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Modu
     returns: what was decided for each block; it can be printed
     raises:  ConfigError; with too few bytes, in the first backward
     """
-    choice, budget = _parse(policy)
+    choice, budget = parse_policy(policy)
     if choice == NONE:
         return Recompute({}, choice, budget, group)
     found = blocks_of(model, blocks)
@@ -95,10 +95,10 @@ def _keep_no_cache(model: nn.Module) -> None:
             config.use_cache = False
 
 
-def _parse(policy: str | int) -> tuple[str, int]:
+def parse_policy(policy: str | int) -> tuple[str, int]:
     """The choice for all blocks, and the budget in bytes.
 
-    >>> _parse("full"), _parse("1 KiB"), _parse(4096)
+    >>> parse_policy("full"), parse_policy("1 KiB"), parse_policy(4096)
     (('full', 0), ('undecided', 1024), ('undecided', 4096))
     """
     if isinstance(policy, str) and policy in CHOICES:
