@@ -111,13 +111,14 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     overrides
         Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200
     """
-    from rankloom.data.text import expect_source
-    from rankloom.train.config import load_config
     from rankloom.world.launch import find_place
 
-    with leaving_on_signals():
+    alone = find_place().launcher == "alone"
+    with leaving_on_signals(as_killed=not alone):
+        from rankloom.data.text import expect_source
+        from rankloom.train.config import load_config
+
         config = load_config(file, overrides)
-        alone = find_place().launcher == "alone"
         if alone:   # before the run has a folder
             expect_source(config.data.source)
         if config.checkpoint.resume is not None:

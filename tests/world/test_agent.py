@@ -188,6 +188,22 @@ def test_a_rank_that_fails_without_a_word_is_shown_with_the_end_of_its_log():
     assert "with exit code 1" in str(failed.value) and "the disk is gone" in str(failed.value)
 
 
+def test_a_rank_that_somebody_stops_while_it_starts_is_the_cause_at_once():
+    """In the middle of its imports; it has not joined, so the others would wait for it until the time-out."""
+    body = """
+import os, signal, time
+from rankloom.world.leave import leaving_on_signals
+with leaving_on_signals(as_killed=True):
+    if os.environ['RANK'] == '1':
+        signal.raise_signal(signal.SIGTERM)
+    time.sleep(60)
+"""
+    begin = time.monotonic()
+    with pytest.raises(rl.RankFailed, match="SIGTERM") as failed:
+        launch(body)
+    assert failed.value.rank == 1 and time.monotonic() - begin < AT_ONCE
+
+
 def test_an_error_that_was_told_counts_although_its_process_does_not_end():
     body = """
 import os, time

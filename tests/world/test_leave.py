@@ -12,7 +12,7 @@ IMPORTS = """
 import signal, sys
 from rankloom.world.leave import leaving_on_signals
 assert "torch" not in sys.modules
-with leaving_on_signals():
+with leaving_on_signals(as_killed={as_killed}):
     print("told", end="")
     try:
         signal.raise_signal({number})
@@ -23,8 +23,10 @@ with leaving_on_signals():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_an_import_that_swallows_exceptions_ends_the_process_with_its_code(number):
-    done = subprocess.run([sys.executable, "-c", IMPORTS.format(number=int(number))], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "told", "")
+    for as_killed, code in ((False, 128 + number), (True, -number)):
+        script = IMPORTS.format(number=int(number), as_killed=as_killed)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "told", "")
 
 
 def test_handlers_from_before_come_back_and_ignored_signals_stay_ignored(monkeypatch):

@@ -14,10 +14,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def leave_at_once(code: int) -> NoReturn:
     """Exit with `code`, after flushing the output."""
+    flush_output()
+    os._exit(code)
+
+
+def flush_output() -> None:
+    """As far as it can be written."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, RuntimeError):   # the reader has ended, or a signal came in the middle of a line
             stream.flush()
-    os._exit(code)
 
 
 @contextmanager
@@ -38,11 +43,21 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> It
 
 
 @contextmanager
-def leaving_on_signals() -> Iterator[None]:
+def leaving_on_signals(*, as_killed: bool = False) -> Iterator[None]:
     """Inside, these signals end this process at once, with exit code 128 + the number of the signal.
 
     Raising an exception would not work: a library that is being imported may take KeyboardInterrupt for a failure of its own, and raise
     another error. train/stop.py takes over while there is state to save.
+
+    as_killed: for a rank, which ends as if the signal had killed it: from such an exit code a launcher would conclude that all ranks
+               have agreed to stop, while others wait for this one
     """
-    with handling_stop_signals(lambda number, frame: leave_at_once(128 + number)):
+    def leave(number: int, frame: FrameType | None) -> None:
+        if as_killed:
+            flush_output()
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        leave_at_once(128 + number)
+
+    with handling_stop_signals(leave):
         yield
